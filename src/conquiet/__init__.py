@@ -1,0 +1,1 @@
+"""conquiet: effects exactly once, events never lost."""
