@@ -1,0 +1,118 @@
+"""Servers for the tests: one of each kind per xdist worker, started when the first test asks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+import pytest
+
+from conquiet import embedded
+from tests import needs
+
+# Nobody kills the shared PostgreSQL, so it may forget what a crash would lose, and is faster.
+UNSAFE = ("-c", "fsync=off", "-c", "full_page_writes=off", "-c", "synchronous_commit=off")
+DURABLE = ("--appendonly", "yes", "--appendfsync", "always")
+
+
+@pytest.fixture(scope="session")
+def redis_server() -> Iterator[embedded.RedisServer]:
+    """The worker's Redis; a test that kills it takes `private_redis` instead."""
+    with needs.found("Redis", embedded.redis) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[embedded.PostgresServer]:
+    """The worker's PostgreSQL; a test that kills it takes `private_postgres` instead."""
+    with needs.found("PostgreSQL", lambda: embedded.postgres(options=UNSAFE)) as server:
+        yield server
+
+
+@pytest.fixture
+def private_redis() -> Iterator[embedded.RedisServer]:
+    """A Redis for one test to kill and restart; it keeps all that it has confirmed."""
+    with needs.found("Redis", lambda: embedded.redis(options=DURABLE, private=True)) as server:
+        yield server
+
+
+@pytest.fixture
+def private_postgres() -> Iterator[embedded.PostgresServer]:
+    """A PostgreSQL for one test to kill and restart; it keeps all that it has committed."""
+    with needs.found("PostgreSQL", lambda: embedded.postgres(private=True)) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def _redis_database(redis_server: embedded.RedisServer) -> Iterator[tuple[str, str]]:
+    """The URL of a database that is ours to flush, and the command that flushes no more than it."""
+    if not redis_server.external:
+        yield redis_server.url, "FLUSHALL"
+        return
+    import redis
+
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    url = urlunsplit(urlsplit(redis_server.url)._replace(path=f"/{15 - worker}"))
+    with redis.Redis.from_url(url) as client:
+        if client.dbsize():
+            pytest.exit(
+                f"{url} holds data, and the tests flush the database that they use. Empty it with "
+                f"redis-cli -u {url} FLUSHDB, or unset CONQUIET_REDIS_URL for a private server.",
+                returncode=1,
+            )
+        yield url, "FLUSHDB"
+        client.flushdb()
+
+
+@pytest.fixture
+def redis_url(_redis_database: tuple[str, str]) -> str:
+    """The URL of an empty Redis: a worker runs one test at a time, so it may be flushed."""
+    import redis
+
+    url, flush = _redis_database
+    with redis.Redis.from_url(url) as client:
+        client.execute_command(flush)
+    return url
+
+
+@pytest.fixture
+def redis_client(redis_url: str) -> Iterator[Any]:
+    """A client of the empty Redis, which answers in bytes."""
+    import redis
+
+    with redis.Redis.from_url(redis_url) as client:
+        yield client
+
+
+@pytest.fixture
+def database_url(postgres_server: embedded.PostgresServer) -> Iterator[str]:
+    """The libpq URL of a fresh PostgreSQL database, dropped after the test."""
+    url = postgres_server.create_database()
+    yield url
+    postgres_server.drop_database(url)
+
+
+@pytest.fixture
+def sqlite_url(tmp_path: Path) -> str:
+    """The SQLAlchemy URL of a SQLite file that does not exist yet."""
+    return f"sqlite:///{tmp_path / 'test.sqlite'}"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """List by name what did not run because something is not installed."""
+    wanting: dict[str, list[str]] = {}
+    for report in terminalreporter.stats.get("skipped", []):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
+        reason = reason.removeprefix("Skipped: ")
+        if reason.startswith(needs.PREFIX):
+            wanting.setdefault(reason, []).append(report.nodeid)
+    if not wanting:
+        return
+    terminalreporter.section("not run for want of a server or program")
+    for reason, names in wanting.items():
+        terminalreporter.write_line(reason)
+        for name in sorted(names):
+            terminalreporter.write_line(f"  {name}")
