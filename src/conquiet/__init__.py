@@ -1,1 +1,8 @@
 """conquiet: effects exactly once, events never lost."""
+
+from conquiet.acking import Acking
+from conquiet.errors import ConquietError
+from conquiet.message import Message
+from conquiet.router import Router
+
+__all__ = ["Acking", "ConquietError", "Message", "Router"]

@@ -24,7 +24,7 @@ class ExpiredMessage(PermanentError):
 
 
 class NoHandler(ConquietError):
-    """Nobody here takes this message. Another version of the service may, so it is not permanent."""
+    """Nobody here takes this message; not permanent, since the next release may."""
 
 
 class HandlerError(ConquietError):

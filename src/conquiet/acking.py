@@ -1,0 +1,182 @@
+"""Acking settles a message once: ack or nack(error).
+
+    pending ──ack──▶ acked          (final)
+       └─────nack──▶ nacked         (final)
+
+Where a settlement goes is a `Settler`: the source that the message came from. A source
+settles many messages in one call, so a batch costs one round trip.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
+from typing import Any, Protocol, TypeVar
+
+Error = Exception | None
+T = TypeVar("T")
+
+
+class State(Enum):
+    """Where a message stands; `ACKED` and `NACKED` are final."""
+
+    PENDING = "pending"
+    ACKED = "acked"
+    NACKED = "nacked"
+
+
+class Settler(Protocol):
+    """Takes settlements: the tokens it gave out, acked, or nacked with the error."""
+
+    def settle(self, acked: Sequence[Any], nacked: Sequence[tuple[Any, Error]]) -> None: ...
+
+
+class Acking:
+    """Settles one message, once; the first call wins and the rest do nothing.
+
+    >>> acking = Acking.calling(lambda: print("acked"), lambda error: print("nacked", error))
+    >>> acking.ack(), acking.nack(None), acking.state.value
+    acked
+    (True, False, 'acked')
+    """
+
+    __slots__ = ("_lock", "_settler", "error", "state", "token")
+
+    def __init__(self, settler: Settler, token: Any = None) -> None:
+        self._settler = settler
+        self._lock = threading.Lock()
+        self.token = token
+        self.state = State.PENDING
+        self.error: Error = None
+
+    @classmethod
+    def calling(cls, on_ack: Callable[[], object], on_nack: Callable[[Error], object]) -> Acking:
+        """An acking that calls one of two functions, outside any lock."""
+        return cls(_Callbacks(on_ack, on_nack))
+
+    def split(self, count: int) -> list[Acking]:
+        """Share this acking among `count` messages.
+
+        It is acked when all of them are; the first nack nacks it. Each share settles once,
+        so a message that acks twice still counts once.
+        """
+        if count < 1:
+            raise ValueError(f"an acking is shared by 1 message or more, not by {count}")
+        share = _Share(self, count)
+        return [Acking(share) for _ in range(count)]
+
+    @property
+    def settled(self) -> bool:
+        """Whether ack or nack was called."""
+        return self.state is not State.PENDING
+
+    def ack(self) -> bool:
+        """Say that the message took effect; False if it was settled before."""
+        if self.settled:
+            return False
+        return settle((self,)) == 1
+
+    def nack(self, error: Error = None) -> bool:
+        """Give the message back; `nack(None)` is a nack too. False if it was settled before."""
+        if self.settled:
+            return False
+        return settle((), ((self, error),)) == 1
+
+    def _become(self, state: State, error: Error) -> bool:
+        with self._lock:
+            if self.state is not State.PENDING:
+                return False
+            self.error = error
+            self.state = state
+        return True
+
+    def __repr__(self) -> str:
+        return f"<Acking {self.state.value} {self.token!r}>"
+
+
+def settle(acked: Iterable[Acking], nacked: Iterable[tuple[Acking, Error]] = ()) -> int:
+    """Settle many at once, with one call per settler; returns how many were still pending.
+
+    An exception of a settler is raised after the others were called: the message counts as
+    settled here, and its source will deliver it again.
+    """
+    groups: dict[Settler, tuple[list[Any], list[tuple[Any, Error]]]] = {}
+    count = 0
+    for first in acked:
+        if first._become(State.ACKED, None):
+            count += 1
+            _collect(first, None, True, groups)
+    for first, error in nacked:
+        if first._become(State.NACKED, error):
+            count += 1
+            _collect(first, error, False, groups)
+    failure: Exception | None = None
+    for settler, (good, bad) in groups.items():
+        try:
+            settler.settle(good, bad)
+        except Exception as error:  # noqa: BLE001 - the other settlers must still hear
+            failure = failure or error
+    if failure is not None:
+        raise failure
+    return count
+
+
+def _collect(
+    acking: Acking,
+    error: Error,
+    good: bool,
+    groups: dict[Settler, tuple[list[Any], list[tuple[Any, Error]]]],
+) -> None:
+    """File a settlement under its settler, walking up from shares to what they share."""
+    settler = acking._settler
+    while isinstance(settler, _Share):
+        if not settler.decides(good):
+            return
+        acking = settler.parent
+        if not acking._become(State.ACKED if good else State.NACKED, error):
+            return
+        settler = acking._settler
+    group = groups.get(settler)
+    if group is None:
+        group = groups[settler] = ([], [])
+    if good:
+        group[0].append(acking.token)
+    else:
+        group[1].append((acking.token, error))
+
+
+class _Share:
+    """Counts the shares of one acking that are still missing."""
+
+    __slots__ = ("_lock", "_missing", "parent")
+
+    def __init__(self, parent: Acking, count: int) -> None:
+        self.parent = parent
+        self._missing = count
+        self._lock = threading.Lock()
+
+    def decides(self, good: bool) -> bool:
+        """Take one settlement; True if the parent is settled by it."""
+        with self._lock:
+            self._missing -= 1
+            return not good or self._missing == 0
+
+    def settle(self, acked: Sequence[Any], nacked: Sequence[tuple[Any, Error]]) -> None:
+        raise AssertionError("a share is resolved to its parent before settling")
+
+
+class _Callbacks:
+    """A settler of one message, made of two functions."""
+
+    __slots__ = ("_on_ack", "_on_nack")
+
+    def __init__(self, on_ack: Callable[[], object], on_nack: Callable[[Error], object]) -> None:
+        self._on_ack = on_ack
+        self._on_nack = on_nack
+
+    def settle(self, acked: Sequence[Any], nacked: Sequence[tuple[Any, Error]]) -> None:
+        if acked:
+            self._on_ack()
+        else:
+            self._on_nack(nacked[0][1])

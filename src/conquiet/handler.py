@@ -1,0 +1,318 @@
+"""Handlers: plain functions with type hints, made into something a router can run.
+
+A handler knows no transaction and no broker. Its first parameter says what it takes; the
+router decodes a message's data into it. What a command handler returns becomes events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import re
+import sys
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import is_dataclass
+from enum import Enum
+from typing import Any, TypeAlias, get_args, get_origin, get_type_hints, is_typeddict
+
+import msgspec
+
+from conquiet.codec import SPEC_VERSION, Decode, decoder
+from conquiet.errors import ConfigError, HandlerError
+from conquiet.matcher import Matcher
+from conquiet.message import Message, describe, new_id, now_text
+
+Outputs: TypeAlias = Sequence[Message[Any]]
+"""What one message led to; often nothing."""
+
+Result: TypeAlias = Outputs | Exception
+"""The outputs of one message, or why it failed."""
+
+Process: TypeAlias = Callable[[Sequence[Message[Any]]], Sequence[Result]]
+"""Takes a batch; gives one result per message, in order. What it raises fails them all."""
+
+RunAsync: TypeAlias = Callable[[Coroutine[Any, Any, Any]], Any]
+
+NOTHING: Outputs = ()
+
+
+class Kind(Enum):
+    """What a handler may return: events, nothing, or messages."""
+
+    COMMAND = "command"
+    EVENT = "event"
+    RAW = "raw"
+
+
+def type_name(kind: type) -> str:
+    """The message type of a class: its `__message_type__`, else its words joined by dots.
+
+    >>> class OrderPlaced: ...
+    >>> type_name(OrderPlaced)
+    'order.placed'
+    """
+    named = getattr(kind, "__message_type__", None)
+    if named is not None:
+        return str(named)
+    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", kind.__name__)
+    return ".".join(words).lower()
+
+
+class Handler:
+    """A function, what it takes, and which messages reach it."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        kind: Kind,
+        *,
+        source: str = "",
+        type: str | None = None,
+        name: str | None = None,
+        match: Matcher | None = None,
+    ) -> None:
+        self.function = function
+        self.kind = kind
+        self.source = source
+        self.name = name or _function_name(function)
+        self.match = match
+        hints = _hints(function, self.name)
+        self.takes, self.is_batch = _input(function, hints, self.name)
+        self._wants_message = _wants_message(function, self.name)
+        self.is_async = inspect.iscoroutinefunction(_called(function))
+        self._decode = _decode_for(kind, self.takes, self.name)
+        self.type = type or self._type_from_class()
+        self._emits = _emitted(hints.get("return"), kind, self.name)
+        self._event_types: dict[Any, str] = {}
+
+    @property
+    def declares_outputs(self) -> bool:
+        """Whether the return hint says that there will be outputs."""
+        return bool(self._emits)
+
+    def decode(self, message: Message[Any]) -> Any:
+        """The message's data as this handler takes it; `InvalidMessage` if it does not fit."""
+        return self._decode(message)
+
+    def run(self, messages: Sequence[Message[Any]], run_async: RunAsync) -> Sequence[Result]:
+        """Run a batch handler over the messages, or any other over the first of them."""
+        values = [message.decoded for message in messages]
+        arguments = (values if self.is_batch else values[0],)
+        if self._wants_message:
+            arguments += (list(messages) if self.is_batch else messages[0],)  # type: ignore[assignment]
+        try:
+            returned = self.function(*arguments)
+            if self.is_async:
+                returned = run_async(returned)
+        except (SystemExit, GeneratorExit, asyncio.CancelledError) as error:
+            raise HandlerError(
+                f"handler {self.name} tried to end the process ({error!r})"
+                f" on {describe(messages[0].attributes)}"
+            ) from error
+        if returned is None:
+            return [NOTHING] * len(messages)
+        if not self.is_batch:
+            return [self._outputs(returned, messages[0])]
+        return self._outputs_of_batch(returned, messages)
+
+    def _outputs_of_batch(
+        self, returned: Any, messages: Sequence[Message[Any]]
+    ) -> Sequence[Result]:
+        if not isinstance(returned, (list, tuple)) or len(returned) != len(messages):
+            got = f"{len(returned)} items" if hasattr(returned, "__len__") else repr(returned)
+            raise HandlerError(
+                f"batch handler {self.name} got {len(messages)} messages and returned {got[:100]};"
+                " return one item per message, in order: an event, a list of events or None"
+            )
+        return [
+            NOTHING if part is None else self._outputs(part, message)
+            for part, message in zip(returned, messages, strict=True)
+        ]
+
+    def _outputs(self, returned: Any, message: Message[Any]) -> Outputs:
+        if self.kind is Kind.EVENT:
+            raise HandlerError(
+                f"event handler {self.name} returned {type(returned).__name__};"
+                " only command handlers return events: use @router.command(source=…)"
+            )
+        many = isinstance(returned, Iterable) and not isinstance(
+            returned, (msgspec.Struct, dict, str, bytes, Message)
+        )
+        if many and not self._is_event_class(type(returned)):
+            return [self._output(item, message) for item in returned]
+        return [self._output(returned, message)]
+
+    def _output(self, item: Any, message: Message[Any]) -> Message[Any]:
+        if isinstance(item, Message):
+            return self._complete(item)
+        if self.kind is Kind.RAW:
+            raise self._wrong(item, message, "a raw handler returns Message objects")
+        kind = type(item)
+        name = self._event_types.get(kind)
+        if name is None:
+            name = self._event_types[kind] = self._event_type(item, message)
+        return Message(item, self._new_attributes(name))
+
+    def _event_type(self, item: Any, message: Message[Any]) -> str:
+        if self._is_event_class(type(item)):
+            return type_name(type(item))
+        if isinstance(item, dict) and len(self._emits) == 1 and is_typeddict(self._emits[0]):
+            return type_name(self._emits[0])
+        raise self._wrong(
+            item,
+            message,
+            "an event is a msgspec Struct, a dataclass, a pydantic model, a Message, or a dict"
+            " where the return hint names one TypedDict",
+        )
+
+    def _wrong(self, item: Any, message: Message[Any], rule: str) -> HandlerError:
+        return HandlerError(
+            f"handler {self.name} returned {type(item).__name__} ({item!r:.80})"
+            f" for {describe(message.attributes)}; {rule}"
+        )
+
+    @staticmethod
+    def _is_event_class(kind: type) -> bool:
+        return (
+            issubclass(kind, msgspec.Struct) or is_dataclass(kind) or hasattr(kind, "model_fields")
+        )
+
+    def _new_attributes(self, name: str) -> dict[str, Any]:
+        return {
+            "specversion": SPEC_VERSION,
+            "id": new_id(),
+            "type": name,
+            "source": self.source,
+            "time": now_text(),
+            "datacontenttype": "application/json",
+        }
+
+    def _complete(self, output: Message[Any]) -> Message[Any]:
+        """Give an output what it lacks; what the handler set stays."""
+        attributes = output.attributes
+        if not attributes.get("type") and self._is_event_class(type(output.data)):
+            attributes["type"] = type_name(type(output.data))
+        if not attributes.get("type"):
+            raise HandlerError(
+                f"handler {self.name} returned a message without type;"
+                " set attributes['type'] or give it data of an event class"
+            )
+        missing = self._new_attributes(attributes["type"])
+        if isinstance(output.data, bytes):
+            missing.pop("datacontenttype")  # bytes may be anything: only the handler knows
+        output.attributes = {**missing, **{k: v for k, v in attributes.items() if v != ""}}
+        return output
+
+    def _type_from_class(self) -> str | None:
+        if self.kind is Kind.RAW:
+            return None
+        if _is_plain(self.takes):
+            if self.match is not None:
+                return None
+            raise ConfigError(
+                f"handler {self.name} takes {self.takes!r}, which does not name a message type;"
+                " add type='…' or match=types('…')"
+            )
+        return type_name(self.takes)
+
+    def __repr__(self) -> str:
+        return f"<Handler {self.name} for {self.type or 'what it matches'}>"
+
+
+def _is_plain(kind: Any) -> bool:
+    return kind in (dict, bytes) or get_origin(kind) is dict
+
+
+def _called(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function behind a partial or a callable object."""
+    while hasattr(function, "func") and not inspect.isroutine(function):
+        function = function.func
+    if not inspect.isroutine(function) and not inspect.isclass(function):
+        return type(function).__call__
+    return function
+
+
+def _function_name(function: Callable[..., Any]) -> str:
+    called = function
+    while hasattr(called, "func") and not inspect.isroutine(called):
+        called = called.func
+    return getattr(called, "__name__", None) or type(called).__name__
+
+
+def _hints(function: Callable[..., Any], name: str) -> dict[str, Any]:
+    try:
+        return get_type_hints(_called(function))
+    except NameError:
+        pass
+    # A class that was defined inside a function is visible only where the handler is
+    # registered: look through the callers.
+    frame = sys._getframe(1)
+    missing: NameError | None = None
+    while frame is not None:
+        try:
+            return get_type_hints(_called(function), localns=frame.f_locals)
+        except NameError as error:
+            missing = error
+        frame = frame.f_back  # type: ignore[assignment]
+    raise ConfigError(f"the type hints of handler {name} cannot be resolved: {missing}")
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    return [
+        parameter
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+
+
+def _input(function: Callable[..., Any], hints: dict[str, Any], name: str) -> tuple[Any, bool]:
+    """What the handler takes, and whether it takes a list of it."""
+    parameters = _parameters(function)
+    if not parameters or parameters[0].name not in hints:
+        raise ConfigError(
+            f"handler {name} must say what it takes, as in: def {name}(order: PlaceOrder)"
+        )
+    hint = hints[parameters[0].name]
+    if get_origin(hint) in (list, Sequence) and get_args(hint):
+        return get_args(hint)[0], True
+    return hint, False
+
+
+def _wants_message(function: Callable[..., Any], name: str) -> bool:
+    required = [p for p in _parameters(function) if p.default is p.empty]
+    if len(required) > 2:
+        raise ConfigError(
+            f"handler {name} takes {len(required)} arguments; it gets the data and, if it has"
+            " a second parameter, the message. Bind others with functools.partial"
+        )
+    return len(required) == 2
+
+
+def _decode_for(kind: Kind, takes: Any, name: str) -> Decode:
+    is_message = (get_origin(takes) or takes) is Message
+    if is_message != (kind is Kind.RAW):
+        raise ConfigError(
+            f"handler {name} takes {takes!r}: raw handlers take Message, the others take data"
+        )
+    if kind is Kind.RAW:
+        return lambda message: message
+    return decoder(takes)
+
+
+def _emitted(hint: Any, kind: Kind, name: str) -> list[type]:
+    """The classes that the return hint names; empty if it names none or says None."""
+    found: list[type] = []
+    pending = [hint]
+    while pending:
+        part = pending.pop()
+        arguments = get_args(part)
+        if arguments:
+            pending.extend(arguments)
+        elif isinstance(part, type) and part is not type(None):
+            found.append(part)
+    if found and kind is Kind.EVENT:
+        raise ConfigError(
+            f"event handler {name} says that it returns {hint!r}; an event handler returns"
+            " nothing: use @router.command(source=…) for one that returns events"
+        )
+    return found

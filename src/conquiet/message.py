@@ -1,0 +1,203 @@
+"""Message: data, attributes with CloudEvents names, and the acking that settles it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+
+from conquiet.acking import Acking, Error
+from conquiet.errors import InvalidMessage
+
+if TYPE_CHECKING:
+    from conquiet.handler import Handler
+
+T = TypeVar("T")
+Attributes: TypeAlias = dict[str, Any]
+
+
+class Message(Generic[T]):
+    """What flows through conquiet: data plus attributes plus acking.
+
+    `data` is bytes as they came (raw) or an object (typed). `attributes` leave the process
+    with it; `locals` never do. `topic` is where it goes, `deliveries` how often its source
+    has handed it out.
+
+    >>> message = Message(b'{"id": 7}', {"id": "a-1", "type": "order.placed", "source": "/shop"})
+    >>> message.type, message.subject, message.identity
+    ('order.placed', '', '/shop a-1')
+    """
+
+    __slots__ = (
+        "_locals",
+        "acking",
+        "attributes",
+        "data",
+        "decoded",
+        "deliveries",
+        "handler",
+        "order_key",
+        "topic",
+    )
+
+    def __init__(
+        self,
+        data: T,
+        attributes: Attributes | None = None,
+        *,
+        acking: Acking | None = None,
+        topic: str | None = None,
+        deliveries: int = 1,
+    ) -> None:
+        self.data = data
+        self.attributes: Attributes = {} if attributes is None else attributes
+        self.acking = acking
+        self.topic = topic
+        self.deliveries = deliveries
+        self._locals: dict[str, Any] | None = None
+        # Set on the way in: by the router, which handler takes it and the data decoded for
+        # that handler; by an ordered worker, the key whose order must hold.
+        self.handler: Handler | None = None
+        self.decoded: Any = None
+        self.order_key: str | None = None
+
+    @property
+    def id(self) -> str:
+        return self._text("id")
+
+    @property
+    def type(self) -> str:
+        return self._text("type")
+
+    @property
+    def source(self) -> str:
+        return self._text("source")
+
+    @property
+    def subject(self) -> str:
+        return self._text("subject")
+
+    @property
+    def correlationid(self) -> str:
+        return self._text("correlationid")
+
+    @property
+    def datacontenttype(self) -> str:
+        """The media type of `data`; JSON unless said otherwise."""
+        return self._text("datacontenttype") or "application/json"
+
+    @property
+    def time(self) -> datetime | None:
+        return self._moment("time")
+
+    @property
+    def expirytime(self) -> datetime | None:
+        return self._moment("expirytime")
+
+    @property
+    def key(self) -> str:
+        """What its order hangs on: `partitionkey`, else `subject`, else nothing."""
+        return self._text("partitionkey") or self._text("subject")
+
+    @property
+    def identity(self) -> str:
+        """Source and id in one string; CloudEvents makes the pair unique.
+
+        A source is a URI reference, so a space in it can only be an unescaped `%20`.
+        """
+        return f"{self.source.replace(' ', '%20')} {self.id}"
+
+    @property
+    def locals(self) -> dict[str, Any]:
+        """Values that travel with the message inside this process and never leave it."""
+        if self._locals is None:
+            self._locals = {}
+        return self._locals
+
+    @property
+    def has_locals(self) -> bool:
+        return bool(self._locals)
+
+    def ack(self) -> bool:
+        """Say that the message took effect; False if it was settled before."""
+        return self.acking.ack() if self.acking is not None else False
+
+    def nack(self, error: Error = None) -> bool:
+        """Give the message back; False if it was settled before."""
+        return self.acking.nack(error) if self.acking is not None else False
+
+    def copy(self, *, acking: Acking | None = None, **attributes: Any) -> Message[T]:
+        """The same data with other attributes; None removes one. Locals are copied along."""
+        merged = {**self.attributes, **attributes}
+        twin: Message[T] = Message(
+            self.data,
+            {name: value for name, value in merged.items() if value is not None},
+            acking=acking,
+            topic=self.topic,
+            deliveries=self.deliveries,
+        )
+        twin.order_key = self.order_key
+        if self._locals:
+            twin._locals = dict(self._locals)
+        return twin
+
+    def _text(self, name: str) -> str:
+        value = self.attributes.get(name, "")
+        if type(value) is not str:
+            raise InvalidMessage(
+                f"attribute {name!r} must be a string, not {type(value).__name__} ({value!r:.60})"
+            )
+        return value
+
+    def _moment(self, name: str) -> datetime | None:
+        text = self._text(name)
+        if not text:
+            return None
+        try:
+            moment = datetime.fromisoformat(text)
+        except ValueError:
+            raise InvalidMessage(
+                f"attribute {name!r} must be an RFC 3339 time such as"
+                f" 2026-01-31T12:00:00Z, not {text!r:.60}"
+            ) from None
+        return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+
+    def __repr__(self) -> str:
+        known = {name: self.attributes.get(name) for name in ("id", "type", "source")}
+        return f"<Message {describe(known)}>"
+
+
+def describe(attributes: Mapping[str, Any]) -> str:
+    """How logs and errors name a message: `order.placed id=a-1 source=/shop`."""
+    kind = attributes.get("type") or "(no type)"
+    name = attributes.get("id") or "(no id)"
+    return f"{kind!s:.100} id={name!s:.100} source={attributes.get('source') or '-'!s:.100}"
+
+
+def now_text() -> str:
+    """The time as CloudEvents writes it: RFC 3339, UTC, microseconds."""
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
+_id_lock = threading.Lock()
+_last_id = 0
+
+
+def new_id() -> str:
+    """A UUIDv7 (RFC 9562), larger than every one made before it in this process.
+
+    Rows that are made in one transaction share their time; ids made in order keep theirs.
+    The 12 bits after the milliseconds count up within one millisecond, and borrow from the
+    future when they run out.
+    """
+    global _last_id
+    with _id_lock:
+        ticks = time.time_ns() // 1_000_000 << 12
+        _last_id = ticks = max(ticks, _last_id + 1)
+    tail = int.from_bytes(os.urandom(8)) & 0x3FFF_FFFF_FFFF_FFFF | 0x8000_0000_0000_0000
+    head = (ticks >> 12) << 16 | 0x7000 | ticks & 0xFFF
+    text = f"{head:016x}{tail:016x}"
+    return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"

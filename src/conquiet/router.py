@@ -1,0 +1,401 @@
+"""Router: picks the handlers of a message and owns the chain of middlewares around them.
+
+    acking → middlewares, first registered outermost → [gate] → … → handler
+
+The gate stands just outside the transaction: what nobody can handle, what is too large or
+does not fit its type is refused there, and costs its neighbours nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, get_args
+
+from conquiet.acking import Acking, Error, settle
+from conquiet.errors import ConfigError, ConquietError, HandlerError, InvalidMessage, NoHandler
+from conquiet.handler import Handler, Kind, Outputs, Process, Result
+from conquiet.loop import LoopThread
+from conquiet.matcher import Matcher
+from conquiet.message import Message, describe
+from conquiet.ordering import Turns
+from conquiet.stage import Middleware, Stage, check_order, stage_of
+from conquiet.transaction import ATOMIC
+
+logger = logging.getLogger("conquiet.router")
+
+AckStrategy = Literal["on_success", "manual", "forward"]
+F = TypeVar("F", bound=Callable[..., Any])
+Batch = Sequence[Message[Any]]
+
+MAX_DATA_BYTES = 16 * 1024 * 1024
+_MAX_CACHED_TYPES = 10_000
+
+
+@dataclass(slots=True)
+class Handled:
+    """A batch that went through the chain and is not settled yet.
+
+    A message that several handlers take stands here once per handler, each with a share of
+    its acking.
+    """
+
+    messages: Batch
+    results: Sequence[Result]
+
+    @property
+    def outputs(self) -> list[Message[Any]]:
+        return [
+            out for result in self.results if not isinstance(result, Exception) for out in result
+        ]
+
+
+class Router:
+    """Routes messages to handlers through a chain of middlewares.
+
+    >>> import msgspec
+    >>> class Greet(msgspec.Struct):
+    ...     name: str
+    >>> router = Router()
+    >>> @router.event()
+    ... def greet(greeting: Greet) -> None:
+    ...     print("hello", greeting.name)
+    >>> [result] = router.process([Message(b'{"name": "Ada"}', {"type": "greet", "id": "1"})])
+    hello Ada
+
+    `ack` says when a message is acked: `on_success`, when its handlers and the commit
+    succeeded; `forward`, when every output was acked in turn; `manual`, when the handler does
+    it. What fails is nacked in every case.
+    """
+
+    def __init__(
+        self, *, ack: AckStrategy = "on_success", max_data_bytes: int = MAX_DATA_BYTES
+    ) -> None:
+        if ack not in get_args(AckStrategy):
+            raise ConfigError(f"ack={ack!r}: choose one of {', '.join(get_args(AckStrategy))}")
+        if max_data_bytes < 1:
+            raise ConfigError(f"max_data_bytes={max_data_bytes}: must be at least 1")
+        self.ack: AckStrategy = ack
+        self.max_data_bytes = max_data_bytes
+        self.loop = LoopThread()
+        self._handlers: list[Handler] = []
+        self._middlewares: list[Middleware] = []
+        self._admissions: list[Callable[[Message[Any]], None]] = []
+        self._routes: dict[str, list[Handler]] = {}
+        self._chain: Process | None = None
+        self._lock = threading.Lock()
+
+    # --- registration -----------------------------------------------------------------------
+
+    def use(self, *middlewares: Middleware) -> None:
+        """Add middlewares; the first one ever added is the outermost."""
+        self._refuse_when_started()
+        for item in middlewares:
+            if not callable(item):
+                raise ConfigError(f"{item!r} is not a middleware: it cannot be called")
+        self._middlewares.extend(middlewares)
+
+    def command(
+        self,
+        *,
+        source: str,
+        type: str | None = None,
+        name: str | None = None,
+        match: Matcher | None = None,
+    ) -> Callable[[F], F]:
+        """Register a handler that returns events; `source` goes into each of them."""
+        if not source:
+            raise ConfigError("a command handler names the source of its events: source='/orders'")
+
+        def register(function: F) -> F:
+            self.add(
+                Handler(function, Kind.COMMAND, source=source, type=type, name=name, match=match)
+            )
+            return function
+
+        return register
+
+    def event(
+        self, *, type: str | None = None, name: str | None = None, match: Matcher | None = None
+    ) -> Callable[[F], F]:
+        """Register a handler that reacts and returns nothing."""
+
+        def register(function: F) -> F:
+            self.add(Handler(function, Kind.EVENT, type=type, name=name, match=match))
+            return function
+
+        return register
+
+    def raw(
+        self,
+        *,
+        type: str | None = None,
+        match: Matcher | None = None,
+        name: str | None = None,
+        source: str = "",
+    ) -> Callable[[F], F]:
+        """Register a handler of whole messages; without type or match it takes them all."""
+
+        def register(function: F) -> F:
+            self.add(Handler(function, Kind.RAW, source=source, type=type, name=name, match=match))
+            return function
+
+        return register
+
+    def add(self, handler: Handler) -> None:
+        """Add a handler that was built by hand."""
+        self._refuse_when_started()
+        if any(handler.name == other.name for other in self._handlers):
+            raise ConfigError(
+                f"two handlers are called {handler.name}; the inbox tells them apart by name:"
+                " give one of them name='…'"
+            )
+        self._handlers.append(handler)
+
+    def _refuse_when_started(self) -> None:
+        if self._chain is not None:
+            raise ConfigError("the router has started: register handlers and middlewares before")
+
+    @property
+    def handlers(self) -> Sequence[Handler]:
+        return tuple(self._handlers)
+
+    # --- running ----------------------------------------------------------------------------
+
+    def start(self) -> Process:
+        """Check the chain and build it; called by the worker, or by the first message."""
+        with self._lock:
+            if self._chain is None:
+                self._check()
+                self._chain = self._build()
+            return self._chain
+
+    def process(self, batch: Batch) -> Sequence[Result]:
+        """Run a batch and settle it: commit first, then ack."""
+        handled = self.run(batch)
+        self.settle(handled)
+        return handled.results
+
+    def run(self, batch: Batch) -> Handled:
+        """Run a batch through the chain and leave it unsettled."""
+        chain = self._chain or self.start()
+        messages = self._assign(batch)
+        try:
+            results = chain(messages)
+            if len(results) != len(messages):
+                raise HandlerError(
+                    f"a middleware gave {len(results)} results for {len(messages)} messages;"
+                    " it must give one per message, in order"
+                )
+        except Exception as error:  # noqa: BLE001 - a broken middleware must not end the worker
+            results = [error] * len(messages)
+        if self.ack == "forward":
+            _share_with_outputs(messages, results)
+        return Handled(messages, results)
+
+    def settle(self, handled: Handled) -> None:
+        """Ack what succeeded and nack what failed, in one call per source."""
+        acked: list[Acking] = []
+        nacked: list[tuple[Acking, Error]] = []
+        for message, result in zip(handled.messages, handled.results, strict=True):
+            if isinstance(result, Exception):
+                _log_failure(message, result)
+                if message.acking is not None:
+                    nacked.append((message.acking, result))
+            elif message.acking is not None and self._acks(result):
+                acked.append(message.acking)
+        try:
+            settle(acked, nacked)
+        except Exception:
+            # The effects are committed; the source delivers again, and the inbox knows it.
+            logger.exception("settling failed; the messages will be delivered again")
+
+    def _acks(self, outputs: Outputs) -> bool:
+        if self.ack == "manual":
+            return False
+        return self.ack == "on_success" or not outputs
+
+    def close(self) -> None:
+        """End the event loop of the async handlers."""
+        self.loop.close()
+
+    # --- the chain --------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        check_order(self._middlewares)
+        stages = {stage_of(item) for item in self._middlewares}
+        if Stage.INBOX in stages and Stage.OUTBOX not in stages:
+            for handler in self._handlers:
+                if handler.declares_outputs:
+                    raise ConfigError(
+                        f"handler {handler.name} returns events, but the chain has an inbox and no"
+                        " outbox: after a crash they would never be sent. Use this order:"
+                        " router.use(Transaction, Inbox, Outbox)"
+                    )
+
+    def _build(self) -> Process:
+        chain: Process = self._handle
+        outside = [
+            index
+            for index, item in enumerate(self._middlewares)
+            if (stage_of(item) or 0) >= Stage.TRANSACTION
+        ]
+        gate_at = outside[0] if outside else len(self._middlewares)
+        for item in reversed(self._middlewares[gate_at:]):
+            chain = item(chain)
+        chain = self._gate(chain)
+        for item in reversed(self._middlewares[:gate_at]):
+            chain = item(chain)
+        self._admissions = [item.admit for item in self._middlewares if hasattr(item, "admit")]
+        return chain
+
+    def _assign(self, batch: Batch) -> Batch:
+        """Give each message its handler; one that several take is shared among them."""
+        expanded: list[Message[Any]] = []
+        for message in batch:
+            handlers = self._candidates(message)
+            if len(handlers) == 1:
+                message.handler = handlers[0]
+                expanded.append(message)
+            elif not handlers:
+                message.handler = None
+                expanded.append(message)
+            else:
+                shares = message.acking.split(len(handlers)) if message.acking else None
+                for index, handler in enumerate(handlers):
+                    twin = message.copy(acking=shares[index] if shares else None)
+                    twin.handler = handler
+                    expanded.append(twin)
+        return expanded
+
+    def _candidates(self, message: Message[Any]) -> list[Handler]:
+        kind = message.attributes.get("type")
+        if type(kind) is not str or not kind:
+            return []
+        handlers = self._routes.get(kind)
+        if handlers is None:
+            handlers = [item for item in self._handlers if item.type in (None, kind)]
+            if len(self._routes) < _MAX_CACHED_TYPES:  # types come from outside: bound them
+                self._routes[kind] = handlers
+        for handler in handlers:
+            if handler.match is not None:
+                return [item for item in handlers if item.match is None or item.match(message)]
+        return handlers
+
+    def _gate(self, next: Process) -> Process:
+        def gate(batch: Batch) -> Sequence[Result]:
+            refused: dict[int, Exception] = {}
+            turns = Turns()
+            for index, message in enumerate(batch):
+                try:
+                    lost = turns.lost(message)
+                    if lost is not None:
+                        raise lost
+                    self._admit(message)
+                except Exception as error:  # noqa: BLE001 - becomes this message's result
+                    turns.failed(message)
+                    refused[index] = error
+            if not refused:
+                return next(batch)
+            admitted = [message for index, message in enumerate(batch) if index not in refused]
+            passed = iter(next(admitted) if admitted else ())
+            return [refused[i] if i in refused else _following(passed) for i in range(len(batch))]
+
+        return gate
+
+    def _admit(self, message: Message[Any]) -> None:
+        handler = message.handler
+        if handler is None:
+            raise self._nobody(message)
+        data = message.data
+        if isinstance(data, bytes) and len(data) > self.max_data_bytes:
+            raise InvalidMessage(
+                f"{describe(message.attributes)}: {len(data):,} bytes of data; at most"
+                f" {self.max_data_bytes:,} are taken: raise Router(max_data_bytes=…) or send"
+                " a reference to the data instead"
+            )
+        for admit in self._admissions:
+            admit(message)
+        message.decoded = handler.decode(message)
+
+    def _nobody(self, message: Message[Any]) -> ConquietError:
+        if not message.type:
+            return InvalidMessage(
+                f"{describe(message.attributes)}: no type, so no handler can be found;"
+                " let the producer set the attribute 'type'"
+            )
+        same = [handler.name for handler in self._handlers if handler.type == message.type]
+        if same:
+            return NoHandler(
+                f"{describe(message.attributes)}: the matchers of {', '.join(same)} refused it"
+            )
+        known = sorted({handler.type for handler in self._handlers if handler.type})
+        return NoHandler(
+            f"{describe(message.attributes)}: no handler for this type; known are:"
+            f" {', '.join(known)[:300] or '(none)'}. Register one, or a catch-all by @router.raw()"
+        )
+
+    def _handle(self, batch: Batch) -> Sequence[Result]:
+        """The innermost step: every message to its handler, in order."""
+        atomic = ATOMIC.get()
+        turns = Turns()
+        results: list[Result] = []
+        start = 0
+        while start < len(batch):
+            message = batch[start]
+            end = _run_end(batch, start)
+            lost = turns.lost(message)
+            if lost is not None:
+                results.append(lost)
+                start += 1
+                continue
+            handler = message.handler
+            assert handler is not None, "the gate lets nothing else pass"
+            try:
+                results.extend(handler.run(batch[start:end], self.loop.run))
+            except Exception as error:
+                if atomic:
+                    raise
+                results.extend([error] * (end - start))
+                for failed in batch[start:end]:
+                    turns.failed(failed)
+            start = end
+        return results
+
+
+def _run_end(batch: Batch, start: int) -> int:
+    """Where the messages end that a batch handler takes in one call."""
+    handler = batch[start].handler
+    end = start + 1
+    if handler is not None and handler.is_batch:
+        while end < len(batch) and batch[end].handler is handler:
+            end += 1
+    return end
+
+
+def _following(results: Any) -> Result:
+    result: Result = next(results, HandlerError("a middleware gave too few results"))
+    return result
+
+
+def _share_with_outputs(messages: Batch, results: Sequence[Result]) -> None:
+    """forward: the input is acked when all of its outputs are."""
+    for message, result in zip(messages, results, strict=True):
+        if isinstance(result, Exception) or not result or message.acking is None:
+            continue
+        for output, share in zip(result, message.acking.split(len(result)), strict=True):
+            output.acking = share
+
+
+def _log_failure(message: Message[Any], error: Exception) -> None:
+    handler = message.handler.name if message.handler is not None else "-"
+    known = isinstance(error, ConquietError)  # ours name the message themselves
+    logger.warning(
+        "nack handler=%s delivery=%d: %s",
+        handler,
+        message.deliveries,
+        error if known else f"{describe(message.attributes)}: {error!r}",
+        exc_info=None if known else error,
+    )
