@@ -1,0 +1,44 @@
+# make test and make run do their own set-up; make help lists the rest.
+
+BIN := .venv/bin
+WORKERS ?= 2
+export WORKERS
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test test-compat lint format bench clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):[^#]*## /\1|/p' Makefile | while IFS='|' read -r name text; do \
+		printf '  make %-12s %s\n' "$$name" "$$text"; done
+
+setup: ## virtual environment, packages and Java; nothing to do when nothing changed
+	@scripts/setup.sh
+
+run: setup ## the tour: one event from a command to the next service
+	@$(BIN)/python examples/tour.py
+
+test: lint ## lint, types, import rules, then every test, with coverage
+	@echo "==> tests"
+	@$(BIN)/pytest -q -n $(WORKERS) --dist loadgroup --cov --cov-report=term
+
+test-compat: setup ## the tests that talk to servers, on the other servers of this machine
+	@scripts/compat.sh
+
+lint: setup ## ruff, mypy and import-linter; changes nothing
+	@echo "==> lint and types"
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check --quiet .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-logo
+
+format: setup ## let ruff format and fix
+	@$(BIN)/ruff check --fix --quiet .
+	@$(BIN)/ruff format .
+
+bench: setup ## every benchmark, short, collected into docs/performance.md
+	@$(BIN)/python bench/collect.py
+
+clean: ## remove everything that make has made, .venv included
+	rm -rf .venv .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+		.import_linter_cache dist build spark-warehouse metastore_db derby.log
+	find src tests bench examples -name __pycache__ -type d -prune -exec rm -rf {} +

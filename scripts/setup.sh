@@ -1,0 +1,92 @@
+#!/usr/bin/env bash
+# Brings .venv and Java to what pyproject.toml and constraints.txt ask for. Quick when nothing has
+# changed, and harmless to repeat: make runs it before every target that needs it.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+stamp=.venv/.set-up-for
+
+say() { printf '==> %s\n' "$*"; }
+give_up() { printf 'setup: %s\n' "$*" >&2; exit 1; }
+as_root_with_apt() { [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; }
+
+apt_install() {
+    export DEBIAN_FRONTEND=noninteractive
+    apt-get update -qq && apt-get install -qq -y --no-install-recommends "$@" >/dev/null
+}
+
+wanted() { { cat pyproject.toml constraints.txt; pwd; } | cksum; }
+up_to_date() { [ -x .venv/bin/python ] && [ "$(cat "$stamp" 2>/dev/null)" = "$(wanted)" ]; }
+
+recent_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
+
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11}; do
+        if recent_enough "$candidate"; then
+            echo "$candidate"
+            return
+        fi
+    done
+    give_up "no Python 3.11 or newer found. Install one (Debian 12 and later: apt-get install python3)," \
+        "or name it: make $* PYTHON=/path/to/python"
+}
+
+make_venv() {
+    local python package
+    python=$(find_python)
+    if ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
+        package="python$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')-venv"
+        as_root_with_apt || give_up "$python cannot make virtual environments: sudo apt-get install $package"
+        say "installing $package, which $python needs to make a virtual environment"
+        apt_install "$package"
+    fi
+    say "making .venv with $("$python" --version)"
+    "$python" -m venv --clear .venv
+}
+
+install_packages() {
+    say "installing packages into .venv (about 1 GB; some minutes the first time)"
+    local quiet=--quiet
+    [ -t 1 ] && quiet=
+    .venv/bin/python -m pip install $quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+}
+
+java_command() {
+    if [ -n "${JAVA_HOME:-}" ]; then echo "$JAVA_HOME/bin/java"; else echo java; fi
+}
+
+java_is_recent() {
+    local version
+    version=$("$(java_command)" -version 2>&1 | sed -n 's/.* version "\([0-9]*\).*/\1/p' | head -n 1)
+    [ "${version:-0}" -ge 17 ]
+}
+
+find_java() {
+    java_is_recent && return
+    local package
+    if as_root_with_apt && [ -z "${JAVA_HOME:-}" ]; then
+        for package in openjdk-17-jre-headless openjdk-21-jre-headless default-jre-headless; do
+            say "no Java 17 or newer found: installing $package for Spark"
+            if apt_install "$package" && java_is_recent; then
+                return
+            fi
+        done
+    fi
+    say "no Java 17 or newer found${JAVA_HOME:+ in JAVA_HOME=$JAVA_HOME}; only Spark needs it." \
+        "Install it with: sudo apt-get install --no-install-recommends openjdk-17-jre-headless"
+}
+
+if command -v flock >/dev/null; then
+    exec 9<. && flock 9 # two makes at once: the second one waits, and finds the work done
+fi
+
+if ! up_to_date; then
+    [ -x .venv/bin/python ] && recent_enough .venv/bin/python || make_venv
+    install_packages
+    find_java
+    wanted >"$stamp"
+    say "ready"
+elif ! command -v "$(java_command)" >/dev/null; then
+    find_java
+fi
