@@ -38,3 +38,7 @@ class Replayable(Protocol):
 
     def replay(self, start: str | None = None, end: str | None = None) -> Iterator[Message[Any]]:
         """What was published from `start` to `end`, both inclusive; the live position stays."""
+
+
+class EndOfSource(Exception):
+    """Raised by `read` when nothing will ever come again; the worker then stops."""

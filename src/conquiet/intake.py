@@ -1,0 +1,211 @@
+"""Intake: how the threads of a worker share one source.
+
+Whichever thread is free reads; the others work or wait. Nothing is read ahead, so a slow
+handler or sink slows the reading down: that is the back-pressure.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from conquiet.acking import Acking, settle
+from conquiet.errors import GivenBack
+from conquiet.message import Message
+from conquiet.source import Source
+
+KeyOf = Callable[[Message[Any]], str]
+
+_MAX_KEYS = 1_000
+
+
+class InFlight:
+    """What was read and is not settled yet, and since when."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._since: dict[int, tuple[float, Message[Any]]] = {}
+
+    def add(self, messages: Sequence[Message[Any]]) -> None:
+        now = time.monotonic()
+        with self._lock:
+            for message in messages:
+                self._since[id(message)] = (now, message)
+
+    def remove(self, messages: Sequence[Message[Any]]) -> None:
+        with self._lock:
+            for message in messages:
+                self._since.pop(id(message), None)
+
+    def oldest(self) -> tuple[float, Message[Any]] | None:
+        """Age in seconds and message of what has been in flight longest."""
+        with self._lock:
+            if not self._since:
+                return None
+            since, message = min(self._since.values(), key=lambda item: item[0])
+        return time.monotonic() - since, message
+
+    def messages(self) -> list[Message[Any]]:
+        with self._lock:
+            return [message for _, message in self._since.values()]
+
+    def __len__(self) -> int:
+        return len(self._since)
+
+
+class Intake(Protocol):
+    """Hands batches to the threads of a worker, which are numbered from 0."""
+
+    def read(self, thread: int, limit: int, timeout: float, wait: float) -> list[Message[Any]]: ...
+
+    def failed(self, messages: Sequence[Message[Any]]) -> None: ...
+
+    def give_back(self) -> None: ...
+
+
+class AnyOrder:
+    """Any thread takes any message."""
+
+    def __init__(self, source: Source, in_flight: InFlight) -> None:
+        self._source = source
+        self._in_flight = in_flight
+        self._lock = threading.Lock()
+
+    def read(self, thread: int, limit: int, timeout: float, wait: float) -> list[Message[Any]]:
+        if not self._lock.acquire(timeout=timeout):
+            return []
+        try:
+            batch = read_batch(self._source, limit, timeout, wait)
+            self._in_flight.add(batch)
+            return batch
+        finally:
+            self._lock.release()
+
+    def failed(self, messages: Sequence[Message[Any]]) -> None:
+        pass
+
+    def give_back(self) -> None:
+        pass
+
+
+class ByKey:
+    """The messages of one key go to one thread, in order, also when one of them fails.
+
+    A failed message returns to the source; those of its key that were read before it got
+    there would overtake it, so they are given back too. *Before* is told by a count of
+    failures: each message carries the count at which its read began.
+    """
+
+    def __init__(self, source: Source, in_flight: InFlight, threads: int, key: KeyOf) -> None:
+        self._source = source
+        self._in_flight = in_flight
+        self._key = key
+        self._changed = threading.Condition()
+        self._lanes: list[deque[tuple[int, Message[Any]]]] = [deque() for _ in range(threads)]
+        self._reading = False
+        self._failures = 0
+        self._not_before: dict[str, int] = {}
+
+    def read(self, thread: int, limit: int, timeout: float, wait: float) -> list[Message[Any]]:
+        lane = self._lanes[thread]
+        with self._changed:
+            if not lane and (self._reading or self._is_full(limit)):
+                self._changed.wait(timeout)
+            reads = not (lane or self._reading or self._is_full(limit))
+            began = self._failures
+            self._reading = self._reading or reads
+        if reads:
+            self._fill(limit, timeout, wait, began)
+        with self._changed:
+            taken, overtaking = self._take(lane, limit)
+            self._changed.notify_all()
+        self._return(overtaking, "an earlier message of its key failed")
+        return taken
+
+    def _fill(self, limit: int, timeout: float, wait: float, began: int) -> None:
+        batch: list[Message[Any]] = []
+        try:
+            batch = read_batch(self._source, limit, timeout, wait)
+            self._in_flight.add(batch)
+        finally:
+            with self._changed:
+                self._reading = False
+                self._hand_out(batch, began)
+                self._changed.notify_all()
+
+    def failed(self, messages: Sequence[Message[Any]]) -> None:
+        """Note that these were nacked: what was read of their keys before now must go back."""
+        with self._changed:
+            self._failures += 1
+            for message in messages:
+                if message.order_key is not None:
+                    self._not_before[message.order_key] = self._failures
+
+    def give_back(self) -> None:
+        """Return what no thread has begun with."""
+        with self._changed:
+            waiting = [message for lane in self._lanes for _, message in lane]
+            for lane in self._lanes:
+                lane.clear()
+        self._return(waiting, "the worker stops")
+
+    def _is_full(self, limit: int) -> bool:
+        """One batch for each thread may wait; a stuck lane must not fill the memory."""
+        return sum(map(len, self._lanes)) >= limit * len(self._lanes)
+
+    def _hand_out(self, batch: Sequence[Message[Any]], began: int) -> None:
+        for message in batch:
+            try:
+                key = self._key(message)
+            except Exception:  # noqa: BLE001 - the router refuses such a message, with the reason
+                key = ""
+            message.order_key = key or None
+            # crc32, because hash() of a string differs from process to process
+            lane = zlib.crc32(key.encode()) if key else id(message) >> 4
+            self._lanes[lane % len(self._lanes)].append((began, message))
+        if len(self._not_before) > _MAX_KEYS:
+            oldest = min((lane[0][0] for lane in self._lanes if lane), default=began)
+            still = {key: count for key, count in self._not_before.items() if count > oldest}
+            self._not_before = still
+
+    def _take(
+        self, lane: deque[tuple[int, Message[Any]]], limit: int
+    ) -> tuple[list[Message[Any]], list[Message[Any]]]:
+        """What may run now, and what would overtake a failed message of its key."""
+        taken: list[Message[Any]] = []
+        overtaking: list[Message[Any]] = []
+        while lane and len(taken) < limit:
+            began, message = lane.popleft()
+            key = message.order_key
+            if key is not None and began < self._not_before.get(key, 0):
+                overtaking.append(message)
+                continue
+            if key is not None:
+                self._not_before.pop(key, None)
+            taken.append(message)
+        return taken, overtaking
+
+    def _return(self, messages: Sequence[Message[Any]], reason: str) -> None:
+        pending: list[tuple[Acking, Exception | None]] = [
+            (message.acking, GivenBack(reason)) for message in messages if message.acking
+        ]
+        self._in_flight.remove(messages)
+        settle((), pending)
+
+
+def read_batch(source: Source, limit: int, timeout: float, wait: float) -> list[Message[Any]]:
+    """Read a batch; if it is not full, wait up to `wait` seconds for more."""
+    batch = list(source.read(limit, timeout))
+    if not batch or wait <= 0:
+        return batch
+    end = time.monotonic() + wait
+    try:
+        while len(batch) < limit and (left := end - time.monotonic()) > 0:
+            batch.extend(source.read(limit - len(batch), left))
+    except Exception:  # noqa: BLE001 - what was read is worked on first; it will fail again
+        pass
+    return batch

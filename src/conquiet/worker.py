@@ -1,0 +1,376 @@
+"""Worker: pumps a source through a router, in batches, with threads, until told to stop.
+
+    starting ──▶ running ──stop()──▶ stopping ──in-flight done──▶ stopped        (soft)
+                                        └───────grace over──────▶ stopped        (hard)
+
+Soft: no new reads; what is in flight finishes, commits and is acked. Hard: what is unfinished
+is not acked, costs no attempt, and its source delivers it again.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Literal
+
+from conquiet.acking import Acking, Error, settle
+from conquiet.backoff import Backoff
+from conquiet.errors import ConfigError, HandlerError, SinkUnavailable
+from conquiet.handler import Result
+from conquiet.intake import AnyOrder, ByKey, InFlight, Intake, KeyOf
+from conquiet.message import Message, describe
+from conquiet.router import Handled, Router
+from conquiet.sink import Sink
+from conquiet.source import EndOfSource, Leased, Source
+from conquiet.stopping import STOPPING
+
+logger = logging.getLogger("conquiet.worker")
+
+_READ_SECONDS = 0.5
+"""How long a read may block; a stop waits this long at most."""
+_LOOK_SECONDS = 0.05
+"""How often a waiting main thread looks for a signal."""
+
+State = Literal["starting", "running", "stopping", "stopped"]
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """How a worker is doing. `ok` is what a liveness probe asks."""
+
+    ok: bool
+    state: State
+    threads_alive: int
+    in_flight: int
+    oldest_seconds: float
+    """How long the oldest message in flight has been worked on."""
+    oldest: str
+    handled: int
+    failed: int
+    """Of those handled, how many were nacked."""
+    failures_in_a_row: int
+    """Reads that failed since the last one that did not."""
+    last_error: str
+
+
+class Worker:
+    """Reads batches from a source, runs them through a router, settles them.
+
+    Outputs that the router lets through go to `sink`, before their input is acked. `ordered`
+    keeps the order of messages with the same key (`Message.key`, or a function of one's own)
+    while several threads work. The worker closes its source and its sink when it stops.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        router: Router,
+        sink: Sink | None = None,
+        *,
+        batch_size: int = 100,
+        batch_wait: float = 0.0,
+        threads: int = 1,
+        ordered: bool | KeyOf = False,
+        grace: float = 30.0,
+        stuck_after: float = 300.0,
+        on_stuck: Callable[[Health], object] | None = None,
+    ) -> None:
+        for name, value in (("batch_size", batch_size), ("threads", threads)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name}={value!r}: must be a whole number of at least 1")
+        for name, seconds in (("batch_wait", batch_wait), ("grace", grace)):
+            if not seconds >= 0:
+                raise ConfigError(f"{name}={seconds!r}: must be 0 seconds or more")
+        if not stuck_after > 0:
+            raise ConfigError(f"stuck_after={stuck_after!r}: must be more than 0 seconds")
+        self.source = source
+        self.router = router
+        self.sink = sink
+        self.batch_size = batch_size
+        self.batch_wait = batch_wait
+        self.grace = grace
+        self.stuck_after = stuck_after
+        self.on_stuck = on_stuck
+        self._in_flight = InFlight()
+        self._intake = _intake(source, self._in_flight, threads, ordered)
+        self._threads = [
+            threading.Thread(
+                target=self._serve, args=(number,), name=f"conquiet-worker-{number}", daemon=True
+            )
+            for number in range(threads)
+        ]
+        self._keeper = threading.Thread(target=self._keep, name="conquiet-keeper", daemon=True)
+        self._state: State = "starting"
+        self._state_lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._finished = threading.Event()
+        self._abandoned = False
+        self._ended_threads = 0
+        self._handled = 0
+        self._failed = 0
+        self._failures_in_a_row = 0
+        self._last_error = ""
+
+    # --- life -------------------------------------------------------------------------------
+
+    def run(self) -> bool:
+        """Work until SIGTERM, SIGINT or `stop()`; True if everything in flight was finished.
+
+        A second signal ends the grace time at once. Signals are handled only when this runs
+        in the main thread, and their former handlers are restored.
+        """
+        with _Signals() as signals:
+            self.start()
+            while not signals.count and not self._stopping.wait(_LOOK_SECONDS):
+                pass
+            return self._stop(self.grace, hurry=lambda: signals.count > 1)
+
+    def start(self) -> None:
+        """Start the threads and return."""
+        with self._state_lock:
+            if self._state != "starting":
+                raise ConfigError("a worker is started once; make a new one")
+            self.router.start()  # a chain that cannot work is refused here, before any read
+            self._state = "running"
+        for thread in (*self._threads, self._keeper):
+            thread.start()
+
+    def stop(self, grace: float | None = None) -> bool:
+        """Stop softly; after the grace time, hard. True if everything in flight was finished.
+
+        A handler may call it to ask for the end of `run()`; it then returns at once.
+        """
+        return self._stop(self.grace if grace is None else grace, hurry=lambda: False)
+
+    def _stop(self, grace: float, hurry: Callable[[], bool]) -> bool:
+        self._stopping.set()
+        if threading.current_thread() in self._threads:
+            return False
+        with self._state_lock:
+            if self._state in ("stopping", "stopped"):
+                self._finished.wait(grace)
+                return not self._abandoned
+            started, self._state = self._state == "running", "stopping"
+        if started:
+            self._wait_for_threads(grace, hurry)
+        try:
+            self._intake.give_back()
+        except Exception:
+            logger.exception("messages could not be given back; they return by themselves")
+        for item in (self.source, self.sink, self.router):
+            try:
+                if item is not None:
+                    item.close()
+            except Exception:
+                logger.exception("closing %r failed", item)
+        self._state = "stopped"
+        self._finished.set()
+        return not self._abandoned
+
+    def _wait_for_threads(self, grace: float, hurry: Callable[[], bool]) -> None:
+        end = time.monotonic() + grace
+        while any(thread.is_alive() for thread in self._threads):
+            left = end - time.monotonic()
+            if left <= 0 or hurry():
+                self._abandoned = True
+                for message in self._in_flight.messages():
+                    logger.warning(
+                        "not finished within the grace time, will be delivered again: %s",
+                        describe(message.attributes),
+                    )
+                return
+            for thread in self._threads:
+                thread.join(min(left, _LOOK_SECONDS))
+
+    def health(self) -> Health:
+        """A snapshot for probes and operators."""
+        oldest = self._in_flight.oldest()
+        seconds, name = (oldest[0], describe(oldest[1].attributes)) if oldest else (0.0, "")
+        alive = sum(thread.is_alive() for thread in self._threads)
+        state = self._state
+        return Health(
+            ok=state == "running" and alive == len(self._threads) and seconds < self.stuck_after,
+            state=state,
+            threads_alive=alive,
+            in_flight=len(self._in_flight),
+            oldest_seconds=seconds,
+            oldest=name,
+            handled=self._handled,
+            failed=self._failed,
+            failures_in_a_row=self._failures_in_a_row,
+            last_error=self._last_error,
+        )
+
+    # --- work -------------------------------------------------------------------------------
+
+    def _serve(self, number: int) -> None:
+        STOPPING.set(self._stopping)
+        reads = Backoff(first=0.1, cap=10.0)
+        failures = Backoff(first=0.02, cap=10.0)
+        while not self._stopping.is_set():
+            try:
+                batch = self._intake.read(number, self.batch_size, _READ_SECONDS, self.batch_wait)
+            except EndOfSource:
+                break
+            except Exception as error:  # noqa: BLE001 - a source that fails is asked again
+                wait = reads.next()
+                self._failures_in_a_row += 1
+                self._last_error = repr(error)
+                logger.warning("reading failed, next try in %.1f s: %r", wait, error)
+                self._stopping.wait(wait)
+                continue
+            reads.reset()
+            self._failures_in_a_row = 0
+            if batch and self._handle(batch):
+                failures.reset()
+            elif batch:
+                # Nothing of the batch succeeded: the store is away, or it is all poison.
+                # Either way it comes back at once, and asking as fast as we can helps nobody.
+                self._stopping.wait(failures.next())
+        with self._state_lock:
+            self._ended_threads += 1
+            if self._ended_threads == len(self._threads):
+                self._stopping.set()
+
+    def _handle(self, batch: list[Message[Any]]) -> bool:
+        """Run, publish, settle; True if at least one message succeeded."""
+        try:
+            handled = self._publish(self.router.run(batch))
+            if self._abandoned:
+                return True
+            self.router.settle(handled)
+            failed = [
+                message
+                for message, result in zip(handled.messages, handled.results, strict=True)
+                if isinstance(result, Exception)
+            ]
+            if failed:
+                self._intake.failed(failed)
+            self._count(handled, len(failed))
+            return len(failed) < len(handled.messages)
+        except BaseException as error:  # noqa: BLE001 - nothing a chain does may end the worker
+            logger.exception("a batch broke the chain; its messages are given back")
+            broken = HandlerError(f"the chain was left by {error!r}")
+            settle((), [(message.acking, broken) for message in batch if message.acking])
+            return False
+        finally:
+            self._in_flight.remove(batch)
+
+    def _publish(self, handled: Handled) -> Handled:
+        """Publish the outputs; an input whose outputs were not confirmed has failed."""
+        outputs = handled.outputs
+        if not outputs:
+            return handled
+        answers = self._answers(outputs)
+        by_output = dict(zip(map(id, outputs), answers, strict=True))
+        if self.router.ack == "forward":
+            _settle_outputs(outputs, answers)
+        results: list[Result] = []
+        for result in handled.results:
+            if not isinstance(result, Exception):
+                errors = [error for out in result if (error := by_output[id(out)]) is not None]
+                result = errors[0] if errors else result
+            results.append(result)
+        return Handled(handled.messages, results)
+
+    def _answers(self, outputs: Sequence[Message[Any]]) -> Sequence[Error]:
+        if self.sink is None:
+            error = HandlerError(
+                f"{describe(outputs[0].attributes)} was returned by a handler and has nowhere to"
+                " go: give the worker a sink, or the router an outbox"
+            )
+            return [error] * len(outputs)
+        try:
+            answers = self.sink.publish(outputs)
+        except Exception as error:  # noqa: BLE001 - becomes the result of every input
+            return [error] * len(outputs)
+        if len(answers) != len(outputs):
+            wrong = SinkUnavailable(
+                f"{self.sink!r} gave {len(answers)} answers for {len(outputs)} messages"
+            )
+            return [wrong] * len(outputs)
+        return answers
+
+    def _count(self, handled: Handled, failed: int) -> None:
+        with self._state_lock:
+            self._handled += len(handled.messages)
+            self._failed += failed
+        if failed:
+            errors = (result for result in handled.results if isinstance(result, Exception))
+            self._last_error = repr(next(errors))
+
+    def _keep(self) -> None:
+        """Renew the leases of what is in flight, and notice what is stuck."""
+        leased = self.source if isinstance(self.source, Leased) else None
+        interval = min(leased.lease / 3 if leased else 1.0, 1.0)
+        reported = False
+        while not self._finished.wait(interval):
+            if leased is not None:
+                try:
+                    leased.renew(self._in_flight.messages())
+                except Exception as error:  # noqa: BLE001 - the next round may succeed
+                    logger.warning("leases could not be renewed: %r", error)
+            health = self.health()
+            stuck = health.oldest_seconds >= self.stuck_after
+            if stuck and not reported:
+                logger.error(
+                    "stuck for %.0f s on %s: the handler does not return; give it a Deadline"
+                    " or timeouts of its own",
+                    health.oldest_seconds,
+                    health.oldest,
+                )
+                if self.on_stuck is not None:
+                    self.on_stuck(health)
+            reported = stuck
+
+
+def _intake(source: Source, in_flight: InFlight, threads: int, ordered: bool | KeyOf) -> Intake:
+    if ordered is False:
+        return AnyOrder(source, in_flight)
+    key: KeyOf = (lambda message: message.key) if ordered is True else ordered
+    return ByKey(source, in_flight, threads, key)
+
+
+def _settle_outputs(outputs: Sequence[Message[Any]], answers: Sequence[Error]) -> None:
+    acked: list[Acking] = []
+    nacked: list[tuple[Acking, Error]] = []
+    for output, error in zip(outputs, answers, strict=True):
+        if output.acking is None:
+            continue
+        if error is None:
+            acked.append(output.acking)
+        else:
+            nacked.append((output.acking, error))
+    try:
+        settle(acked, nacked)
+    except Exception:
+        logger.exception("settling failed; the messages will be delivered again")
+
+
+class _Signals:
+    """Counts SIGTERM and SIGINT while it is open, if this is the main thread.
+
+    The handler only counts: taking a lock in it could wait for the very code it interrupted.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._former: dict[int, Any] = {}
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+
+    def __enter__(self) -> _Signals:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._former[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
