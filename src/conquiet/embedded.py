@@ -21,6 +21,7 @@ import importlib.util
 import os
 import pwd
 import random
+import re
 import shutil
 import signal
 import socket
@@ -31,7 +32,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Self
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 from conquiet.errors import ConfigError
 
@@ -43,6 +44,8 @@ PostgresFlavour = Literal["auto", "wheel", "debian"]
 _START_SECONDS = 60.0
 _STOP_SECONDS = 20.0
 _POLL_SECONDS = 0.002
+
+_DEBIAN = Path("/usr/lib/postgresql")
 
 # A start that ends with one of these in the log is tried again: another process took the port, or
 # the kernel has not yet finished with a server that was killed.
@@ -224,10 +227,11 @@ class Server:
         deadline = time.monotonic() + _START_SECONDS
         while True:
             port = self._port or _free_port()
-            process = self._spawn(self._command(self.directory, port))
-            if self._wait_until_ready(process, deadline):
-                self._port, self._process = port, process
+            self._process = self._spawn(self._command(self.directory, port))
+            if self._wait_until_ready(self._process, deadline):
+                self._port = port
                 return
+            self._reap()
             log = self._log()
             if not any(text in log for text in _TRANSIENT) or time.monotonic() > deadline:
                 raise self._failed("start", log)
@@ -240,7 +244,6 @@ class Server:
                 return False
             if time.monotonic() > deadline:
                 self._kill(process.pid)
-                process.wait()
                 return False
             time.sleep(_POLL_SECONDS)
         return True
@@ -268,10 +271,10 @@ class Server:
         if self._directory is None:
             return
         self._forget(self._directory)
-        shutil.rmtree(self._directory, ignore_errors=True)
         if self._guardian is not None and self._guardian.stdin is not None:
             self._guardian.stdin.close()
             self._guardian.wait()
+        shutil.rmtree(self._directory, ignore_errors=True)  # in case somebody killed the guardian
         self._directory = self._guardian = self._port = None
         _live.discard(self)
 
@@ -321,7 +324,7 @@ class PostgresServer(Server):
         """Create an empty database, or a copy of `template`, and return its URL."""
         name = name or f"test_{uuid.uuid4().hex}"
         self._execute(f'CREATE DATABASE "{name}" TEMPLATE "{template}"')
-        return urlunsplit(urlsplit(self.url)._replace(path=f"/{name}"))
+        return re.sub(r"^(\w+://[^/?]*)(/[^?]*)?", rf"\1/{name}", self.url)
 
     def drop_database(self, url_or_name: str) -> None:
         """Drop a database of this server, whoever is still connected to it."""
@@ -342,37 +345,35 @@ class PostgresServer(Server):
         if os.geteuid() != 0:
             return super()._make_directory()
         self._user = _unprivileged_user()
-        place = None if _may(self._user, "-x", Path(tempfile.gettempdir())) else "/tmp"
+        place = None if _may_run(self._user, "test", "-x", tempfile.gettempdir()) else "/tmp"
         directory = Path(tempfile.mkdtemp(prefix="conquiet-postgresql-", dir=place))
         os.chown(directory, self._user.pw_uid, self._user.pw_gid)
         return directory
 
     def _prepare(self, directory: Path) -> None:
-        if self._user is not None and not self._usable_by(self._user):
-            self._binary = self._copy_installation(directory)
+        assert self._binary is not None
+        if self._user and not _may_run(self._user, f"{self._binary}/initdb", "--version"):
+            # as root, our own files may be below a directory like /root, that nobody else may enter
+            self._binary = self._copy_installation(self._binary, directory)
         trust = ["--auth=trust", "--username=postgres"]
         kind = ["--encoding=UTF8", "--locale=C", "--no-sync"]
-        initdb = self._spawn([f"{self._binary}/initdb", "-D", f"{directory}/data", *trust, *kind])
-        if initdb.wait() != 0:
+        command = [f"{self._binary}/initdb", "-D", f"{directory}/data", *trust, *kind]
+        self._process = self._spawn(command)
+        failed = self._process.wait() != 0
+        self._reap()
+        if failed:
             raise self._failed("initialise a cluster (initdb)", self._log())
 
-    def _usable_by(self, user: pwd.struct_passwd) -> bool:
-        """As root our venv may be below a directory like /root, that nobody else may enter."""
-        assert self._binary is not None
-        return _may(user, "-x", self._binary / "initdb", self._binary / "postgres")
-
-    def _copy_installation(self, directory: Path) -> Path:
+    def _copy_installation(self, installed: Path, directory: Path) -> Path:
         """Copy the programs into the server's own directory: 0.2 s, and nothing stays behind."""
-        assert self._binary is not None
-        copy = directory / "install"
-        unneeded = shutil.ignore_patterns("*.a", "include", "doc", "man", "pg_*", "pgbench", "psql")
-        shutil.copytree(self._binary.parent, copy, symlinks=True, ignore=unneeded)
-        for path in (copy, *copy.rglob("*")):
-            if not path.is_symlink():
-                path.chmod(path.stat().st_mode | (0o555 if path.is_dir() else 0o444))
-        for program in (copy / "bin").iterdir():
-            program.chmod(0o755)
-        return copy / "bin"
+        package = installed.parents[1]
+        copy = directory / "install" / package.name
+        unneeded = shutil.ignore_patterns("*.a", "*.py", "__pycache__", "doc")
+        for part, its_copy in (package, copy), (_libraries(package), _libraries(copy)):
+            if part.exists():
+                shutil.copytree(part, its_copy, symlinks=True, ignore=unneeded)
+        subprocess.run(["chmod", "-R", "a+rX", str(copy.parent)], check=True)
+        return copy.joinpath(*installed.parts[-2:])
 
     def _command(self, directory: Path, port: int) -> list[str]:
         settings = (*self._settings, f"port={port}")
@@ -417,8 +418,12 @@ def postgres(
     """
     url = os.environ.get("CONQUIET_DATABASE_URL")
     if url and flavour == "auto" and not private:
-        scheme = urlsplit(url).scheme.partition("+")[0]  # SQLAlchemy's postgresql+psycopg
-        return PostgresServer(None, external_url=urlunsplit(urlsplit(url)._replace(scheme=scheme)))
+        if not re.match(r"postgres(ql)?(\+\w+)?://", url):
+            raise ConfigError(
+                "CONQUIET_DATABASE_URL must look like postgresql://USER@HOST/DATABASE"
+            )
+        libpq_url = re.sub(r"^\w+(\+\w+)?://", "postgresql://", url)  # without SQLAlchemy's driver
+        return PostgresServer(None, external_url=libpq_url)
     return PostgresServer(_find("Postgres", _POSTGRES_FLAVOURS, flavour), options)
 
 
@@ -459,7 +464,7 @@ def _find_postgres_wheel() -> Path | None:
 
 
 def _find_postgres_of_debian() -> Path | None:
-    found = Path("/usr/lib/postgresql").glob("[0-9]*/bin/initdb")
+    found = _DEBIAN.glob("[0-9]*/bin/initdb")
     return max(
         (path.parent for path in found), key=lambda path: float(path.parent.name), default=None
     )
@@ -507,16 +512,26 @@ def _unprivileged_user() -> pwd.struct_passwd:
     raise ConfigError("PostgreSQL does not run as root, and no user nobody exists: useradd nobody")
 
 
-def _may(user: pwd.struct_passwd, test: str, *paths: Path) -> bool:
+def _may_run(user: pwd.struct_passwd, *command: str) -> bool:
     """Ask as that user, rather than work out what modes, groups and ACLs amount to."""
-    script = 'test=$1; shift; for path; do [ "$test" "$path" ] || exit 1; done'
-    return not subprocess.run(
-        ["/bin/sh", "-c", script, "may", test, *map(str, paths)],
-        cwd="/",
-        user=user.pw_uid,
-        group=user.pw_gid,
-        extra_groups=[],
-    ).returncode
+    try:
+        run = subprocess.run(
+            command,
+            cwd="/",
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            user=user.pw_uid,
+            group=user.pw_gid,
+            extra_groups=[],
+        )
+    except PermissionError:
+        return False
+    return run.returncode == 0
+
+
+def _libraries(package: Path) -> Path:
+    """Where a wheel keeps the libraries that its programs look for beside their package."""
+    return package.with_name(f"{package.name}.libs")
 
 
 _live: set[Server] = set()

@@ -1,4 +1,4 @@
-"""`pip install conquiet` brings msgspec and nothing else, so that is all that an import may need."""
+"""`pip install conquiet` brings msgspec and nothing else: an import may need no more."""
 
 from __future__ import annotations
 
