@@ -253,7 +253,7 @@ class Worker:
                 self._intake.failed(failed)
             self._count(handled, len(failed))
             return len(failed) < len(handled.messages)
-        except BaseException as error:  # noqa: BLE001 - nothing a chain does may end the worker
+        except BaseException as error:
             logger.exception("a batch broke the chain; its messages are given back")
             broken = HandlerError(f"the chain was left by {error!r}")
             settle((), [(message.acking, broken) for message in batch if message.acking])

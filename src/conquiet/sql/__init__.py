@@ -1,0 +1,1 @@
+"""Transaction, inbox, outbox and relay source on PostgreSQL and SQLite."""
