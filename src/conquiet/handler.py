@@ -11,8 +11,10 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextvars import ContextVar
 from dataclasses import is_dataclass
 from enum import Enum
+from functools import partial
 from typing import Any, TypeAlias, get_args, get_origin, get_type_hints, is_typeddict
 
 import msgspec
@@ -32,6 +34,13 @@ Process: TypeAlias = Callable[[Sequence[Message[Any]]], Sequence[Result]]
 """Takes a batch; gives one result per message, in order. What it raises fails them all."""
 
 RunAsync: TypeAlias = Callable[[Coroutine[Any, Any, Any]], Any]
+
+Around: TypeAlias = Callable[[Sequence[Message[Any]], Callable[[], Sequence[Result]]], Any]
+"""Stands around one call of a handler: gets the call's messages and makes the call."""
+
+AROUND: ContextVar[tuple[Around, ...]] = ContextVar("conquiet.around", default=())
+"""Set by middlewares while their batch runs, outermost first. A middleware sees batches; what
+must happen while one message's handler runs (a limit, a span, a stopwatch) goes here."""
 
 NOTHING: Outputs = ()
 
@@ -96,6 +105,19 @@ class Handler:
 
     def run(self, messages: Sequence[Message[Any]], run_async: RunAsync) -> Sequence[Result]:
         """Run a batch handler over the messages, or any other over the first of them."""
+        around = AROUND.get()
+        if not around:
+            return self._call(messages, run_async)
+        call: Callable[[], Sequence[Result]] = partial(self._call, messages, run_async)
+        for outer in reversed(around):
+            call = partial(outer, messages, call)
+        token = AROUND.set(())  # a router inside the handler has its own
+        try:
+            return call()
+        finally:
+            AROUND.reset(token)
+
+    def _call(self, messages: Sequence[Message[Any]], run_async: RunAsync) -> Sequence[Result]:
         values = [message.decoded for message in messages]
         arguments = (values if self.is_batch else values[0],)
         if self._wants_message:

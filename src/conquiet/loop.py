@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Coroutine
-from concurrent.futures import Future
-from contextvars import copy_context
+from concurrent.futures import Future, wait
+from contextvars import ContextVar, copy_context
 from typing import Any, TypeVar
 
+from conquiet.errors import DeadlineExceeded
+
 T = TypeVar("T")
+
+UNTIL: ContextVar[float | None] = ContextVar("conquiet.until", default=None)
+"""When (by `time.monotonic`) a coroutine must have ended; it is cancelled then."""
+
+_SECONDS_TO_CANCEL = 5.0
 
 
 class LoopThread:
@@ -37,13 +45,18 @@ class LoopThread:
             tasks.append(task)
             task.add_done_callback(lambda task: _hand_over(task, done))
 
+        until = UNTIL.get()
         loop.call_soon_threadsafe(begin)
         try:
+            if until is not None and not wait((done,), until - time.monotonic()).done:
+                raise DeadlineExceeded("the coroutine did not end in time")
             return done.result()
         except BaseException:
-            # An interrupt of the waiting thread (a deadline) must end the handler as well.
+            # An interrupt of the waiting thread must end the handler as well.
             if not done.done():
                 loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])
+                if until is not None:  # what it cleans up may still need the transaction
+                    wait((done,), _SECONDS_TO_CANCEL)
             raise
 
     def close(self) -> None:
