@@ -1,0 +1,30 @@
+"""A queue on Redis Streams: at least once, acked by hand, on its own.
+
+    >>> from conquiet.queue import QueueConfig, QueueConsumer, RedisStreamsQueue
+    >>> config = QueueConfig("orders", "billing", "billing-1")
+
+`RedisStreamsQueue(client, config)` has the commands, `QueueConsumer(queue)` the loop. The package
+imports no other part of conquiet.
+"""
+
+from conquiet.queue.config import QueueConfig
+from conquiet.queue.consumer import QueueConsumer
+from conquiet.queue.errors import (
+    InvalidPayloadError,
+    InvalidSettingError,
+    MalformedEntryError,
+    QueueError,
+)
+from conquiet.queue.message import QueueMessage
+from conquiet.queue.queue import RedisStreamsQueue
+
+__all__ = [
+    "InvalidPayloadError",
+    "InvalidSettingError",
+    "MalformedEntryError",
+    "QueueConfig",
+    "QueueConsumer",
+    "QueueError",
+    "QueueMessage",
+    "RedisStreamsQueue",
+]

@@ -1,0 +1,58 @@
+"""The settings of a queue, refused when they are made if they cannot work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from conquiet.queue.errors import InvalidSettingError
+
+
+@dataclass
+class QueueConfig:
+    """Which stream, in whose name, and how long to wait.
+
+    `consumer_name` must be unique among the processes that are running: two processes of one name
+    look like one consumer to Redis. Host name and process id make a good one.
+
+    >>> QueueConfig("orders", "billing", "billing-1").block_ms
+    5000
+    """
+
+    stream_key: str
+    consumer_group: str
+    consumer_name: str
+    block_ms: int = 5_000
+    max_read_count: int = 1
+    claim_idle_ms: int = 60_000
+
+    def __post_init__(self) -> None:
+        require_name("stream_key", self.stream_key)
+        require_name("consumer_group", self.consumer_group)
+        require_name("consumer_name", self.consumer_name)
+        require_block_ms(self.block_ms)
+        require_int("max_read_count", self.max_read_count, at_least=1)
+        require_int("claim_idle_ms", self.claim_idle_ms, at_least=1)
+
+
+def require_name(name: str, value: object) -> None:
+    if not isinstance(value, str) or not value:
+        raise _refused(name, value, "a string that is not empty")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise _refused(name, value, "a string that UTF-8 can encode") from error
+
+
+def require_block_ms(value: object) -> None:
+    require_int("block_ms", value, at_least=1, because="Redis takes 0 as waiting for ever")
+
+
+def require_int(name: str, value: object, *, at_least: int, because: str = "") -> None:
+    # bool is an int to Python, and True would pass for 1
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        allowed = f"an integer of at least {at_least}"
+        raise _refused(name, value, f"{allowed} ({because})" if because else allowed)
+
+
+def _refused(name: str, value: object, allowed: str) -> InvalidSettingError:
+    return InvalidSettingError(f"{name}={value!r} is not allowed: it must be {allowed}")
