@@ -101,6 +101,21 @@ def sqlite_url(tmp_path: Path) -> str:
     return f"sqlite:///{tmp_path / 'test.sqlite'}"
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give all Spark tests to one worker, so that there is one JVM.
+
+    By their path, since xdist 3.8 ignores the mark xdist_group on pytest 9.2 (pytest-xdist #1386).
+    """
+    from xdist.scheduler import LoadGroupScheduling
+
+    class SparkTogether(LoadGroupScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "spark" if nodeid.startswith("tests/spark/") else super()._split_scope(nodeid)
+
+    return SparkTogether(config, log)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """List by name what did not run because something is not installed."""
     wanting: dict[str, list[str]] = {}
