@@ -1,0 +1,3 @@
+"""The stream and the group of all these tests."""
+
+STREAM, GROUP = "orders", "billing"
