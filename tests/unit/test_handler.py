@@ -1,0 +1,307 @@
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypedDict
+
+import msgspec
+import pydantic
+import pytest
+from tests.unit.chains import Ledger, OrderPlaced, PlaceOrder
+
+from conquiet import Message, Router
+from conquiet.errors import ConfigError, HandlerError
+from conquiet.handler import Handler, Kind, type_name
+
+
+@dataclass
+class Shipped:
+    id: int
+
+
+class Paid(pydantic.BaseModel):
+    id: int
+
+
+class Cancelled(TypedDict):
+    id: int
+
+
+def outputs_of(function: Any, *, ledger: Ledger | None = None, **options: Any) -> list[Message]:
+    router = Router()
+    router.command(source="/orders", **options)(function)
+    [result] = router.process([(ledger or Ledger()).message(7)])
+    if isinstance(result, Exception):
+        raise result
+    return list(result)
+
+
+def test_a_class_names_its_message_type():
+    class HTTPServerStarted: ...
+
+    class Order2Placed: ...
+
+    class Renamed:
+        __message_type__: ClassVar[str] = "com.example.renamed"
+
+    assert type_name(OrderPlaced) == "order.placed"
+    assert type_name(HTTPServerStarted) == "http.server.started"
+    assert type_name(Order2Placed) == "order2.placed"
+    assert type_name(Renamed) == "com.example.renamed"
+
+
+def test_outputs_get_id_type_source_time_and_version():
+    def place(order: PlaceOrder) -> list[OrderPlaced]:
+        return [OrderPlaced(order.id), OrderPlaced(order.id)]
+
+    first, second = outputs_of(place)
+    assert first.type == "order.placed"
+    assert first.source == "/orders"
+    assert first.time is not None
+    assert first.attributes["specversion"] == "1.0"
+    assert first.data == OrderPlaced(7)
+    assert first.id < second.id
+
+
+@pytest.mark.parametrize("event", [OrderPlaced(7), Shipped(7), Paid(id=7)])
+def test_events_of_every_class_are_taken(event):
+    def place(order: PlaceOrder) -> Any:
+        return event
+
+    [output] = outputs_of(place)
+    assert output.type == type_name(type(event))
+    assert output.data is event
+
+
+def test_a_typed_dict_is_named_by_the_return_hint():
+    def cancel(order: PlaceOrder) -> list[Cancelled]:
+        return [{"id": order.id}]
+
+    [output] = outputs_of(cancel)
+    assert (output.type, output.data) == ("cancelled", {"id": 7})
+
+
+def test_a_generator_may_yield_events():
+    def place(order: PlaceOrder) -> Iterator[OrderPlaced]:
+        yield OrderPlaced(1)
+        yield OrderPlaced(2)
+
+    assert [output.data.id for output in outputs_of(place)] == [1, 2]
+
+
+def test_a_message_as_output_keeps_what_the_handler_set():
+    def place(order: PlaceOrder) -> Message[OrderPlaced]:
+        return Message(OrderPlaced(7), {"id": "mine", "subject": "order/7"})
+
+    [output] = outputs_of(place)
+    assert (output.id, output.subject) == ("mine", "order/7")
+    assert (output.type, output.source) == ("order.placed", "/orders")
+
+
+def test_a_message_of_bytes_without_type_is_refused():
+    def place(order: PlaceOrder) -> Message[bytes]:
+        return Message(b"x")
+
+    with pytest.raises(HandlerError, match="a message without type"):
+        outputs_of(place)
+
+
+@pytest.mark.parametrize("wrong", [7, "text", b"bytes", {"id": 1}, [1], [None], object()])
+def test_returning_the_wrong_thing_names_handler_message_and_rule(wrong):
+    def place(order: PlaceOrder) -> Any:
+        return wrong
+
+    with pytest.raises(HandlerError, match=r"handler place returned .* for place.order id=7"):
+        outputs_of(place)
+
+
+def test_none_is_no_output():
+    def place(order: PlaceOrder) -> None:
+        return None
+
+    assert outputs_of(place) == []
+
+
+def test_an_event_handler_must_not_return():
+    router = Router()
+
+    @router.event()
+    def react(order: PlaceOrder):
+        return [OrderPlaced(1)]
+
+    [result] = router.process([Ledger().message(1)])
+    assert isinstance(result, HandlerError)
+    assert "use @router.command" in str(result)
+
+
+def test_an_event_handler_that_says_it_returns_is_refused_at_registration():
+    with pytest.raises(ConfigError, match="an event handler returns nothing"):
+
+        @Router().event()
+        def react(order: PlaceOrder) -> list[OrderPlaced]:
+            return []
+
+
+def test_a_second_parameter_gets_the_message():
+    seen: list[Message] = []
+
+    def place(order: PlaceOrder, message: Message) -> None:
+        seen.append(message)
+
+    outputs_of(place)
+    assert seen[0].id == "7"
+
+
+def test_partials_methods_and_callable_objects_are_handlers():
+    class Service:
+        def place(self, order: PlaceOrder) -> list[OrderPlaced]:
+            return [OrderPlaced(order.id)]
+
+        def __call__(self, order: PlaceOrder) -> list[OrderPlaced]:
+            return [OrderPlaced(order.id)]
+
+    def bound(prefix: str, order: PlaceOrder) -> list[OrderPlaced]:
+        return [OrderPlaced(order.id)]
+
+    def last(order: PlaceOrder, *, prefix: str) -> list[OrderPlaced]:
+        return [OrderPlaced(order.id)]
+
+    for function in (Service().place, Service(), functools.partial(last, prefix="x")):
+        assert outputs_of(function)[0].data == OrderPlaced(7)
+    assert outputs_of(functools.partial(bound, "x"))[0].data == OrderPlaced(7)
+
+
+def test_async_handlers_run_on_the_routers_loop():
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    async def place(order: PlaceOrder) -> list[OrderPlaced]:
+        loops.append(asyncio.get_running_loop())
+        await asyncio.sleep(0)
+        return [OrderPlaced(order.id)]
+
+    router = Router()
+    router.command(source="/orders")(place)
+    results = router.process(Ledger().batch(3))
+    assert [result[0].data.id for result in results] == [0, 1, 2]
+    assert len(set(map(id, loops))) == 1
+    router.close()
+
+
+def test_a_batch_handler_gets_consecutive_messages_in_one_call():
+    calls: list[list[int]] = []
+    router = Router()
+
+    @router.command(source="/orders")
+    def place(orders: list[PlaceOrder]) -> list[OrderPlaced]:
+        calls.append([order.id for order in orders])
+        return [OrderPlaced(order.id) for order in orders]
+
+    @router.event()
+    def shipped(event: Shipped) -> None: ...
+
+    ledger = Ledger()
+    batch = [*ledger.batch(2), ledger.message(2, type="shipped"), ledger.message(3)]
+    results = router.process(batch)
+    assert calls == [[0, 1], [3]]
+    assert [[output.data.id for output in result] for result in results] == [[0], [1], [], [3]]
+
+
+@pytest.mark.parametrize("wrong", [[], [OrderPlaced(1)], OrderPlaced(1), 7])
+def test_a_batch_handler_must_answer_for_every_message(wrong):
+    router = Router()
+
+    @router.command(source="/orders")
+    def place(orders: list[PlaceOrder]) -> Any:
+        return wrong
+
+    results = router.process(Ledger().batch(2))
+    assert all("return one item per message" in str(result) for result in results)
+
+
+def test_a_raw_handler_takes_the_message_and_returns_messages():
+    router = Router()
+
+    @router.raw(source="/copy")
+    def copy(message: Message) -> Message:
+        return Message(message.data, {"type": "copied"})
+
+    [[output]] = router.process([Ledger().message(1, type="anything")])
+    assert (output.data, output.type, output.source) == (b'{"id": 1}', "copied", "/copy")
+    assert "datacontenttype" not in output.attributes
+
+
+def test_a_raw_handler_that_returns_data_is_told_so():
+    router = Router()
+
+    @router.raw()
+    def wrong(message: Message) -> Any:
+        return OrderPlaced(1)
+
+    [result] = router.process([Ledger().message(1)])
+    assert "a raw handler returns Message objects" in str(result)
+
+
+@pytest.mark.parametrize("error", [SystemExit(1), GeneratorExit(), asyncio.CancelledError()])
+def test_a_handler_cannot_end_the_process(error):
+    router = Router()
+
+    @router.event()
+    def leave(order: PlaceOrder) -> None:
+        raise error
+
+    [result] = router.process([Ledger().message(1)])
+    assert isinstance(result, HandlerError)
+    assert "tried to end the process" in str(result)
+
+
+def test_what_a_handler_takes_is_checked_at_registration():
+    router = Router()
+    with pytest.raises(ConfigError, match="must say what it takes"):
+        router.event()(lambda order: None)
+    with pytest.raises(ConfigError, match="use a msgspec Struct"):
+
+        @router.event()
+        def number(value: int) -> None: ...
+
+    with pytest.raises(ConfigError, match="raw handlers take Message"):
+
+        @router.event()
+        def whole(message: Message) -> None: ...
+
+    with pytest.raises(ConfigError, match="raw handlers take Message"):
+
+        @router.raw()
+        def data(order: PlaceOrder) -> None: ...
+
+    with pytest.raises(ConfigError, match="takes 3 arguments"):
+
+        @router.event()
+        def many(order: PlaceOrder, message: Message, more: int) -> None: ...
+
+    with pytest.raises(ConfigError, match="add type="):
+
+        @router.event()
+        def untyped(data: dict) -> None: ...
+
+
+def test_hints_that_name_nothing_are_named():
+    def place(order: Missing) -> None: ...  # noqa: F821
+
+    with pytest.raises(ConfigError, match=r"handler place cannot be resolved.*Missing"):
+        Handler(place, Kind.EVENT)
+
+
+def test_a_struct_that_is_iterable_is_one_event():
+    class Bag(msgspec.Struct):
+        items: list[int]
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(self.items)
+
+    def place(order: PlaceOrder) -> Bag:
+        return Bag([1, 2])
+
+    [output] = outputs_of(place)
+    assert output.type == "bag"
