@@ -52,7 +52,8 @@ class Transaction(ABC):
             except Exception as error:  # noqa: BLE001 - whatever it was, it was rolled back
                 if len(batch) == 1:
                     return [error]
-                return _one_by_one(process, batch)
+            # Outside the except, or the batch's error would be the context of each of theirs.
+            return _one_by_one(process, batch)
 
         return process
 
