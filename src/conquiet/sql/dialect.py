@@ -1,0 +1,163 @@
+"""What PostgreSQL and SQLite do differently: connecting, beginning, failing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from sqlalchemy import URL, Connection, Dialect, Engine, create_engine, event, make_url
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+
+from conquiet.errors import ConfigError
+
+BUSY_SECONDS = 10.0
+"""How long a connection to SQLite waits for the one writer before it gives up."""
+
+_IN_ERROR = 3  # transaction status of libpq: the transaction is aborted
+_IDLE = 0
+_SQLITE_LEGACY = -1  # sqlite3.LEGACY_TRANSACTION_CONTROL, which Python 3.11 does not name
+
+# Classes and codes of PostgreSQL that blame the store: connection, rollback by deadlock or
+# serialization, resources, shutdown, system.
+_STORE_CLASSES = ("08", "40", "53", "58")
+_STORE_CODES = {"55P03", "57P01", "57P02", "57P03"}
+# A handler that sits idle or works for too long loses its connection by its own fault.
+_HANDLER_CODES = {"25P03", "25P04"}
+_READ_ONLY = "25006"
+# Primary result codes of SQLite: busy, locked, no memory, interrupted, I/O, full, cannot open,
+# lock protocol.
+_SQLITE_STORE_CODES = {5, 6, 7, 9, 10, 13, 14, 15}
+
+
+def engine(url: str | URL, **options: Any) -> Engine:
+    """A SQLAlchemy engine as conquiet wants it.
+
+    PostgreSQL by psycopg, whatever the URL says before `://`; SQLite with a write-ahead log and
+    `BUSY_SECONDS` of patience. `options` go to `sqlalchemy.create_engine`.
+    """
+    address = make_url(url)
+    if address.drivername in ("postgresql", "postgres"):
+        address = address.set(drivername="postgresql+psycopg")
+    if address.get_backend_name() == "sqlite":
+        arguments = {"timeout": BUSY_SECONDS, **options.pop("connect_args", {})}
+        made = create_engine(address, connect_args=arguments, **options)
+        event.listen(made, "connect", _write_ahead)
+        return made
+    return create_engine(address, **options)
+
+
+def as_engine(given: Engine | str | URL) -> Engine:
+    """The engine itself, or a new one for a URL."""
+    return engine(given) if isinstance(given, (str, URL)) else given
+
+
+def is_postgresql(dialect: Dialect) -> bool:
+    return dialect.name == "postgresql"
+
+
+def is_sqlite(dialect: Dialect) -> bool:
+    return dialect.name == "sqlite"
+
+
+def uses_psycopg(dialect: Dialect) -> bool:
+    """Whether the hot statements may go to the driver directly."""
+    return dialect.name == "postgresql" and dialect.driver == "psycopg"
+
+
+def driver_connection(connection: Connection) -> Any:
+    """The psycopg or sqlite3 connection underneath."""
+    return connection.connection.driver_connection
+
+
+def _write_ahead(connection: Any, record: object) -> None:
+    connection.execute("PRAGMA journal_mode=WAL").close()
+
+
+def begin_immediate(connection: Connection) -> None:
+    """Take SQLite's write lock now: a lock upgraded later would fail at once, not wait."""
+    driver = driver_connection(connection)
+    if getattr(driver, "autocommit", _SQLITE_LEGACY) != _SQLITE_LEGACY:
+        raise ConfigError(
+            "the engine opens SQLite with autocommit=…, which hides BEGIN and COMMIT from"
+            " SQLAlchemy; leave the argument out"
+        )
+    if driver.in_transaction:  # the engine has a listener that begins, and not immediately
+        driver.rollback()
+    connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+
+def is_aborted(connection: Connection) -> bool:
+    """Whether a COMMIT would commit nothing, since a statement failed before (S2)."""
+    driver = driver_connection(connection)
+    if is_postgresql(connection.dialect):
+        return int(driver.info.transaction_status) == _IN_ERROR
+    return False
+
+
+def is_over(connection: Connection) -> bool:
+    """Whether the transaction was ended behind SQLAlchemy's back, by the driver or SQLite."""
+    driver = driver_connection(connection)
+    if is_postgresql(connection.dialect):
+        return int(driver.info.transaction_status) == _IDLE
+    if is_sqlite(connection.dialect):
+        return not driver.in_transaction
+    return False
+
+
+def is_lost(connection: Connection) -> bool:
+    """Whether the connection to the server is gone."""
+    if connection.closed or connection.invalidated:
+        return True
+    return bool(getattr(driver_connection(connection), "closed", False))
+
+
+def is_store_failure(error: BaseException, *, read_only: bool = False) -> bool:
+    """Whether the store failed, and not what was asked of it; looks at causes too."""
+    return any(_is_store_failure(link, read_only) for link in _chain(error))
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__ or link.__context__
+
+
+def _is_store_failure(error: BaseException, read_only: bool) -> bool:
+    if isinstance(error, PoolTimeout):
+        return True
+    if isinstance(error, DBAPIError):
+        original = error.orig
+        if original is None:
+            return error.connection_invalidated
+        return _driver_blames_store(original, read_only) or (
+            error.connection_invalidated and _sqlstate(original) not in _HANDLER_CODES
+        )
+    return _driver_blames_store(error, read_only)
+
+
+def _driver_blames_store(error: BaseException, read_only: bool) -> bool:
+    room = type(error).__module__.partition(".")[0]
+    if room == "sqlite3":
+        code = getattr(error, "sqlite_errorcode", None)
+        if code is None:
+            return "closed database" in str(error)
+        return code & 0xFF in _SQLITE_STORE_CODES
+    if room not in ("psycopg", "psycopg2", "asyncpg"):
+        return False
+    state = _sqlstate(error)
+    if state is None:
+        # psycopg itself speaks, not the server: the connection failed or is gone.
+        name = type(error).__name__
+        return name == "OperationalError" or "connection is " in str(error)
+    if state == _READ_ONLY:
+        return not read_only  # nobody asked for that: a failover is under way
+    return state.startswith(_STORE_CLASSES) or state in _STORE_CODES
+
+
+def _sqlstate(error: BaseException) -> str | None:
+    state = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
+    return state if isinstance(state, str) else None

@@ -1,0 +1,88 @@
+"""Inbox in a SQL table, in the transaction around it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import cached_property
+from typing import Any
+
+import msgspec
+
+from conquiet import inbox
+from conquiet.errors import InvalidMessage
+from conquiet.message import Message, describe
+from conquiet.sql import dialect
+from conquiet.sql.ambient import current
+from conquiet.sql.tables import INBOX_TABLE, checked_name
+
+MAX_IDENTITY_BYTES = 2000
+"""Source and id together: an index of PostgreSQL holds 2,704 bytes per entry."""
+
+
+class Inbox(inbox.Inbox):
+    """Middleware: remembers in the database of the transaction around it.
+
+    One statement per batch, whatever its size. A concurrent delivery of the same message waits
+    for the first to end, and then finds it remembered or takes its place. Under REPEATABLE
+    READ and SERIALIZABLE it fails instead, as a `StoreError`, and is tried again.
+    """
+
+    def __init__(self, subscriber: str, table: str = INBOX_TABLE) -> None:
+        super().__init__(subscriber)
+        checked_name(table)
+        self.table = table
+
+    def admit(self, message: Message[Any]) -> None:
+        super().admit(message)
+        if not _fits(message.identity):
+            raise InvalidMessage(
+                f"{describe(message.attributes)}: source and id must be text without NUL, of"
+                f" {MAX_IDENTITY_BYTES:,} bytes at most; let the producer shorten them"
+            )
+
+    def remember(self, entries: Sequence[inbox.Entry]) -> Collection[inbox.Entry]:
+        unit = current("the inbox")
+        connection = unit.connection
+        # Two workers with the same messages must lock them in the same order.
+        ordered = sorted(entries)
+        if dialect.uses_psycopg(connection.dialect):
+            cursor = dialect.driver_connection(connection).cursor()
+            columns = [name for name, _ in ordered], [identity for _, identity in ordered]
+            new = cursor.execute(self._postgresql, columns).fetchall()
+            cursor.close()
+        elif dialect.is_postgresql(connection.dialect):
+            columns = [name for name, _ in ordered], [identity for _, identity in ordered]
+            new = connection.exec_driver_sql(self._postgresql, columns).all()
+        else:
+            document = msgspec.json.encode(ordered).decode()
+            new = connection.exec_driver_sql(self._sqlite, (document,)).all()
+        unit.wrote = True
+        return entries if len(new) == len(entries) else [(name, id_) for name, id_ in new]
+
+    @cached_property
+    def _postgresql(self) -> str:
+        return (
+            f"INSERT INTO {self.table} (subscriber, message_id)"
+            " SELECT * FROM unnest(%s::text[], %s::text[])"
+            " ON CONFLICT DO NOTHING RETURNING subscriber, message_id"
+        )
+
+    @cached_property
+    def _sqlite(self) -> str:
+        # One parameter for all: a row of VALUES each would meet SQLite's limit of variables.
+        # WHERE true, or ON CONFLICT would be read as a join condition.
+        return (
+            f"INSERT INTO {self.table} (subscriber, message_id)"
+            " SELECT json_extract(value, '$[0]'), json_extract(value, '$[1]')"
+            " FROM json_each(?) WHERE true"
+            " ON CONFLICT DO NOTHING RETURNING subscriber, message_id"
+        )
+
+
+def _fits(identity: str) -> bool:
+    if identity.isascii():
+        return len(identity) <= MAX_IDENTITY_BYTES and "\0" not in identity
+    try:
+        return len(identity.encode()) <= MAX_IDENTITY_BYTES and "\0" not in identity
+    except UnicodeEncodeError:
+        return False

@@ -1,0 +1,1 @@
+"""Alembic's migrations of the tables of conquiet; run by `conquiet.sql.schema.migrate`."""
