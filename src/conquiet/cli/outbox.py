@@ -1,0 +1,183 @@
+"""`conquiet outbox`: the tables of inbox and outbox."""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import ArgumentParser, Namespace
+from typing import Any
+
+from conquiet.cli.terminal import FAILED, OK, green, print_json, red
+from conquiet.errors import ConfigError, StoreError
+
+_SCHEMA_EPILOG = """\
+examples:
+  conquiet outbox schema --dialect postgresql
+  conquiet outbox schema --dialect sqlite --table sales_outbox --no-inbox
+
+exit codes: 0 printed, 2 wrong usage or settings
+"""
+_VERIFY_EPILOG = """\
+example:
+  conquiet outbox verify --url postgresql://app@localhost/shop && echo fits
+
+exit codes: 0 the tables fit, 1 they differ or the database is out of reach, 2 wrong usage
+"""
+_MIGRATE_EPILOG = """\
+examples:
+  conquiet outbox migrate --url postgresql://app@localhost/shop
+  conquiet outbox migrate --url sqlite:///shop.sqlite
+
+Safe to run again, and by several at once.
+
+exit codes: 0 the tables are up to date, 1 it failed, 2 wrong usage or settings
+"""
+
+
+def register(commands: Any, common: ArgumentParser) -> None:
+    group = commands.add_parser(
+        "outbox", help="the tables of inbox and outbox", description="The tables of conquiet."
+    )
+    verbs = group.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    schema = verbs.add_parser(
+        "schema",
+        help="print the statements that create the tables",
+        description="Print the statements that create the tables, for migrations of your own.",
+        epilog=_SCHEMA_EPILOG,
+        parents=[common],
+    )
+    schema.add_argument("--dialect", required=True, choices=["postgresql", "sqlite"])
+    schema.set_defaults(run=_schema)
+    verify = verbs.add_parser(
+        "verify",
+        help="compare a database with what conquiet needs",
+        description="Say what differs between the tables of a database and what conquiet needs.",
+        epilog=_VERIFY_EPILOG,
+        parents=[common],
+    )
+    verify.set_defaults(run=_verify)
+    migrate = verbs.add_parser(
+        "migrate",
+        help="create the tables, or bring them up to date",
+        description="Create the tables, or bring those of an older conquiet up to date.",
+        epilog=_MIGRATE_EPILOG,
+        parents=[common],
+    )
+    migrate.set_defaults(run=_migrate)
+    for parser in (verify, migrate):
+        parser.add_argument(
+            "--url", help="the database, as SQLAlchemy names it; else CONQUIET_DATABASE_URL"
+        )
+    for parser in (schema, verify, migrate):
+        parser.add_argument("--table", metavar="NAME", help="the outbox (outbox)")
+        parser.add_argument("--inbox-table", metavar="NAME", help="the inbox (processed_messages)")
+        parser.add_argument("--no-inbox", action="store_true", help="leave the inbox out")
+        parser.add_argument("--json", action="store_true", help="answer in JSON")
+
+
+def _schema(options: Namespace) -> int:
+    schema = _schema_module()
+    text = schema.ddl(options.dialect, **_tables(options))
+    if options.json:
+        print_json({"dialect": options.dialect, "ddl": text})
+    else:
+        print(text, end="")
+    return OK
+
+
+def _verify(options: Namespace) -> int:
+    schema = _schema_module()
+    url = _url(options, must_exist=True)
+    with _Reached(url):
+        differences = schema.verify(url, **_tables(options))
+    if options.json:
+        found = [
+            {"table": item.table, "what": item.what, "expected": item.expected, "found": item.found}
+            for item in differences
+        ]
+        print_json({"ok": not found, "differences": found})
+    elif differences:
+        for item in differences:
+            print(red(str(item), sys.stdout))
+        print("conquiet outbox migrate brings the tables up to date", file=sys.stderr)
+    else:
+        print(green("the tables are as conquiet needs them", sys.stdout))
+    return FAILED if differences else OK
+
+
+def _migrate(options: Namespace) -> int:
+    schema = _schema_module()
+    url = _url(options)
+    with _Reached(url):
+        schema.migrate(url, **_tables(options))
+    if options.json:
+        print_json({"ok": True})
+    else:
+        print(green("the tables are up to date", sys.stdout))
+    return OK
+
+
+def _schema_module() -> Any:
+    try:
+        from conquiet.sql import schema
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{error.name} is not installed: pip install 'conquiet[postgres]'"
+        ) from error
+    return schema
+
+
+def _tables(options: Namespace) -> dict[str, str | None]:
+    """What was said about the tables; the rest is left to the schema."""
+    tables: dict[str, str | None] = {}
+    if options.table:
+        tables["outbox"] = options.table
+    if options.no_inbox:
+        tables["inbox"] = None
+    elif options.inbox_table:
+        tables["inbox"] = options.inbox_table
+    return tables
+
+
+def _url(options: Namespace, must_exist: bool = False) -> Any:
+    from sqlalchemy import make_url
+    from sqlalchemy.exc import ArgumentError
+
+    from conquiet.sql.schema import DIALECTS
+
+    text = options.url or os.environ.get("CONQUIET_DATABASE_URL")
+    if not text:
+        raise ConfigError("no database given: use --url, or set CONQUIET_DATABASE_URL")
+    try:
+        url = make_url(text)
+    except ArgumentError:
+        raise ConfigError(
+            "--url is no database URL; write postgresql://USER@HOST/NAME or sqlite:///FILE"
+        ) from None
+    name = url.get_backend_name()
+    kind = "postgresql" if name == "postgres" else name
+    if kind not in DIALECTS:
+        raise ConfigError(f"--url {kind}://: conquiet works with {' and '.join(DIALECTS)}")
+    if must_exist and kind == "sqlite" and not os.path.exists(url.database or ""):
+        raise ConfigError(f"no file {url.database!r}; conquiet outbox migrate would make it")
+    return url
+
+
+class _Reached:
+    """Says in one line that a database is out of reach, where SQLAlchemy takes five."""
+
+    def __init__(self, url: Any) -> None:
+        self._url = url
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        from sqlalchemy.exc import DBAPIError, NoSuchModuleError
+
+        where = self._url.render_as_string(hide_password=True)
+        if isinstance(error, DBAPIError):
+            raise StoreError(f"{where}: {error.orig}") from error
+        if isinstance(error, (NoSuchModuleError, ModuleNotFoundError)):
+            raise ConfigError(
+                f"{where}: its driver is not installed: pip install 'conquiet[postgres]'"
+            ) from error

@@ -1,0 +1,48 @@
+"""What the commands share: exit codes, the form of help and errors, colour on terminals."""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Callable
+from typing import Any, NoReturn, TextIO
+
+OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+"""0: all is well. 1: something failed or differs. 2: wrong usage or settings. 130: Ctrl-C."""
+
+
+class Parser(ArgumentParser):
+    """Keeps the layout of examples, takes no abbreviations, and complains in one line."""
+
+    def __init__(self, **settings: Any) -> None:
+        settings.setdefault("formatter_class", RawDescriptionHelpFormatter)
+        super().__init__(allow_abbrev=False, **settings)
+
+    def error(self, message: str) -> NoReturn:
+        mark = red(f"{self.prog}: error:", sys.stderr)
+        self.exit(USAGE, f"{mark} {one_line(message)}; see {self.prog} --help\n")
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def has_colour(stream: TextIO) -> bool:
+    return stream.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+
+
+def _painter(code: int) -> Callable[[str, TextIO], str]:
+    def paint(text: str, stream: TextIO) -> str:
+        return f"\x1b[{code}m{text}\x1b[0m" if has_colour(stream) else text
+
+    return paint
+
+
+red, green, yellow, dim = (_painter(code) for code in (31, 32, 33, 2))
+
+
+def print_json(value: Any, stream: TextIO | None = None) -> None:
+    import json
+
+    print(json.dumps(value, ensure_ascii=False), file=stream or sys.stdout)
