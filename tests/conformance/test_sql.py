@@ -1,0 +1,136 @@
+"""The conformance suite over `conquiet.sql`: the same on SQLite and on PostgreSQL."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+
+import psycopg
+import pytest
+from psycopg import sql as quoted
+from sqlalchemy import Engine, text
+
+from conquiet.embedded import PostgresServer
+from conquiet.source import Source
+from conquiet.sql import Inbox, Outbox, Transaction, connection, schema
+from conquiet.sql import engine as make_engine
+from conquiet.testing.contracts import InboxContract, OutboxContract, TransactionContract
+
+COUNT = (
+    "INSERT INTO counts VALUES (:key, 1) ON CONFLICT (key) DO UPDATE SET value = counts.value + 1"
+)
+
+
+class OverDatabase:
+    """A storage in a database: effects are counters in a table."""
+
+    engine: Engine
+
+    def prepare(self) -> None:
+        schema.init(self.engine)
+        with self.engine.begin() as begun:
+            begun.execute(text("CREATE TABLE counts (key TEXT PRIMARY KEY, value INTEGER)"))
+
+    def transaction(self) -> Transaction:
+        return Transaction(self.engine)
+
+    def note(self, key: str) -> None:
+        with connection(self.engine) as found:
+            found.execute(text(COUNT), {"key": key})
+
+    def noted(self, key: str) -> int:
+        with connection(self.engine) as found:
+            row = found.execute(text("SELECT value FROM counts WHERE key = :key"), {"key": key})
+            return row.scalar() or 0
+
+    def handle(self) -> Callable[[], object]:
+        with connection(self.engine) as found:
+            return lambda: found.execute(text(COUNT), {"key": "late"})
+
+    def inbox(self, subscriber: str) -> Inbox:
+        return Inbox(subscriber)
+
+    def outbox(self, topic: str) -> Outbox:
+        return Outbox(topic)
+
+    def relay(self, **options: bool) -> Source:
+        from conquiet.sql.claim import OutboxSource
+
+        return OutboxSource(self.engine, **options)
+
+    def ordered_relay(self) -> Source:
+        return self.relay(ordered=True)
+
+
+class OverSqlite(OverDatabase):
+    @pytest.fixture(autouse=True)
+    def _database(self, sqlite_url: str) -> Iterator[None]:
+        self.engine = make_engine(sqlite_url, connect_args={"timeout": 1.0})
+        self.prepare()
+        yield
+        self.engine.dispose()
+
+    @contextmanager
+    def outage(self) -> Iterator[None]:
+        """Somebody else has the write lock for longer than anyone waits."""
+        with closing(sqlite3.connect(str(self.engine.url.database))) as other:
+            other.isolation_level = None
+            other.execute("BEGIN IMMEDIATE")
+            yield
+            other.execute("ROLLBACK")
+
+
+class OverPostgresql(OverDatabase):
+    @pytest.fixture(autouse=True)
+    def _database(self, database_url: str, postgres_server: PostgresServer) -> Iterator[None]:
+        self.server = postgres_server
+        self.engine = make_engine(database_url)
+        self.prepare()
+        yield
+        self.engine.dispose()
+
+    @contextmanager
+    def outage(self) -> Iterator[None]:
+        """The database throws everybody out and lets nobody in."""
+        name = quoted.Identifier(str(self.engine.url.database))
+        allow = quoted.SQL("ALTER DATABASE {} ALLOW_CONNECTIONS {}")
+        with psycopg.connect(self.server.url, autocommit=True) as admin:
+            admin.execute(allow.format(name, quoted.SQL("false")))
+            admin.execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s",
+                (self.engine.url.database,),
+            )
+            yield
+            admin.execute(allow.format(name, quoted.SQL("true")))
+
+
+class TestSqliteTransaction(OverSqlite, TransactionContract):
+    pass
+
+
+class TestSqliteInbox(OverSqlite, InboxContract):
+    pass
+
+
+class TestSqliteOutbox(OverSqlite, OutboxContract):
+    pass
+
+
+class TestPostgresqlTransaction(OverPostgresql, TransactionContract):
+    pass
+
+
+class TestPostgresqlInbox(OverPostgresql, InboxContract):
+    pass
+
+
+class TestPostgresqlOutbox(OverPostgresql, OutboxContract):
+    pass
+
+
+class TestPostgresqlInboxUnderSerializable(OverPostgresql, InboxContract):
+    """A conflict is a retryable error there, and in the end the same (S1)."""
+
+    def transaction(self) -> Transaction:
+        return Transaction(self.engine, isolation_level="SERIALIZABLE")

@@ -1,0 +1,42 @@
+"""Engines over fresh databases with the tables of conquiet in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from sqlalchemy import Engine, text
+
+from conquiet.sql import engine as make_engine
+from conquiet.sql import schema
+
+ORDERS = "CREATE TABLE orders (id TEXT PRIMARY KEY, amount INTEGER NOT NULL DEFAULT 0)"
+
+
+def prepared(url: str) -> Engine:
+    made = make_engine(url)
+    schema.init(made)
+    with made.begin() as connection:
+        connection.execute(text(ORDERS))
+    return made
+
+
+@pytest.fixture
+def sqlite(sqlite_url: str) -> Iterator[Engine]:
+    made = prepared(sqlite_url)
+    yield made
+    made.dispose()
+
+
+@pytest.fixture
+def postgres(database_url: str) -> Iterator[Engine]:
+    made = prepared(database_url)
+    yield made
+    made.dispose()
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def engine(request: pytest.FixtureRequest) -> Engine:
+    """Each of the two databases in turn."""
+    found: Engine = request.getfixturevalue(request.param)
+    return found
