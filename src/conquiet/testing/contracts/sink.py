@@ -1,0 +1,129 @@
+"""The contract of a sink."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
+from typing import Any
+
+import pytest
+
+from conquiet.acking import Acking
+from conquiet.errors import SinkUnavailable
+from conquiet.message import Message
+from conquiet.sink import Sink
+from conquiet.testing.contracts.contract import Contract
+from conquiet.testing.contracts.samples import ATTRIBUTES, PAYLOADS, content, ids, numbered
+from conquiet.testing.waiting import eventually
+
+
+class SinkContract(Contract):
+    """What a sink does: publish in order, answer for each message, blame only who failed.
+
+    Must be given: `open`, `published`. As needed: `keeps_topic`, `refused`, `outage`.
+    """
+
+    bindings = frozenset(("open", "published", "keeps_topic", "refused", "outage"))
+
+    keeps_topic: bool = True
+    """False if `published` cannot tell the topic of a message."""
+
+    @abstractmethod
+    def open(self) -> Sink:
+        """A sink; what it publishes is what `published` returns."""
+
+    @abstractmethod
+    def published(self) -> Sequence[Message[Any]]:
+        """All that has arrived so far, in order."""
+
+    def refused(self) -> Message[Any]:
+        """A message that this sink can never publish; as it is, one that cannot be encoded."""
+        return Message(object(), {**ATTRIBUTES, "datacontenttype": "text/plain", "id": "bad"})
+
+    def outage(self) -> AbstractContextManager[object]:
+        """Keeps the sink out of reach while it is open."""
+        pytest.skip("this binding cannot cut its sink off")
+
+    @pytest.fixture(autouse=True)
+    def _close_sinks(self) -> Iterator[None]:
+        self._opened: list[Sink] = []
+        yield
+        for sink in self._opened:
+            with suppress(Exception):  # its server may be gone
+                sink.close()
+
+    def sink(self) -> Sink:
+        sink = self.open()
+        self._opened.append(sink)
+        return sink
+
+    def arrived(self, count: int) -> Sequence[Message[Any]]:
+        eventually(lambda: len(self.published()) >= count, message=f"{count} messages arrive")
+        return self.published()
+
+    def test_messages_arrive_in_the_order_of_publication(self) -> None:
+        sink = self.sink()
+        first, second = numbered(20, "first"), numbered(20, "second")
+        assert list(sink.publish(first)) == [None] * 20
+        assert list(sink.publish(second)) == [None] * 20
+        assert ids(self.arrived(40)) == ids(first + second)
+
+    @pytest.mark.parametrize("payload", PAYLOADS.values(), ids=PAYLOADS.keys())
+    def test_bytes_attributes_and_topic_arrive_as_they_were_sent(self, payload: bytes) -> None:
+        sent = Message(payload, {**ATTRIBUTES, "id": "ünï-1"}, topic="orders")
+        assert list(self.sink().publish([sent])) == [None]
+        [got] = self.arrived(1)
+        assert content(got) == content(sent)
+        assert not self.keeps_topic or got.topic == "orders"
+
+    def test_typed_data_arrives_as_json(self) -> None:
+        sent = Message({"order": 7}, {"id": "1", "type": "placed", "source": "/shop"})
+        assert list(self.sink().publish([sent])) == [None]
+        assert self.arrived(1)[0].data == b'{"order":7}'
+
+    def test_publishing_nothing_answers_nothing(self) -> None:
+        assert list(self.sink().publish([])) == []
+
+    def test_a_message_that_fails_fails_alone_s6(self) -> None:
+        first, last = numbered(2)
+        answers = self.sink().publish([first, self.refused(), last])
+        assert [answer is None for answer in answers] == [True, False, True]
+        assert not isinstance(answers[1], SinkUnavailable)
+        assert ids(self.arrived(2)) == ids([first, last])
+
+    def test_publishing_settles_no_message(self) -> None:
+        settled: list[str] = []
+        [message] = numbered(1)
+        message.acking = Acking.calling(
+            lambda: settled.append("ack"), lambda error: settled.append("nack")
+        )
+        self.sink().publish([message])
+        assert settled == []
+
+    def test_a_sink_out_of_reach_says_so_and_blames_nobody_s7(self) -> None:
+        sink = self.sink()
+        with self.outage(), pytest.raises(SinkUnavailable):
+            sink.publish(numbered(3))
+
+    def test_a_sink_works_again_after_an_outage(self) -> None:
+        sink = self.sink()
+        with self.outage(), pytest.raises(SinkUnavailable):
+            sink.publish(numbered(1, "lost"))
+        messages = numbered(2)
+
+        def published() -> bool:
+            try:
+                return list(sink.publish(messages)) == [None, None]
+            except SinkUnavailable:
+                return False
+
+        eventually(published, timeout=30, interval=0.05)
+        assert ids(self.arrived(2))[-2:] == ids(messages)
+
+    def test_closing_twice_is_harmless(self) -> None:
+        sink = self.sink()
+        sink.publish(numbered(1))
+        sink.close()
+        sink.close()
+        assert len(self.arrived(1)) == 1

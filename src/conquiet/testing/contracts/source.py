@@ -1,0 +1,310 @@
+"""The contract of a source."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from conquiet.errors import GivenBack, SinkUnavailable, StoreError
+from conquiet.message import Message
+from conquiet.source import Leased, Replayable, Source
+from conquiet.testing.contracts.consuming import Consuming
+from conquiet.testing.contracts.samples import ATTRIBUTES, PAYLOADS, content, ids
+
+_TOTAL = 6
+
+
+class SourceContract(Consuming):
+    """What a source does: deliver in order, deliver again what was not acked, and nothing else.
+
+    Binding: see `Consuming`. For a source that is `Replayable`, `position` tells where a message
+    stands; for one with groups, `open_other_group` opens a consumer of another one.
+    """
+
+    bindings = Consuming.bindings | {"position", "open_other_group"}
+
+    def position(self, message: Message[Any]) -> str:
+        """What `replay` takes as start or end for this message."""
+        position: str = message.locals["position"]
+        return position
+
+    def open_other_group(self) -> Source:
+        """A consumer of another group, which starts at the beginning."""
+        pytest.skip("this source has no groups")
+
+    # --- reading ----------------------------------------------------------------------------
+
+    def test_what_was_published_is_read_in_its_order(self) -> None:
+        sent = self.send(10)
+        assert ids(self.take(self.consumer(), 10, limit=3)) == sent
+
+    @pytest.mark.parametrize("payload", PAYLOADS.values(), ids=PAYLOADS.keys())
+    def test_bytes_attributes_and_topic_arrive_as_they_were_sent(self, payload: bytes) -> None:
+        sent = Message(payload, {**ATTRIBUTES, "id": "ünï-1"}, topic="orders")
+        self.publish([sent])
+        [got] = self.take(self.consumer(), 1)
+        assert content(got) == content(sent)
+        assert (got.topic, got.key, got.deliveries) == ("orders", "customer-7", 1)
+
+    def test_a_read_gives_no_more_than_its_limit(self) -> None:
+        self.send(5)
+        source = self.consumer()
+        self.take(source, 1, limit=1)
+        assert 1 <= len(source.read(2, 1.0)) <= 2
+
+    def test_a_read_ends_after_its_timeout_when_nothing_comes(self) -> None:
+        source = self.consumer()
+        began = time.monotonic()
+        assert list(source.read(10, 0.2)) == []
+        assert time.monotonic() - began < 5
+
+    def test_a_waiting_read_wakes_when_something_is_published(self) -> None:
+        source = self.consumer()
+        got: list[Message[Any]] = []
+        reader = threading.Thread(target=lambda: got.extend(self.take(source, 1)))
+        reader.start()
+        sent = self.send(1)
+        reader.join(30)
+        assert ids(got) == sent
+
+    # --- settling ---------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("acked", [0, 2, _TOTAL])
+    def test_acking_k_of_n_and_closing_returns_the_other_n_minus_k(self, acked: int) -> None:
+        sent = self.send(_TOTAL)
+        source = self.consumer(self.short)
+        self._ack_some(source, acked)
+        source.close()
+        self.expect_rest(sent[acked:])
+
+    @pytest.mark.parametrize("acked", [0, 2, _TOTAL])
+    def test_acking_k_of_n_and_crashing_returns_the_other_n_minus_k(self, acked: int) -> None:
+        sent = self.send(_TOTAL)
+        source = self.consumer(self.short)
+        self._ack_some(source, acked)
+        self.crash(source)
+        self.expect_rest(sent[acked:])
+
+    @pytest.mark.parametrize("acked", [0, 2, _TOTAL])
+    def test_acking_k_of_n_and_letting_the_lease_end_returns_the_other_n_minus_k(
+        self, acked: int
+    ) -> None:
+        if self.lease is None:
+            pytest.skip("this source knows no leases")
+        sent = self.send(_TOTAL)
+        self._ack_some(self.consumer(self.short), acked)
+        self.expect_rest(sent[acked:])
+
+    def test_what_came_back_is_the_same_message_and_can_be_acked(self) -> None:
+        sent = Message(PAYLOADS["binary"], {**ATTRIBUTES, "id": "m"}, topic="orders")
+        self.publish([sent])
+        source = self.consumer(self.short)
+        self.take(source, 1)[0].nack(ValueError("failed"))
+        [again] = self.take(source, 1)
+        assert content(again) == content(sent)
+        again.ack()
+        source.close()
+        self.expect_rest([])
+
+    def test_each_failed_delivery_is_counted(self) -> None:
+        self.send(1)
+        source = self.consumer(self.short)
+        counts = []
+        for _ in range(3):
+            [message] = self.take(source, 1)
+            counts.append(message.deliveries)
+            message.nack(ValueError("failed"))
+        assert counts == [1, 2, 3]
+
+    def test_a_nack_without_a_reason_is_a_nack_a4(self) -> None:
+        self.send(1)
+        source = self.consumer(self.short)
+        self.take(source, 1)[0].nack(None)
+        assert self.take(source, 1)[0].deliveries == 2
+
+    @pytest.mark.parametrize("error", [StoreError, GivenBack, SinkUnavailable])
+    def test_a_blameless_nack_costs_no_attempt_s7(self, error: type[Exception]) -> None:
+        self.send(1)
+        source = self.consumer(self.short)
+        for _ in range(3):
+            [message] = self.take(source, 1)
+            assert message.deliveries == 1
+            message.nack(error("not its fault"))
+
+    def test_one_message_nacked_leaves_its_neighbours_acked(self) -> None:
+        self.send(5)
+        source = self.consumer(self.short)
+        for message in self.take(source, 5):
+            if message.id == "m-2":
+                message.nack(ValueError("failed"))
+            else:
+                message.ack()
+        assert ids(self.take(source, 1)) == ["m-2"]
+        source.close()
+        self.expect_rest(["m-2"])
+
+    def test_settling_works_from_another_thread(self) -> None:
+        sent = self.send(4)
+        source = self.consumer(self.short)
+        messages = self.take(source, 4)
+        threads = [threading.Thread(target=message.ack) for message in messages[:3]]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        source.close()
+        self.expect_rest(sent[3:])
+
+    # --- order ------------------------------------------------------------------------------
+
+    def test_what_was_given_back_returns_in_the_original_order(self) -> None:
+        if not self.keeps_place:
+            pytest.skip("this source does not keep the place of a message")
+        sent = self.send(5, partitionkey="k")
+        source = self.consumer(self.short)
+        for message in reversed(self.take(source, 5)):
+            message.nack(GivenBack("an earlier one failed"))
+        if not self.returns_at_once:
+            time.sleep(self.short)
+        assert ids(self.take(source, 5)) == sent
+
+    def test_a_failed_message_returns_before_later_ones_of_its_key(self) -> None:
+        if not self.keeps_place:
+            pytest.skip("this source does not keep the place of a message")
+        sent = self.send(3, "early", partitionkey="k")
+        source = self.consumer(self.short)
+        first = self.take(source, 1, limit=1)
+        sent += self.send(2, "late", partitionkey="k")
+        first[0].nack(ValueError("failed"))
+        assert ids(self.take(source, 5)) == sent
+
+    # --- several consumers ------------------------------------------------------------------
+
+    def test_competing_consumers_split_the_messages_and_miss_none_s4(self) -> None:
+        sent = self.send(60)
+        got: list[list[str]] = [[], [], []]
+        end = time.monotonic() + 30
+
+        def consume(source: Source, mine: list[str]) -> None:
+            while sum(map(len, got)) < len(sent) and time.monotonic() < end:
+                for message in source.read(3, 0.1):
+                    mine.append(message.id)
+                    message.ack()
+
+        threads = [threading.Thread(target=consume, args=(self.consumer(), mine)) for mine in got]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(name for mine in got for name in mine) == sorted(sent)
+
+    def test_a_message_in_flight_is_not_delivered_again_r5(self) -> None:
+        self.send(3)
+        first, second = self.consumer(), self.consumer()
+        self.take(first, 3)
+        self.expect_nothing(first, 0.2)
+        self.expect_nothing(second, 0.2)
+
+    def test_groups_read_independently_of_each_other(self) -> None:
+        sent = self.send(4)
+        other = self.open_other_group()
+        self._opened.append(other)
+        for message in self.take(self.consumer(), 4):
+            message.ack()
+        assert ids(self.take(other, 4)) == sent
+
+    # --- leases -----------------------------------------------------------------------------
+
+    def test_a_renewed_lease_does_not_end_r5(self) -> None:
+        first, second = self._leased(), self.consumer(self.short)
+        sent = self.send(1)
+        held = self.take(first, 1)
+        end = time.monotonic() + 3 * self.short
+        while time.monotonic() < end:
+            first.renew(held)
+            assert ids(second.read(1, self.short / 4)) == []
+        assert ids(self.take(second, 1)) == sent  # renewed no more
+
+    def test_a_lost_lease_counts_as_a_delivery(self) -> None:
+        first, second = self._leased(), self.consumer()
+        self.send(1)
+        self.take(first, 1)
+        assert self.take(second, 1)[0].deliveries == 2
+
+    def test_a_late_nack_does_not_take_the_message_from_its_new_holder(self) -> None:
+        first, second = self._leased(), self.consumer()
+        self.send(1)
+        [lost] = self.take(first, 1)
+        [held] = self.take(second, 1)
+        lost.nack(ValueError("too late"))
+        self.expect_nothing(self.consumer(), 0.2)
+        held.ack()
+        second.close()
+        self.expect_rest([])
+
+    def test_renewing_what_is_lost_or_settled_is_harmless(self) -> None:
+        first, second = self._leased(), self.consumer()
+        self.send(2)
+        lost, acked = self.take(first, 2)
+        acked.ack()
+        [held] = self.take(second, 1)
+        first.renew([lost, acked])
+        held.nack(GivenBack("for the next"))
+        second.close()
+        self.expect_rest([lost.id])
+
+    # --- replay -----------------------------------------------------------------------------
+
+    def test_a_replay_does_not_move_the_live_position(self) -> None:
+        source = self._replayable()
+        sent = self.send(5)
+        for message in self.take(source, 2, limit=2):
+            message.ack()
+        assert ids(list(source.replay())) == sent
+        assert ids(self.take(source, 3)) == sent[2:]
+
+    def test_a_replay_goes_from_start_to_end_both_included(self) -> None:
+        source = self._replayable()
+        sent = self.send(5)
+        places = [self.position(message) for message in source.replay()]
+        assert ids(list(source.replay(places[1], places[3]))) == sent[1:4]
+        assert ids(list(source.replay(places[3]))) == sent[3:]
+        assert ids(list(source.replay(None, places[1]))) == sent[:2]
+
+    def test_a_replay_gives_what_was_acked_byte_for_byte(self) -> None:
+        source = self._replayable()
+        sent = Message(PAYLOADS["binary"], {**ATTRIBUTES, "id": "m"}, topic="orders")
+        self.publish([sent])
+        self.take(source, 1)[0].ack()
+        assert [content(message) for message in source.replay()] == [content(sent)]
+
+    # --- everything at once -----------------------------------------------------------------
+
+    def test_any_sequence_of_settlements_loses_nothing_and_repeats_nothing(self) -> None:
+        if not self.returns_at_once:
+            pytest.skip("what this source takes back returns only when the lease ends")
+        pytest.importorskip("hypothesis")
+        from conquiet.testing.contracts.machine import check_source
+
+        check_source(self)
+
+    # --- inside -----------------------------------------------------------------------------
+
+    def _ack_some(self, source: Source, count: int) -> None:
+        for message in self.take(source, _TOTAL)[:count]:
+            message.ack()
+
+    def _leased(self) -> Any:
+        source = self.consumer(self.short)
+        if self.lease is None or not isinstance(source, Leased):
+            pytest.skip("this source knows no leases")
+        return source
+
+    def _replayable(self) -> Any:
+        source = self.consumer()
+        if not isinstance(source, Replayable):
+            pytest.skip("this source cannot be replayed")
+        return source

@@ -1,0 +1,158 @@
+"""The contract of a transaction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from conquiet.acking import Acking
+from conquiet.errors import GivenBack, StoreError
+from conquiet.memory import Log
+from conquiet.message import Message
+from conquiet.testing.contracts.samples import ids, numbered
+from conquiet.testing.contracts.storing import HandlerFailed, Storing, elsewhere
+from conquiet.testing.delivery import deliver
+from conquiet.testing.messages import message
+from conquiet.testing.waiting import eventually
+
+
+class TransactionContract(Storing):
+    """What a transaction does: all effects of a batch or none, committed before the ack.
+
+    Binding: see `Storing`. Also, as needed: `handle`, `savepoints`.
+    """
+
+    bindings = Storing.bindings | {"handle", "savepoints"}
+
+    savepoints: bool = True
+    """False if the store cannot undo a part of a transaction."""
+
+    def handle(self) -> Callable[[], object]:
+        """Take the ambient transaction's handle now; calling the result writes through it."""
+        pytest.skip("this binding has no handle to keep")
+
+    def test_effects_are_committed_together_with_the_batch(self) -> None:
+        delivered = deliver(self.router(), *numbered(3))
+        assert ids(delivered.acked) == ["m-0", "m-1", "m-2"]
+        assert self.effects("m-0", "m-1", "m-2") == [1, 1, 1]
+
+    def test_nobody_sees_effects_before_the_commit(self) -> None:
+        seen: list[int] = []
+        router = self.router(run=lambda item: seen.append(elsewhere(lambda: self.noted(item.id))))
+        deliver(router, *numbered(1))
+        assert seen == [0]
+        assert self.effects("m-0") == [1]
+
+    def test_commit_comes_before_ack_a1(self) -> None:
+        at_ack: list[int] = []
+        [item] = numbered(1)
+        item.acking = Acking.calling(
+            lambda: at_ack.append(elsewhere(lambda: self.noted("m-0"))), lambda error: None
+        )
+        self.router().process([item])
+        assert at_ack == [1]
+
+    def test_a_failed_handler_leaves_no_effect_and_is_nacked_a2(self) -> None:
+        delivered = deliver(self.router(), *numbered(1, "bad"))
+        assert isinstance(delivered.errors[0], HandlerFailed)
+        assert self.effects("bad-0") == [0]
+
+    @pytest.mark.parametrize("place", [0, 2, 4])
+    def test_one_failing_message_of_a_batch_costs_its_neighbours_nothing(self, place: int) -> None:
+        batch = numbered(4)
+        batch[place:place] = numbered(1, "bad")
+        delivered = deliver(self.router(), *batch)
+        assert ids(delivered.acked) == ["m-0", "m-1", "m-2", "m-3"]
+        assert ids(delivered.nacked) == ["bad-0"]
+        assert self.effects("m-0", "m-1", "m-2", "m-3", "bad-0") == [1, 1, 1, 1, 0]
+
+    def test_all_of_a_batch_failing_leaves_nothing(self) -> None:
+        delivered = deliver(self.router(), *numbered(3, "bad"))
+        assert len(delivered.nacked) == 3
+        assert self.effects("bad-0", "bad-1", "bad-2") == [0, 0, 0]
+
+    def test_a_transaction_works_after_one_that_failed(self) -> None:
+        router = self.router()
+        deliver(router, *numbered(1, "bad"))
+        assert len(deliver(router, *numbered(1)).acked) == 1
+        assert self.effects("m-0") == [1]
+
+    def test_a_store_that_fails_once_is_tried_again_and_effects_happen_once(self) -> None:
+        errors = [StoreError("deadlock")]
+
+        def stumble(item: Message[Any]) -> None:
+            if item.id == "m-1" and errors:
+                raise errors.pop()
+
+        delivered = deliver(self.router(run=stumble), *numbered(3))
+        assert len(delivered.acked) == 3
+        assert self.effects("m-0", "m-1", "m-2") == [1, 1, 1]
+
+    def test_a_store_that_keeps_failing_gives_the_batch_back_whole(self) -> None:
+        def fail(item: Message[Any]) -> None:
+            raise StoreError("the connection is lost")
+
+        delivered = deliver(self.router(run=fail), *numbered(3))
+        assert [type(error) for error in delivered.errors] == [StoreError] * 3
+        assert self.effects("m-0", "m-1", "m-2") == [0, 0, 0]
+
+    def test_an_outage_costs_no_attempt_and_no_message_s7(self) -> None:
+        log = Log()
+        log.append(numbered(3))
+        source, router = log.source("group"), self.router()
+        with self.outage():
+            for _ in range(2):
+                router.process(batch := source.read(10, 0))
+                assert [(item.id, item.deliveries) for item in batch] == [
+                    ("m-0", 1),
+                    ("m-1", 1),
+                    ("m-2", 1),
+                ]
+        eventually(lambda: deliver(router, message(id="probe")).acked, timeout=30)
+        router.process(source.read(10, 0))
+        assert log.unsettled("group") == []
+        assert self.effects("m-0", "m-1", "m-2") == [1, 1, 1]
+
+    def test_effects_outside_a_failing_savepoint_stay(self) -> None:
+        if not self.savepoints:
+            pytest.skip("this store has no savepoints")
+        transaction = self.transaction()
+        with transaction.scope(()):
+            self.note("outer")
+            with suppress(HandlerFailed), transaction.scope(()):
+                self.note("inner")
+                raise HandlerFailed
+            with transaction.scope(()):
+                self.note("second")
+        assert self.effects("outer", "inner", "second") == [1, 0, 1]
+
+    def test_a_savepoint_is_undone_with_the_transaction_around_it(self) -> None:
+        if not self.savepoints:
+            pytest.skip("this store has no savepoints")
+        transaction = self.transaction()
+        with suppress(HandlerFailed), transaction.scope(()):
+            with transaction.scope(()):
+                self.note("inner")
+            raise HandlerFailed
+        assert self.effects("inner") == [0]
+
+    def test_a_handle_used_after_its_transaction_ended_raises(self) -> None:
+        kept: list[Callable[[], object]] = []
+        deliver(self.router(run=lambda item: kept.append(self.handle())), *numbered(1))
+        with pytest.raises(Exception):  # noqa: B017 - each store has an error of its own
+            kept[0]()
+
+    def test_a_message_given_back_by_its_handler_costs_no_attempt(self) -> None:
+        log = Log()
+        log.append(numbered(2))
+        source = log.source("group")
+
+        def refuse(item: Message[Any]) -> None:
+            raise GivenBack("not now")
+
+        self.router(run=refuse).process(source.read(10, 0))
+        assert [item.deliveries for item in source.read(10, 0)] == [1, 1]
+        assert self.effects("m-0", "m-1") == [0, 0]
