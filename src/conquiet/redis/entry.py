@@ -1,0 +1,172 @@
+"""Messages as stream entries: CloudEvents in binary mode, or as JSON in one field.
+
+Binary: one field per attribute, its value as text, and `data` byte for byte. Structured: the
+field `cloudevent` with the whole event as JSON. A field whose name starts with a colon is no
+attribute; `:topic` says where a message of an outbox goes.
+"""
+
+from __future__ import annotations
+
+import re
+from base64 import b64encode
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias
+
+from conquiet.codec import SPEC_VERSION, encode_data, from_json, to_json
+from conquiet.errors import ConfigError, InvalidMessage
+from conquiet.message import Attributes, Message, describe
+
+Mode = Literal["binary", "structured"]
+Fields: TypeAlias = list[bytes]
+"""Names and values in turn, as XADD takes them and XRANGE gives them."""
+Content: TypeAlias = tuple[bytes, Attributes, str | None]
+"""Data, attributes and topic."""
+
+STRUCTURED_FIELD = b"cloudevent"
+TOPIC_FIELD = b":topic"
+_DATA = b"data"
+_VERSION = SPEC_VERSION.encode()
+_REQUIRED = ("id", "source", "type")
+_MAX_NAMES = 1_000
+
+_attribute_name = re.compile(r"[a-z0-9]+")
+
+
+class UndecodableEntry(InvalidMessage):
+    """A stream holds an entry that is no CloudEvent."""
+
+    def __init__(self, stream: str, entry_id: str, why: str) -> None:
+        super().__init__(f"entry {entry_id} of stream {stream!r} is not a CloudEvent: {why}")
+        self.stream = stream
+        self.entry_id = entry_id
+
+
+# --- writing --------------------------------------------------------------------------------
+
+
+class _Encoded(dict[str, bytes]):
+    """Attribute names as bytes, checked once each."""
+
+    def __missing__(self, name: str) -> bytes:
+        if type(name) is not str or not _attribute_name.fullmatch(name) or name == "data":
+            raise InvalidMessage(
+                f"attribute name {name!r:.60} must consist of a-z and 0-9, and not be 'data'"
+            )
+        encoded = name.encode()
+        if len(self) < _MAX_NAMES:
+            self[name] = encoded
+        return encoded
+
+
+_encoded = _Encoded()
+
+
+def encoder(mode: Mode = "binary") -> Callable[[Message[Any]], Fields]:
+    """How to make an entry's fields of a message; what cannot be written is `InvalidMessage`."""
+    if mode == "binary":
+        return to_fields
+    if mode == "structured":
+        return lambda message: [STRUCTURED_FIELD, to_json(message)]
+    raise ConfigError(f"mode={mode!r}: choose 'binary' or 'structured'")
+
+
+def to_fields(message: Message[Any]) -> Fields:
+    """The fields of a message in binary mode.
+
+    >>> to_fields(Message(b"{}", {"id": "1", "type": "t", "source": "/s", "specversion": "1.0"}))
+    [b'id', b'1', b'type', b't', b'source', b'/s', b'specversion', b'1.0', b'data', b'{}']
+    """
+    attributes = message.attributes
+    fields: Fields = []
+    try:
+        for name in _REQUIRED:
+            if not attributes.get(name):
+                raise InvalidMessage(f"attribute {name!r} is missing; let the producer set it")
+        for name, value in attributes.items():
+            fields.append(_encoded[name])
+            fields.append(value.encode() if type(value) is str else _text(name, value))
+    except (InvalidMessage, UnicodeEncodeError) as error:
+        raise InvalidMessage(f"{describe(attributes)}: {error}") from error
+    if "specversion" not in attributes:
+        fields += (b"specversion", _VERSION)
+    if message.data is not None:
+        fields.append(_DATA)
+        fields.append(encode_data(message))
+    return fields
+
+
+def _text(name: str, value: object) -> bytes:
+    """A value in CloudEvents' canonical string form."""
+    if isinstance(value, bool):
+        return b"true" if value else b"false"
+    if isinstance(value, int):
+        return b"%d" % value
+    if isinstance(value, bytes):
+        return b64encode(value)
+    if isinstance(value, str):
+        return value.encode()
+    raise InvalidMessage(
+        f"attribute {name!r:.60} must be a string, a number without fraction, a boolean or"
+        f" bytes, not {type(value).__name__}"
+    )
+
+
+# --- reading --------------------------------------------------------------------------------
+
+
+class _Decoded(dict[bytes, str]):
+    """Attribute names as text, checked once each."""
+
+    def __missing__(self, name: bytes) -> str:
+        decoded = name.decode()
+        if not _attribute_name.fullmatch(decoded):
+            raise KeyError(name)
+        if len(self) < _MAX_NAMES:
+            self[name] = decoded
+        return decoded
+
+
+_decoded = _Decoded()
+
+
+def from_fields(fields: Sequence[bytes]) -> Content:
+    """Data, attributes and topic of an entry in either mode; raises `InvalidMessage`.
+
+    >>> from_fields([b"specversion", b"1.0", b"type", b"t", b"data", b"x"])
+    (b'x', {'specversion': '1.0', 'type': 't'}, None)
+    """
+    pairs = iter(fields)
+    raw = dict(zip(pairs, pairs, strict=True))
+    data = raw.pop(_DATA, b"")
+    topic = raw.pop(TOPIC_FIELD, None)
+    try:
+        attributes = {_decoded[name]: value.decode() for name, value in raw.items()}
+        if attributes["specversion"] == SPEC_VERSION:
+            return data, attributes, None if topic is None else topic.decode()
+    except (KeyError, UnicodeDecodeError):
+        pass
+    return _from_unusual(raw, data, topic)
+
+
+def _from_unusual(raw: dict[bytes, bytes], data: bytes, topic: bytes | None) -> Content:
+    """An entry in structured mode or with more fields of ours; or say what is wrong with it."""
+    known = {name: value for name, value in raw.items() if not name.startswith(b":")}
+    structured = known.get(STRUCTURED_FIELD)
+    try:
+        goes_to = None if topic is None else topic.decode()
+        if structured is not None and len(known) == 1 and not data:
+            message = from_json(structured)
+            return message.data, message.attributes, goes_to
+        if b"specversion" not in known:
+            names = b", ".join(sorted(known)[:10]).decode(errors="backslashreplace")
+            raise InvalidMessage(f"no field 'specversion' among {names or 'its fields':.200}")
+        attributes = {_decoded[name]: value.decode() for name, value in known.items()}
+    except KeyError as error:
+        raise InvalidMessage(f"field {error.args[0]!r:.60} is not an attribute's name") from error
+    except UnicodeDecodeError as error:
+        raise InvalidMessage(f"an attribute is not UTF-8: {error}") from error
+    if attributes["specversion"] != SPEC_VERSION:
+        raise InvalidMessage(
+            f"specversion must be {SPEC_VERSION!r}, not {attributes['specversion']!r:.40}"
+        )
+    return data, attributes, goes_to

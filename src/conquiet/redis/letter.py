@@ -1,0 +1,88 @@
+"""Dead letters of a source: entries that cannot be read, or were delivered too often.
+
+They are CloudEvents with the attributes of the `DeadLetter` middleware, and two more that say
+where the entry stood. An entry that could not be read is kept field by field as JSON.
+"""
+
+from __future__ import annotations
+
+import traceback
+from base64 import b64encode
+from collections.abc import Sequence
+
+import msgspec
+
+from conquiet.errors import InvalidMessage
+from conquiet.message import Attributes, Message, new_id, now_text
+from conquiet.middleware.dead_letter import (
+    ATTEMPTS,
+    MAX_REASON_CHARS,
+    MAX_TRACEBACK_CHARS,
+    REASON,
+    TIME,
+    TOPIC,
+    TRACEBACK,
+)
+from conquiet.redis.delivery import Delivery
+from conquiet.redis.entry import Fields, from_fields, to_fields
+
+STREAM = "deadstream"
+ENTRY = "deadentry"
+UNREADABLE_TYPE = "conquiet.undecodable.entry"
+
+
+def letter(delivery: Delivery, deliveries: int, error: Exception | None) -> Fields:
+    """The fields of the dead letter of an entry."""
+    about = {
+        REASON: _reason(delivery, deliveries, error)[:MAX_REASON_CHARS],
+        ATTEMPTS: str(deliveries),
+        TIME: now_text(),
+        TOPIC: delivery.stream.topic,
+        STREAM: delivery.stream.name,
+        ENTRY: delivery.id.decode(),
+    }
+    if error is not None:
+        lines = "".join(traceback.format_exception(error))
+        about[TRACEBACK] = lines[-MAX_TRACEBACK_CHARS:].encode(errors="replace").decode()
+    about[REASON] = about[REASON].encode(errors="replace").decode()
+    data, attributes = _content(delivery)
+    try:
+        return to_fields(Message(data, {**attributes, **about}))
+    except InvalidMessage:  # a CloudEvent without an id, say: keep it as it is
+        data, attributes = _unreadable(delivery)
+        return to_fields(Message(data, {**attributes, **about}))
+
+
+def _reason(delivery: Delivery, deliveries: int, error: Exception | None) -> str:
+    if error is None:
+        return f"delivered {deliveries} times and never settled: {delivery!r}"
+    return f"{type(error).__name__}: {error}"
+
+
+def _content(delivery: Delivery) -> tuple[bytes, Attributes]:
+    try:
+        data, attributes, topic = from_fields(delivery.fields)
+    except InvalidMessage:
+        return _unreadable(delivery)
+    return data, attributes if topic is None else {**attributes, TOPIC: topic}
+
+
+def _unreadable(delivery: Delivery) -> tuple[bytes, Attributes]:
+    attributes = {
+        "id": new_id(),
+        "type": UNREADABLE_TYPE,
+        "source": "conquiet:unknown",
+        "datacontenttype": "application/json",
+    }
+    return msgspec.json.encode(_as_text(delivery.fields)), attributes
+
+
+def _as_text(fields: Sequence[bytes]) -> list[list[object]]:
+    """Pairs of name and value; what is not UTF-8 as {"base64": …}."""
+    values: list[object] = []
+    for value in fields:
+        try:
+            values.append(value.decode())
+        except UnicodeDecodeError:
+            values.append({"base64": b64encode(value).decode()})
+    return [values[i : i + 2] for i in range(0, len(values), 2)]

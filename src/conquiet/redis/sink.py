@@ -1,0 +1,108 @@
+"""StreamSink: publishes messages as stream entries, a batch in one round trip."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import redis
+
+from conquiet.acking import Error
+from conquiet.errors import ConfigError, ConquietError, SinkUnavailable
+from conquiet.message import Message, describe
+from conquiet.redis.entry import Mode, encoder
+from conquiet.redis.topic import Topic
+from conquiet.redis.wire import TROUBLE, Command, Wire
+
+_NOT_ITS_FAULT = (
+    "OOM",
+    "LOADING",
+    "READONLY",
+    "MASTERDOWN",
+    "CLUSTERDOWN",
+    "TRYAGAIN",
+    "MISCONF",
+    "NOREPLICAS",
+    "BUSY",
+)
+
+
+class Refused(ConquietError):
+    """Redis refused one message; the others of its batch went their way."""
+
+
+class StreamSink:
+    """Adds each message to the stream of its topic; never trims (see `conquiet.redis.trim`).
+
+    A topic is a stream of the same name, unless `streams` maps it to another name or to a
+    partitioned `Topic`; `partitions` partitions every topic that is not mapped. `topic` is for
+    messages that name none. Order holds within a stream.
+    """
+
+    def __init__(
+        self,
+        client: Any,
+        topic: str | None = None,
+        *,
+        streams: Mapping[str, str | Topic] | None = None,
+        partitions: int = 1,
+        mode: Mode = "binary",
+    ) -> None:
+        Topic("any", partitions)  # refuses what is no number of partitions
+        self._wire = Wire(client)
+        self._topic = topic
+        self._partitions = partitions
+        self._encode = encoder(mode)
+        self._topics: dict[str, Topic] = {
+            name: to if isinstance(to, Topic) else Topic(to) for name, to in (streams or {}).items()
+        }
+
+    def publish(self, messages: Sequence[Message[Any]]) -> Sequence[Error]:
+        """One answer per message, in order; raises `SinkUnavailable` if none was answered."""
+        answers: list[Error] = [None] * len(messages)
+        commands: list[tuple[bytes, Command]] = []
+        places: list[int] = []
+        encode, stream_of = self._encode, self._stream
+        for index, message in enumerate(messages):
+            try:
+                key = stream_of(message)
+                commands.append((key, (b"XADD", key, b"*", *encode(message))))
+                places.append(index)
+            except ConquietError as error:
+                answers[index] = error
+        if not commands:
+            return answers
+        try:
+            replies = self._wire.send(commands)
+        except TROUBLE as error:
+            raise SinkUnavailable(f"Redis cannot be reached: {error}") from error
+        for index, reply in zip(places, replies, strict=True):
+            if type(reply) is not bytes:
+                answers[index] = _answer(messages[index], reply)
+        return answers
+
+    def _stream(self, message: Message[Any]) -> bytes:
+        name = message.topic or self._topic
+        if not name:
+            raise ConfigError(
+                f"{describe(message.attributes)}: no topic, so no stream to add it to; give the"
+                " message a topic or the sink a default: StreamSink(client, 'orders')"
+            )
+        topic = self._topics.get(name)
+        if topic is None:
+            topic = self._topics[name] = Topic(name, self._partitions)
+        if topic.partitions == 1:
+            return topic.name.encode()
+        return topic.stream(message.key or message.id).encode()
+
+    def close(self) -> None:
+        """Nothing is buffered; the client belongs to whoever made it."""
+
+
+def _answer(message: Message[Any], reply: object) -> Exception:
+    name = describe(message.attributes)
+    if isinstance(reply, TROUBLE):
+        return SinkUnavailable(f"{name}: the answer of Redis was lost: {reply}")
+    if isinstance(reply, redis.RedisError) and str(reply).startswith(_NOT_ITS_FAULT):
+        return SinkUnavailable(f"{name}: Redis takes nothing now: {reply}")
+    return Refused(f"{name}: Redis refused it: {reply}")

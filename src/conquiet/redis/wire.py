@@ -1,0 +1,218 @@
+"""Commands over the connections of a redis-py client: each sent once, each reply as bytes.
+
+Not through the client's own methods, because
+
+- they send a command again when a connection breaks, and a repeated XADD is an entry twice;
+- they give up on a reply after `socket_timeout`, also when a blocking read is meant to last;
+- with `decode_responses` they fail on the first value that is not UTF-8, and take the rest of
+  the reply along.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias, cast
+
+try:
+    import redis
+except ImportError as error:  # pragma: no cover - told by the first import of this room
+    raise ImportError("conquiet.redis needs redis-py: pip install 'conquiet[redis]'") from error
+
+from redis.exceptions import AskError, MovedError
+
+from conquiet.errors import ConfigError
+
+Argument: TypeAlias = bytes | str | int
+Command: TypeAlias = Sequence[Argument]
+
+TROUBLE = (redis.ConnectionError, redis.TimeoutError, OSError)
+"""The server was not reached, or did not answer: the outcome is unknown."""
+
+REPLY_SECONDS = 30.0
+"""How long a reply may take if the client sets no `socket_timeout`."""
+_LEAST_SLACK_SECONDS = 1.1  # an idle server ends blocking reads `hz` times a second: maybe once
+_REDIRECTIONS = 5
+
+# Since redis-py 8; before, the public way to wait for a reply with a limit is can_read().
+_takes_timeout = "timeout" in inspect.signature(redis.Connection.read_response).parameters
+
+
+class Wire:
+    """Sends commands to the server, or in a cluster to the node, that holds a key."""
+
+    def __init__(self, client: Any) -> None:
+        _refuse_unless_usable(client)
+        self.client = client
+        self.is_cluster = isinstance(client, redis.RedisCluster)
+
+    def call(self, key: bytes, *command: Argument, wait: float = 0.0) -> Any:
+        """One command and its reply; `wait` is how long the server may hold it back."""
+        [reply] = self.send([(key, command)], wait=wait)
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+    def send(self, commands: Sequence[tuple[bytes, Command]], *, wait: float = 0.0) -> list[Any]:
+        """Many commands in one go; a reply each, in order. One that failed gives its error.
+
+        Raises only if nothing at all was answered.
+        """
+        if not self.is_cluster:
+            return self._exchange(self.client, [command for _, command in commands], wait)
+        return self._send_to_nodes(commands, wait)
+
+    def atomically(self, key: bytes, commands: Sequence[Command]) -> list[Any]:
+        """Commands between MULTI and EXEC; all of them on keys of one slot."""
+        for _ in range(_REDIRECTIONS):
+            client = self._node(key)
+            *queued, replies = self._exchange(client, [(b"MULTI",), *commands, (b"EXEC",)], 0.0)
+            refused = next((item for item in queued if isinstance(item, Exception)), None)
+            if isinstance(refused, (MovedError, AskError)):
+                self._learn_topology()
+                continue
+            if refused is not None:
+                raise refused
+            break
+        if isinstance(replies, Exception):
+            raise replies
+        for reply in replies:
+            if isinstance(reply, Exception):
+                raise reply
+        return cast("list[Any]", replies)
+
+    def by_slot(self, keys: Sequence[bytes]) -> list[list[bytes]]:
+        """Keys that one command may name together."""
+        if not self.is_cluster:
+            return [list(keys)]
+        slots: dict[int, list[bytes]] = {}
+        for key in keys:
+            slots.setdefault(self.client.keyslot(key), []).append(key)
+        return list(slots.values())
+
+    # --- one server -------------------------------------------------------------------------
+
+    def _exchange(self, client: Any, commands: Sequence[Command], wait: float) -> list[Any]:
+        replies: list[Any] = []
+        with _connection(client) as connection:
+            try:
+                # Packed here: a connection with redis-py's client-side cache would otherwise
+                # answer some commands by itself.
+                connection.send_packed_command(connection.pack_commands(commands))
+                for _ in commands:
+                    try:
+                        replies.append(_read(connection, wait))
+                    except redis.ResponseError as error:
+                        replies.append(error)
+            except BaseException as error:
+                # A reply that is still on its way must not be taken for that of another command.
+                connection.disconnect()
+                if not replies or not isinstance(error, TROUBLE):
+                    raise
+                replies.extend([error] * (len(commands) - len(replies)))
+        return replies
+
+    # --- a cluster --------------------------------------------------------------------------
+
+    def _node(self, key: bytes) -> Any:
+        if not self.is_cluster:
+            return self.client
+        try:
+            node = self.client.get_node_from_key(key)
+        except redis.RedisError:  # a slot that was not covered when the client last looked
+            self._learn_topology()
+            node = self.client.get_node_from_key(key)
+        return self.client.get_redis_connection(node)
+
+    def _send_to_nodes(self, commands: Sequence[tuple[bytes, Command]], wait: float) -> list[Any]:
+        replies: list[Any] = [None] * len(commands)
+        left = list(range(len(commands)))
+        for attempt in range(_REDIRECTIONS):
+            self._send_part(commands, left, replies, wait)
+            moved = [i for i in left if isinstance(replies[i], (MovedError, AskError))]
+            lost = [i for i in left if isinstance(replies[i], TROUBLE)]
+            if moved or lost:
+                self._learn_topology()
+            if not moved or attempt == _REDIRECTIONS - 1:
+                break
+            left = moved
+        for index in left:
+            if isinstance(replies[index], AskError):  # the slot is on its way to another node
+                replies[index] = self._ask(replies[index], commands[index][1], wait)
+        trouble = [reply for reply in replies if isinstance(reply, TROUBLE)]
+        if trouble and len(trouble) == len(replies):
+            raise trouble[0]
+        return replies
+
+    def _send_part(
+        self,
+        commands: Sequence[tuple[bytes, Command]],
+        chosen: Sequence[int],
+        replies: list[Any],
+        wait: float,
+    ) -> None:
+        nodes: dict[int, tuple[Any, list[int]]] = {}
+        for index in chosen:
+            client = self._node(commands[index][0])
+            nodes.setdefault(id(client), (client, []))[1].append(index)
+        for client, indexes in nodes.values():
+            try:
+                answers = self._exchange(client, [commands[i][1] for i in indexes], wait)
+            except TROUBLE as error:
+                answers = [error] * len(indexes)
+            for index, answer in zip(indexes, answers, strict=True):
+                replies[index] = answer
+
+    def _ask(self, asked: AskError, command: Command, wait: float) -> Any:
+        node = self.client.get_node(host=asked.host, port=asked.port)
+        if node is None:
+            return asked
+        client = self.client.get_redis_connection(node)
+        return self._exchange(client, [(b"ASKING",), command], wait)[1]
+
+    def _learn_topology(self) -> None:
+        try:
+            self.client.nodes_manager.initialize()
+        except (redis.RedisError, OSError):  # no node answers now; the next call will say so
+            pass
+
+
+@contextmanager
+def _connection(client: Any) -> Iterator[Any]:
+    single = getattr(client, "connection", None)
+    if single is not None:  # a client made with single_connection_client
+        with client.single_connection_lock:
+            yield single
+        return
+    pool = client.connection_pool
+    connection = pool.get_connection()
+    try:
+        yield connection
+    finally:
+        pool.release(connection)
+
+
+def _read(connection: Any, wait: float) -> Any:
+    own = getattr(connection, "socket_timeout", None)
+    if own is not None and not wait:
+        return connection.read_response(disable_decoding=True)
+    limit = wait + max(REPLY_SECONDS if own is None else own, _LEAST_SLACK_SECONDS)
+    if _takes_timeout:
+        return connection.read_response(disable_decoding=True, timeout=limit)
+    if not connection.can_read(limit):
+        raise redis.TimeoutError(f"no reply within {limit:g} s")
+    return connection.read_response(disable_decoding=True)
+
+
+def _refuse_unless_usable(client: object) -> None:
+    kind = f"{type(client).__module__}.{type(client).__qualname__}"
+    if isinstance(client, redis.client.Pipeline):
+        why = "a pipeline collects commands and has no replies to give"
+    elif isinstance(client, (redis.Redis, redis.RedisCluster)):
+        return
+    elif kind.startswith("redis.asyncio."):
+        why = "it is an asyncio client, and a worker is synchronous"
+    else:
+        why = "it is not a client of redis-py"
+    raise ConfigError(f"{kind} cannot be used: {why}; give a redis.Redis or redis.RedisCluster")
