@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from sqlalchemy import Connection, Engine, NestedTransaction
+from sqlalchemy.exc import ResourceClosedError
 from sqlalchemy.orm import Session, sessionmaker
 
 from conquiet.errors import HandlerError
@@ -20,6 +21,13 @@ S = TypeVar("S", bound=Session)
 
 UNITS: ContextVar[tuple[Unit, ...]] = ContextVar("conquiet.sql.units", default=())
 """The transactions around the running code, innermost last."""
+
+
+class TransactionEnded(HandlerError, ResourceClosedError):
+    """A connection or a session was used after its transaction.
+
+    Also one of SQLAlchemy's errors, which SQLAlchemy lets pass as they are.
+    """
 
 
 class TransactionConnection(Connection):
@@ -33,6 +41,13 @@ class TransactionConnection(Connection):
 
     def begin(self) -> NestedTransaction:  # type: ignore[override]
         """A savepoint: the transaction itself has begun."""
+        if self.unit.ended:
+            raise _ended("connection")
+        if not self.in_transaction():  # SQLAlchemy would begin another, which nobody commits
+            raise HandlerError(
+                "the transaction was rolled back inside, by session.rollback() or an error in a"
+                " flush; let SQL errors pass, or flush in begin_nested()"
+            )
         return self.begin_nested()
 
     def commit(self) -> None:
@@ -160,8 +175,8 @@ def _not_yours(verb: str) -> HandlerError:
     )
 
 
-def _ended(what: str) -> HandlerError:
-    return HandlerError(
+def _ended(what: str) -> TransactionEnded:
+    return TransactionEnded(
         f"{what}: its transaction has ended; finish all work before the handler returns, and"
         " ask conquiet.sql.connection(engine) anew each time"
     )
