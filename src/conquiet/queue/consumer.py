@@ -11,7 +11,15 @@ from conquiet.queue.sigterm import SigtermHandler
 
 
 class QueueConsumer:
-    """Hands out messages until `stop()`. It acks nothing, retries nothing and catches nothing."""
+    """Hands out messages until `stop()`. It acks nothing, retries nothing and catches nothing.
+
+    >>> consumer = QueueConsumer(queue)
+    >>> for message in consumer.iter_messages():
+    ...     print(message.payload)
+    ...     consumer.ack(message)
+    ...     consumer.stop()
+    {'order': 7}
+    """
 
     def __init__(self, queue: RedisStreamsQueue) -> None:
         if queue.config.max_read_count != 1:

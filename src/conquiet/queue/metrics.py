@@ -58,6 +58,8 @@ def _metric(kind: str, name: str, help_text: str, **options: Any) -> Any:
         import prometheus_client
     except ImportError:
         return _Nothing()
+    except Exception as error:  # noqa: BLE001 - an installation that is broken
+        return _without(name, error)
     try:
         return getattr(prometheus_client, kind)(name, help_text, ["stream"], **options)
     except Exception as error:  # noqa: BLE001 - a name that is taken, a broken multiprocess directory, …

@@ -34,6 +34,13 @@ class RedisStreamsQueue:
 
     `client` is a `redis.Redis`, with whatever options. Every error of Redis or of the network comes
     out as a QueueError with its cause; trying again is the caller's decision.
+
+    >>> queue = RedisStreamsQueue(client, QueueConfig("orders", "billing", "billing-1"))
+    >>> entry_id = queue.enqueue({"order": 7})
+    >>> [message] = queue.read(block_ms=1_000)
+    >>> message.payload
+    {'order': 7}
+    >>> queue.ack(message)
     """
 
     def __init__(self, client: redis.Redis, config: QueueConfig) -> None:

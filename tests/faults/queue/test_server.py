@@ -82,8 +82,8 @@ def test_8_1_the_loop_of_a_consumer_goes_on_after_a_restart(private_redis, clien
     assert next(messages).id == sent
 
 
-def test_8_1_a_server_that_hangs_is_found_out(private_redis, client, monkeypatch):
-    with redis.Redis.from_url(private_redis.url, socket_timeout=0.2) as impatient:
+def test_8_1_a_server_that_hangs_is_found_out(private_redis, client):
+    with redis.Redis.from_url(private_redis.url, socket_timeout=0.5) as impatient:
         queue = RedisStreamsQueue(impatient, CONFIG)
         queue.read(1)
         client.client_pause(20_000)

@@ -22,7 +22,7 @@ OPTIONS = {
     "RESP3 decoded": {"protocol": 3, "decode_responses": True},
     "one connection": {"single_connection_client": True},
     "no timeout": {"socket_timeout": None},
-    "short timeout": {"socket_timeout": 0.02},
+    "short timeout": {"socket_timeout": 0.25},
     "latin-1": {"encoding": "latin-1", "decode_responses": True},
     "health checks": {"health_check_interval": 1},
     "no retries": {"retry": Retry(NoBackoff(), 0)},

@@ -21,9 +21,17 @@ from conquiet.queue import queue as queue_module
 NOT_A_COUNT = [0, -1, True, 1.0, "1", None]
 
 
-def idle_ms(client, entry_id):
-    [row] = client.xpending_range(STREAM, GROUP, entry_id, entry_id, 1)
-    return row["time_since_delivered"]
+HOUR_MS = 3_600_000
+
+
+@pytest.fixture
+def age(redis_client):
+    """Let entries of a consumer look as if it had got them two hours ago."""
+
+    def make_old(consumer, *ids):
+        redis_client.xclaim(STREAM, GROUP, consumer, 0, ids, idle=2 * HOUR_MS, justid=True)
+
+    return make_old
 
 
 def test_5_1_nothing_is_buffered(queue, redis_client, pending):
@@ -166,13 +174,16 @@ def test_5_6_redis_has_the_last_word_on_idle_time(make_queue, monkeypatch, pendi
     assert pending() == {entry_id: "b-1"}
 
 
-def test_5_6_two_that_claim_at_once_do_not_both_get_a_message(make_queue):
+def test_5_6_two_that_claim_at_once_do_not_both_get_a_message(make_queue, age, monkeypatch):
     first, second, third = make_queue("b-1"), make_queue("b-2"), make_queue("b-3")
-    first.enqueue({"n": 1})
+    entry_id = first.enqueue({"n": 1})
     first.read(1_000)
-    stale = eventually(lambda: second._stale_ids(200, 10))
-    assert third._stale_ids(200, 10) == stale
-    assert len(second.claim_stale(200) + third.claim_stale(200)) == 1
+    age("b-1", entry_id)
+    stale = third._stale_ids(HOUR_MS, 10)
+    assert stale == [entry_id.encode()]
+    monkeypatch.setattr(third, "_stale_ids", lambda *_: stale)
+    assert [message.id for message in second.claim_stale(HOUR_MS)] == [entry_id]
+    assert third.claim_stale(HOUR_MS) == []
 
 
 def test_5_6_no_more_than_count_are_claimed(make_queue):
@@ -192,20 +203,26 @@ def test_5_6_a_lone_message_can_be_claimed_again_and_again(make_queue):
         assert queue.claim_stale(0, count=1) == [message]
 
 
-def test_5_6_one_call_looks_at_a_bounded_part_and_the_next_goes_on(
-    make_queue, monkeypatch, redis_client
-):
+def test_5_6_one_call_looks_at_a_bounded_part_and_the_next_goes_on(make_queue, age, monkeypatch):
     monkeypatch.setattr(queue_module, "_PENDING_PAGE", 10)
     first, second = make_queue("b-1"), make_queue("b-2")
     sent = [first.enqueue({"n": n}) for n in range(25)]
     first.read(1_000, count=25)
-    # all but the last are kept fresh, as by a consumer that is at work
-    busy, stale = sent[:24], sent[24]
-    eventually(lambda: idle_ms(redis_client, stale) >= 300)
-    redis_client.xclaim(STREAM, GROUP, "b-1", 0, busy, justid=True)
-    assert second.claim_stale(300, count=10) == []
-    assert second.claim_stale(300, count=10) == []
-    assert [message.id for message in second.claim_stale(300, count=10)] == [stale]
+    age("b-1", sent[-1])
+    assert second.claim_stale(HOUR_MS, count=10) == []
+    assert second.claim_stale(HOUR_MS, count=10) == []
+    assert [message.id for message in second.claim_stale(HOUR_MS, count=10)] == sent[-1:]
+
+
+def test_5_6_a_call_that_begins_in_the_middle_comes_round_to_the_start(make_queue, age):
+    first, second = make_queue("b-1"), make_queue("b-2")
+    sent = [first.enqueue({"n": n}) for n in range(4)]
+    first.read(1_000, count=4)
+    age("b-1", sent[1])
+    assert [message.id for message in second.claim_stale(HOUR_MS, count=1)] == [sent[1]]
+    age("b-1", sent[0], sent[3])
+    got = second.claim_stale(HOUR_MS, count=10)
+    assert [message.id for message in got] == [sent[3], sent[0]]
 
 
 def test_5_6_an_entry_that_was_deleted_meanwhile_does_not_break_it(make_queue, redis_client):

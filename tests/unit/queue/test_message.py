@@ -48,13 +48,13 @@ class Count(int):
 
 
 @given(st.dictionaries(st.text(), values))
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 def test_3_2_every_json_object_arrives_as_it_was_sent(payload):
     assert decode([b"data", encode(payload)]) == payload
 
 
 @given(st.dictionaries(st.text(), values))
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 def test_3_1_the_value_is_utf_8_json(payload):
     assert json.loads(encode(payload).decode("utf-8")) == payload
 
