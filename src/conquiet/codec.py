@@ -11,7 +11,7 @@ from typing import Any, cast, get_origin, is_typeddict
 import msgspec
 
 from conquiet.errors import ConfigError, HandlerError, InvalidMessage
-from conquiet.message import Attributes, Message, describe
+from conquiet.message import Attributes, Message, check_kinds, describe
 
 SPEC_VERSION = "1.0"
 Decode = Callable[[Message[Any]], Any]
@@ -209,22 +209,12 @@ def _data_of(members: dict[str, msgspec.Raw], attributes: Attributes) -> bytes:
 
 def _check_attributes(attributes: Attributes) -> None:
     """CloudEvents' rules for the envelope: required names, their spelling, their kinds."""
+    check_kinds(attributes)
     for name in ("id", "source", "type"):
-        value = attributes.get(name)
-        if not isinstance(value, str) or not value:
-            raise InvalidMessage(
-                f"{describe(attributes)}: attribute {name!r} must be a string that is not empty"
-            )
-    for name, value in attributes.items():
+        if not attributes.get(name):
+            raise InvalidMessage(f"{describe(attributes)}: attribute {name!r} is missing or empty")
+    for name in attributes:
         if not _attribute_name.fullmatch(name):
             raise InvalidMessage(
                 f"{describe(attributes)}: attribute name {name!r:.60} must consist of a-z and 0-9"
             )
-        if not isinstance(value, (str, bool, int, bytes)):
-            raise InvalidMessage(
-                f"{describe(attributes)}: attribute {name!r:.60} must be a string, a number"
-                f" without fraction, a boolean or bytes, not {type(value).__name__}"
-            )
-    content_type = attributes.get("datacontenttype", "")
-    if not isinstance(content_type, str):
-        raise InvalidMessage(f"{describe(attributes)}: datacontenttype must be a string")

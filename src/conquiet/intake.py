@@ -21,6 +21,8 @@ from conquiet.source import Source
 KeyOf = Callable[[Message[Any]], str]
 
 _MAX_KEYS = 1_000
+_SECONDS_TO_WAIT_FOR_A_KEY = 60.0
+_SECONDS_BEFORE_ASKING_AGAIN = 0.01
 
 
 class InFlight:
@@ -95,9 +97,9 @@ class AnyOrder:
 class ByKey:
     """The messages of one key go to one thread, in order, also when one of them fails.
 
-    A failed message returns to the source; those of its key that were read before it got
-    there would overtake it, so they are given back too. *Before* is told by a count of
-    failures: each message carries the count at which its read began.
+    A failed message returns to the source. Those of its key that were read meanwhile would
+    overtake it, so they are given back as well; `_returned` holds, per key, what went back,
+    in order: only the first of them may run next.
     """
 
     def __init__(self, source: Source, in_flight: InFlight, threads: int, key: KeyOf) -> None:
@@ -105,10 +107,9 @@ class ByKey:
         self._in_flight = in_flight
         self._key = key
         self._changed = threading.Condition()
-        self._lanes: list[deque[tuple[int, Message[Any]]]] = [deque() for _ in range(threads)]
+        self._lanes: list[deque[Message[Any]]] = [deque() for _ in range(threads)]
         self._reading = False
-        self._failures = 0
-        self._not_before: dict[str, int] = {}
+        self._returned: dict[str, _Returned] = {}
 
     def read(self, thread: int, limit: int, timeout: float, wait: float) -> list[Message[Any]]:
         lane = self._lanes[thread]
@@ -116,17 +117,34 @@ class ByKey:
             if not lane and (self._reading or self._is_full(limit)):
                 self._changed.wait(timeout)
             reads = not (lane or self._reading or self._is_full(limit))
-            began = self._failures
             self._reading = self._reading or reads
         if reads:
-            self._fill(limit, timeout, wait, began)
+            self._fill(limit, timeout, wait)
         with self._changed:
             taken, overtaking = self._take(lane, limit)
             self._changed.notify_all()
-        self._return(overtaking, "an earlier message of its key failed")
+        self._give_back(overtaking, "an earlier message of its key failed")
+        if overtaking and not taken:
+            time.sleep(_SECONDS_BEFORE_ASKING_AGAIN)  # what they wait for is not here yet
         return taken
 
-    def _fill(self, limit: int, timeout: float, wait: float, began: int) -> None:
+    def failed(self, messages: Sequence[Message[Any]]) -> None:
+        """Note that these were nacked; whatever else of their keys went back comes after them."""
+        with self._changed:
+            for message in reversed(messages):
+                if message.order_key is not None:
+                    returned = self._returned.setdefault(message.order_key, _Returned())
+                    returned.before_all(message.identity)
+
+    def give_back(self) -> None:
+        """Return what no thread has begun with."""
+        with self._changed:
+            waiting = [message for lane in self._lanes for message in lane]
+            for lane in self._lanes:
+                lane.clear()
+        self._give_back(waiting, "the worker stops")
+
+    def _fill(self, limit: int, timeout: float, wait: float) -> None:
         batch: list[Message[Any]] = []
         try:
             batch = read_batch(self._source, limit, timeout, wait)
@@ -134,67 +152,86 @@ class ByKey:
         finally:
             with self._changed:
                 self._reading = False
-                self._hand_out(batch, began)
+                self._hand_out(batch)
                 self._changed.notify_all()
-
-    def failed(self, messages: Sequence[Message[Any]]) -> None:
-        """Note that these were nacked: what was read of their keys before now must go back."""
-        with self._changed:
-            self._failures += 1
-            for message in messages:
-                if message.order_key is not None:
-                    self._not_before[message.order_key] = self._failures
-
-    def give_back(self) -> None:
-        """Return what no thread has begun with."""
-        with self._changed:
-            waiting = [message for lane in self._lanes for _, message in lane]
-            for lane in self._lanes:
-                lane.clear()
-        self._return(waiting, "the worker stops")
 
     def _is_full(self, limit: int) -> bool:
         """One batch for each thread may wait; a stuck lane must not fill the memory."""
         return sum(map(len, self._lanes)) >= limit * len(self._lanes)
 
-    def _hand_out(self, batch: Sequence[Message[Any]], began: int) -> None:
+    def _hand_out(self, batch: Sequence[Message[Any]]) -> None:
         for message in batch:
             try:
-                key = self._key(message)
+                key = self._key(message) if message.identity else ""
             except Exception:  # noqa: BLE001 - the router refuses such a message, with the reason
                 key = ""
             message.order_key = key or None
             # crc32, because hash() of a string differs from process to process
             lane = zlib.crc32(key.encode()) if key else id(message) >> 4
-            self._lanes[lane % len(self._lanes)].append((began, message))
-        if len(self._not_before) > _MAX_KEYS:
-            oldest = min((lane[0][0] for lane in self._lanes if lane), default=began)
-            still = {key: count for key, count in self._not_before.items() if count > oldest}
-            self._not_before = still
+            self._lanes[lane % len(self._lanes)].append(message)
+        if len(self._returned) > _MAX_KEYS:
+            self._returned = {k: r for k, r in self._returned.items() if not r.is_forgotten}
 
     def _take(
-        self, lane: deque[tuple[int, Message[Any]]], limit: int
+        self, lane: deque[Message[Any]], limit: int
     ) -> tuple[list[Message[Any]], list[Message[Any]]]:
         """What may run now, and what would overtake a failed message of its key."""
         taken: list[Message[Any]] = []
         overtaking: list[Message[Any]] = []
         while lane and len(taken) < limit:
-            began, message = lane.popleft()
+            message = lane.popleft()
             key = message.order_key
-            if key is not None and began < self._not_before.get(key, 0):
+            returned = self._returned.get(key) if key is not None else None
+            if key is None or returned is None:
+                taken.append(message)
+            elif returned.is_turn_of(message.identity):
+                taken.append(message)
+                if returned.is_empty:
+                    del self._returned[key]
+            else:
                 overtaking.append(message)
-                continue
-            if key is not None:
-                self._not_before.pop(key, None)
-            taken.append(message)
         return taken, overtaking
 
-    def _return(self, messages: Sequence[Message[Any]], reason: str) -> None:
+    def _give_back(self, messages: Sequence[Message[Any]], reason: str) -> None:
         pending: list[tuple[Acking, Exception | None]] = [
             (message.acking, GivenBack(reason)) for message in messages if message.acking
         ]
         self._in_flight.remove(messages)
         settle((), pending)
+
+
+class _Returned:
+    """The messages of one key that went back to the source, in the order they must run."""
+
+    def __init__(self) -> None:
+        self._identities: deque[str] = deque()
+        self._since = time.monotonic()
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._identities
+
+    @property
+    def is_forgotten(self) -> bool:
+        """The first did not come back: another worker took it. There is nothing to wait for."""
+        return time.monotonic() - self._since > _SECONDS_TO_WAIT_FOR_A_KEY
+
+    def before_all(self, identity: str) -> None:
+        self._identities.appendleft(identity)
+        self._since = time.monotonic()
+
+    def is_turn_of(self, identity: str) -> bool:
+        """Whether it may run; if not, its place in the order is noted."""
+        if self.is_forgotten:
+            self._identities.clear()
+            return True
+        if self._identities[0] == identity:
+            self._identities.popleft()
+            self._since = time.monotonic()
+            return True
+        if identity not in self._identities:
+            self._identities.append(identity)
+        return False
 
 
 def read_batch(source: Source, limit: int, timeout: float, wait: float) -> list[Message[Any]]:

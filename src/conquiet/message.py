@@ -170,6 +170,29 @@ class Message(Generic[T]):
         return f"<Message {describe(known)}>"
 
 
+TEXT_ATTRIBUTES = frozenset(
+    """id type source specversion subject time expirytime datacontenttype dataschema
+    correlationid partitionkey traceparent tracestate""".split()  # noqa: SIM905 - it reads better
+)
+
+
+def check_kinds(attributes: Mapping[str, Any]) -> None:
+    """Refuse attributes that CloudEvents does not know: lists, floats, a number as id."""
+    for name, value in attributes.items():
+        if type(value) is str:
+            continue
+        if name in TEXT_ATTRIBUTES:
+            raise InvalidMessage(
+                f"{describe(attributes)}: attribute {name!r} must be a string,"
+                f" not {type(value).__name__} ({value!r:.60})"
+            )
+        if not isinstance(value, (str, bool, int, bytes)):
+            raise InvalidMessage(
+                f"{describe(attributes)}: attribute {name!r:.60} must be a string, a number"
+                f" without fraction, a boolean or bytes, not {type(value).__name__}"
+            )
+
+
 def describe(attributes: Mapping[str, Any]) -> str:
     """How logs and errors name a message: `order.placed id=a-1 source=/shop`."""
     kind = attributes.get("type") or "(no type)"

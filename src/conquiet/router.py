@@ -15,11 +15,18 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 
 from conquiet.acking import Acking, Error, settle
-from conquiet.errors import ConfigError, ConquietError, HandlerError, InvalidMessage, NoHandler
+from conquiet.errors import (
+    ConfigError,
+    ConquietError,
+    GivenBack,
+    HandlerError,
+    InvalidMessage,
+    NoHandler,
+)
 from conquiet.handler import Handler, Kind, Outputs, Process, Result
 from conquiet.loop import LoopThread
 from conquiet.matcher import Matcher
-from conquiet.message import Message, describe
+from conquiet.message import Message, check_kinds, describe
 from conquiet.ordering import Turns
 from conquiet.stage import Middleware, Stage, check_order, stage_of
 from conquiet.transaction import ATOMIC
@@ -306,6 +313,7 @@ class Router:
         return gate
 
     def _admit(self, message: Message[Any]) -> None:
+        check_kinds(message.attributes)
         handler = message.handler
         if handler is None:
             raise self._nobody(message)
@@ -392,7 +400,8 @@ def _share_with_outputs(messages: Batch, results: Sequence[Result]) -> None:
 def _log_failure(message: Message[Any], error: Exception) -> None:
     handler = message.handler.name if message.handler is not None else "-"
     known = isinstance(error, ConquietError)  # ours name the message themselves
-    logger.warning(
+    logger.log(
+        logging.DEBUG if isinstance(error, GivenBack) else logging.WARNING,
         "nack handler=%s delivery=%d: %s",
         handler,
         message.deliveries,

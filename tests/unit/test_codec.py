@@ -176,9 +176,9 @@ def test_data_that_is_not_the_json_it_claims_to_be_is_still_carried():
         (b"[]", "not a CloudEvents JSON object"),
         (b"\xff", "not a CloudEvents JSON object"),
         (b'{"a":' + b"[" * 100_000, "not a CloudEvents JSON object"),
-        (b'{"id":"1","source":"/s","specversion":"1.0"}', "'type' must be a string"),
+        (b'{"id":"1","source":"/s","specversion":"1.0"}', "'type' is missing or empty"),
         (b'{"id":1,"type":"t","source":"/s","specversion":"1.0"}', "'id' must be a string"),
-        (b'{"id":"","type":"t","source":"/s","specversion":"1.0"}', "'id' must be a string"),
+        (b'{"id":"","type":"t","source":"/s","specversion":"1.0"}', "'id' is missing or empty"),
         (b'{"id":"1","type":"t","source":"/s"}', "specversion must be '1.0'"),
         (b'{"id":"1","type":"t","source":"/s","specversion":"0.3"}', "not '0.3'"),
         (b'{"id":"1","type":"t","source":"/s","specversion":"1.0","Bad-Name":"x"}', "a-z and 0-9"),
@@ -186,7 +186,7 @@ def test_data_that_is_not_the_json_it_claims_to_be_is_still_carried():
         (b'{"id":"1","type":"t","source":"/s","specversion":"1.0","x":{}}', "not dict"),
         (
             b'{"id":"1","type":"t","source":"/s","specversion":"1.0","datacontenttype":7}',
-            "datacontenttype must be a string",
+            "'datacontenttype' must be a string",
         ),
         (
             b'{"id":"1","type":"t","source":"/s","specversion":"1.0","data":1,"data_base64":"AA=="}',

@@ -296,6 +296,8 @@ def test_a_handler_may_match_instead_of_naming_a_type():
         (Ledger().message(1, type=None), "no type"),
         (Ledger().message(1, type=""), "no type"),
         (Ledger().message(1, type=7), "'type' must be a string, not int"),
+        (Ledger().message(1, subject=7), "'subject' must be a string, not int"),
+        (Ledger().message(1, shoe=["a"]), "'shoe' must be a string, a number .* not list"),
         (Ledger().message(1, b'{"id": "x"}'), r"not a valid PlaceOrder.*\$.id"),
         (Ledger().message(1, b"{"), "not a valid PlaceOrder"),
         (Ledger().message(1, b'{"id": 1}' + b" " * 100), "at most 64 are taken"),

@@ -1,0 +1,517 @@
+"""The worker: batches, threads, order by key, stopping (A7), living on (A8), health."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from tests.unit.chains import OrderPlaced, PlaceOrder
+from tests.waiting import eventually
+
+from conquiet import Message, Router, Worker
+from conquiet.errors import ConfigError, GivenBack
+from conquiet.memory import Log
+from conquiet.message import new_id
+from conquiet.source import EndOfSource
+
+
+def order(number: int, **attributes: Any) -> Message[PlaceOrder]:
+    values = {"id": new_id(), "type": "place.order", "source": "/test", **attributes}
+    return Message(PlaceOrder(number), values)
+
+
+def log_of(count: int, **attributes: Any) -> Log:
+    log = Log()
+    log.sink("commands").publish([order(number, **attributes) for number in range(count)])
+    return log
+
+
+@pytest.fixture
+def workers() -> Iterator[list[Worker]]:
+    """Workers that a test started; they are stopped after it, whatever happens."""
+    started: list[Worker] = []
+    yield started
+    for worker in started:
+        worker.stop(grace=0)
+
+
+def start(workers: list[Worker], *arguments: Any, **options: Any) -> Worker:
+    worker = Worker(*arguments, **options)
+    workers.append(worker)
+    worker.start()
+    return worker
+
+
+def drained(log: Log, group: str = "g") -> bool:
+    return not log.unsettled(group)
+
+
+def recording(seen: list[int]) -> Router:
+    router = Router()
+
+    @router.event()
+    def record(order: PlaceOrder) -> None:
+        seen.append(order.id)
+
+    return router
+
+
+def test_messages_flow_from_the_source_through_the_router(workers):
+    log, seen = log_of(250), []
+    start(workers, log.source("g"), recording(seen), batch_size=100)
+    eventually(lambda: drained(log))
+    assert seen == list(range(250))
+
+
+def test_outputs_go_to_the_sink_before_the_input_is_acked(workers):
+    log, events = log_of(3), Log()
+    router = Router()
+
+    @router.command(source="/orders")
+    def place(order: PlaceOrder) -> list[OrderPlaced]:
+        return [OrderPlaced(order.id)]
+
+    sink = events.sink("orders")
+    sink.fail_next(1)
+    start(workers, log.source("g"), router, sink)
+    eventually(lambda: drained(log))
+    published = [message.data for message in events.replay()]
+    assert published == [b'{"id":0}', b'{"id":1}', b'{"id":2}']
+
+
+@pytest.mark.parametrize("ack", ["on_success", "forward"])
+def test_an_output_that_fails_gives_back_only_its_own_input(workers, ack):
+    log = log_of(3)
+    answers: list[list[int]] = []
+
+    class Picky:
+        def publish(self, messages: Sequence[Message[Any]]) -> list[Exception | None]:
+            answers.append([message.data.id for message in messages])
+            first = len(answers) == 1
+            return [
+                ValueError("no") if first and message.data.id == 1 else None for message in messages
+            ]
+
+        def close(self) -> None: ...
+
+    router = Router(ack=ack)
+
+    @router.command(source="/orders")
+    def place(order: PlaceOrder) -> list[OrderPlaced]:
+        return [OrderPlaced(order.id)]
+
+    start(workers, log.source("g"), router, Picky())
+    eventually(lambda: drained(log))
+    assert answers == [[0, 1, 2], [1]]
+
+
+def test_outputs_without_a_sink_are_an_error_that_names_the_fix(workers):
+    log = log_of(1)
+    router = Router()
+
+    @router.command(source="/orders")
+    def place(order: PlaceOrder) -> list[OrderPlaced]:
+        return [OrderPlaced(order.id)]
+
+    worker = start(workers, log.source("g"), router)
+    eventually(
+        lambda: "give the worker a sink, or the router an outbox" in worker.health().last_error
+    )
+    assert not drained(log)
+
+
+def test_batches_are_no_larger_than_asked_and_wait_for_more_if_asked(workers):
+    sizes: list[int] = []
+    router = Router()
+
+    @router.event()
+    def record(orders: list[PlaceOrder]) -> None:
+        sizes.append(len(orders))
+
+    log = log_of(25)
+    start(workers, log.source("g"), router, batch_size=10, batch_wait=30.0)
+    eventually(lambda: sizes == [10, 10])
+    log.sink("commands").publish([order(number) for number in range(5)])
+    eventually(lambda: sizes == [10, 10, 10])
+
+
+def test_threads_work_at_the_same_time(workers):
+    together = threading.Barrier(3)
+    router = Router()
+
+    @router.event()
+    def meet(order: PlaceOrder) -> None:
+        together.wait(20)
+
+    log = log_of(3)
+    start(workers, log.source("g"), router, threads=3, batch_size=1)
+    eventually(lambda: drained(log))
+    assert not together.broken
+
+
+def test_nothing_is_read_ahead_of_the_handlers(workers):
+    release = threading.Event()
+    router = Router()
+
+    @router.event()
+    def wait(order: PlaceOrder) -> None:
+        release.wait(20)
+
+    log = log_of(100)
+    worker = start(workers, log.source("g"), router, threads=2, batch_size=5)
+    eventually(lambda: worker.health().in_flight == 10)
+    assert worker.health().in_flight == 10
+    release.set()
+    eventually(lambda: drained(log))
+
+
+# --- order by key ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_order_by_key_holds_while_messages_fail(workers, threads):
+    log = Log()
+    log.sink("commands").publish([order(n, partitionkey=f"k{n % 7}") for n in range(350)])
+    done: dict[str, list[int]] = defaultdict(list)
+    failed: set[int] = set()
+    router = Router()
+
+    @router.event()
+    def record(order: PlaceOrder, message: Message) -> None:
+        if order.id % 5 == 0 and order.id not in failed:
+            failed.add(order.id)
+            raise ValueError("once")
+        done[message.key].append(order.id)
+
+    source = log.source("g", ordered=False)
+    start(workers, source, router, threads=threads, ordered=True, batch_size=20)
+    eventually(lambda: drained(log), timeout=60)
+    assert {key: sorted(ids) for key, ids in done.items()} == done
+    assert sum(map(len, done.values())) == 350
+
+
+def test_a_stuck_key_holds_up_only_its_lane(workers):
+    release = threading.Event()
+    done: list[str] = []
+    router = Router()
+
+    @router.event()
+    def work(order: PlaceOrder, message: Message) -> None:
+        if message.key == "stuck":
+            release.wait(20)
+        done.append(message.key)
+
+    log = Log()
+    log.sink("c").publish([order(0, partitionkey="stuck")])
+    log.sink("c").publish([order(n, partitionkey=f"k{n}") for n in range(40)])
+    start(workers, log.source("g"), router, threads=4, ordered=True, batch_size=5)
+    eventually(lambda: len(done) >= 20)
+    assert "stuck" not in done
+    release.set()
+    eventually(lambda: drained(log))
+
+
+def test_a_function_may_name_the_key(workers):
+    seen: list[int] = []
+    log = log_of(10)
+    start(
+        workers, log.source("g"), recording(seen), threads=3, ordered=lambda message: message.type
+    )
+    eventually(lambda: drained(log))
+    assert seen == list(range(10))
+
+
+def test_a_key_of_the_wrong_kind_is_refused_by_the_router_and_loses_nothing(workers):
+    seen: list[int] = []
+    log = Log()
+    log.sink("c").publish([order(0, subject=7), order(1)])
+    worker = start(workers, log.source("g"), recording(seen), ordered=True)
+    eventually(lambda: seen == [1])
+    eventually(lambda: "'subject' must be a string" in worker.health().last_error)
+    assert len(log.unsettled("g")) == 1
+    assert worker.health().ok
+
+
+# --- A8: nothing ends the worker ---------------------------------------------------------------
+
+
+def test_a8_an_exception_in_a_handler_never_ends_the_worker(workers):
+    log, seen = log_of(3), []
+    router = Router()
+
+    @router.event()
+    def flaky(order: PlaceOrder, message: Message) -> None:
+        if message.deliveries < 3:
+            raise SystemExit if message.deliveries == 1 else RecursionError
+        seen.append(order.id)
+
+    worker = start(workers, log.source("g"), router)
+    eventually(lambda: drained(log))
+    assert sorted(seen) == [0, 1, 2]
+    assert worker.health().ok
+
+
+def test_a8_a_middleware_that_leaves_by_systemexit_never_ends_the_worker(workers):
+    log, seen = log_of(1), []
+    leaving = [True]
+    router = recording(seen)
+
+    def leave_once(next: Any) -> Any:
+        def process(batch: Any) -> Any:
+            if leaving:
+                leaving.pop()
+                raise SystemExit
+            return next(batch)
+
+        return process
+
+    router.use(leave_once)
+    worker = start(workers, log.source("g"), router)
+    eventually(lambda: drained(log))
+    assert seen == [0]
+    assert worker.health().ok
+
+
+def test_a_source_that_fails_is_asked_again(workers):
+    log, seen = log_of(2), []
+    source = log.source("g")
+    read, failures = source.read, [ConnectionError("a"), ConnectionError("b")]
+
+    def flaky(limit: int, timeout: float) -> Sequence[Message[Any]]:
+        if failures:
+            raise failures.pop()
+        return read(limit, timeout)
+
+    source.read = flaky
+    worker = start(workers, source, recording(seen))
+    eventually(lambda: drained(log))
+    assert seen == [0, 1]
+    assert worker.health().failures_in_a_row == 0
+
+
+def test_the_end_of_a_source_is_the_end_of_the_worker():
+    class Three:
+        left = 3
+
+        def read(self, limit: int, timeout: float) -> list[Message[Any]]:
+            if not self.left:
+                raise EndOfSource
+            self.left -= 1
+            return [order(self.left)]
+
+        def close(self) -> None: ...
+
+    seen: list[int] = []
+    assert Worker(Three(), recording(seen), threads=2).run()
+    assert sorted(seen) == [0, 1, 2]
+
+
+# --- A7: stopping ------------------------------------------------------------------------------
+
+
+def blocking_router(running: threading.Event, release: threading.Event) -> Router:
+    router = Router()
+
+    @router.event()
+    def block(order: PlaceOrder) -> None:
+        running.set()
+        release.wait(30)
+
+    return router
+
+
+def test_a7_a_soft_stop_finishes_what_is_in_flight_and_reads_no_more(workers):
+    log, running, release = log_of(3), threading.Event(), threading.Event()
+    router = blocking_router(running, release)
+    worker = start(workers, log.source("g"), router, batch_size=1)
+    assert running.wait(10)
+    stopped: list[bool] = []
+    stopper = threading.Thread(target=lambda: stopped.append(worker.stop(grace=30)))
+    stopper.start()
+    eventually(lambda: worker.health().state == "stopping")
+    release.set()
+    stopper.join(20)
+    assert stopped == [True]
+    assert len(log.unsettled("g")) == 2
+    assert worker.health().state == "stopped"
+
+
+def test_a7_after_the_grace_time_unfinished_work_is_not_acked_and_costs_no_attempt(workers):
+    log, running, release = log_of(1), threading.Event(), threading.Event()
+    worker = start(workers, log.source("g"), blocking_router(running, release))
+    assert running.wait(10)
+    assert worker.stop(grace=0) is False
+    [again] = log.source("g").read(1, 10)
+    assert again.deliveries == 1
+    release.set()
+    eventually(lambda: worker.health().threads_alive == 0)
+    assert again.ack()
+    assert drained(log)
+
+
+def test_messages_that_wait_in_a_lane_are_given_back_at_a_stop(workers):
+    log = Log()
+    log.sink("c").publish([order(n, partitionkey="k") for n in range(10)])
+    running, release = threading.Event(), threading.Event()
+    router = blocking_router(running, release)
+    worker = start(workers, log.source("g"), router, threads=2, ordered=True, batch_size=2)
+    assert running.wait(10)
+    worker.stop(grace=0)
+    release.set()
+    again = log.source("g").read(100, 10)
+    assert len(again) == 10
+    assert {message.deliveries for message in again} == {1}
+
+
+def test_a_stop_ends_a_retrying_wait_at_once(workers):
+    from conquiet.stopping import pause
+
+    log, waiting = log_of(1), threading.Event()
+    outcome: list[bool] = []
+    router = Router()
+
+    @router.event()
+    def wait(order: PlaceOrder) -> None:
+        waiting.set()
+        outcome.append(pause(600))
+        raise GivenBack("stopping")
+
+    worker = start(workers, log.source("g"), router)
+    assert waiting.wait(10)
+    assert worker.stop(grace=20)
+    assert outcome == [False]
+
+
+def test_a_handler_may_ask_the_worker_to_stop():
+    log = log_of(5)
+    router = Router()
+
+    @router.event()
+    def last(order: PlaceOrder) -> None:
+        assert worker.stop() is False
+
+    worker = Worker(log.source("g"), router, batch_size=1)
+    assert worker.run()
+    assert len(log.unsettled("g")) == 4
+
+
+def test_a_worker_is_started_once(workers):
+    worker = start(workers, Log().source("g"), recording([]))
+    with pytest.raises(ConfigError, match="started once"):
+        worker.start()
+
+
+def test_stopping_twice_or_before_the_start_does_no_harm():
+    worker = Worker(Log().source("g"), recording([]))
+    assert worker.stop()
+    assert worker.stop()
+    assert worker.health().state == "stopped"
+
+
+SCRIPT = """
+    import sys, threading, time
+    from conquiet import Message, Router, Worker
+    from conquiet.memory import Log
+
+    log = Log()
+    for number in "01":
+        log.sink("c").publish([Message(b"{}", {"id": number, "type": "t", "source": "/s"})])
+    router = Router()
+
+    @router.event(type="t")
+    def slow(data: dict) -> None:
+        print("running", flush=True)
+        time.sleep(float(sys.argv[1]))
+
+    worker = Worker(log.source("g"), router, batch_size=1, grace=60)
+    print("clean" if worker.run() else "unclean", len(log.unsettled("g")), flush=True)
+"""
+
+
+def run_script(seconds: float) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(seconds)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "running\n"
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a7_a_signal_stops_softly(number):
+    with run_script(1.0) as process:
+        process.send_signal(number)
+        out, _ = process.communicate(timeout=30)
+    assert out.splitlines()[-1] == "clean 1"
+    assert process.returncode == 0
+
+
+def test_a7_a_second_signal_does_not_wait_for_the_handler():
+    with run_script(600) as process:
+        os.kill(process.pid, signal.SIGTERM)
+        time.sleep(0.3)  # two signals at once would be one
+        os.kill(process.pid, signal.SIGTERM)
+        out, _ = process.communicate(timeout=30)
+    assert out.splitlines()[-1] == "unclean 2"
+
+
+# --- leases, health, settings ------------------------------------------------------------------
+
+
+def test_a_handler_longer_than_its_lease_keeps_it(workers):
+    log, ran, release = log_of(1), [], threading.Event()
+    router = Router()
+
+    @router.event()
+    def long(order: PlaceOrder) -> None:
+        ran.append(order.id)
+        release.wait(20)
+
+    start(workers, log.source("g", lease=0.3), router)
+    eventually(lambda: ran == [0])
+    rival = log.source("g", lease=0.3)
+    assert list(rival.read(1, 1.5)) == []  # five leases long
+    release.set()
+    eventually(lambda: drained(log))
+    assert ran == [0]
+
+
+def test_health_tells_what_is_going_on_and_what_is_stuck(workers):
+    log, running, release = log_of(1), threading.Event(), threading.Event()
+    router = blocking_router(running, release)
+    told: list[Any] = []
+    worker = start(workers, log.source("g"), router, stuck_after=0.2, on_stuck=told.append)
+    assert running.wait(10)
+    eventually(lambda: told)
+    health = worker.health()
+    assert not health.ok
+    assert health.in_flight == 1
+    assert "place.order" in health.oldest
+    release.set()
+    eventually(lambda: worker.health().ok)
+    assert worker.health().handled == 1
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"batch_size": 0},
+        {"batch_size": True},
+        {"batch_size": 1.5},
+        {"threads": 0},
+        {"batch_wait": -1},
+        {"grace": float("nan")},
+        {"stuck_after": 0},
+    ],
+)
+def test_a_wrong_setting_is_named(setting):
+    with pytest.raises(ConfigError, match=next(iter(setting))):
+        Worker(Log().source("g"), recording([]), **setting)
