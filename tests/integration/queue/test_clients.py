@@ -9,8 +9,10 @@ import redis
 import redis.asyncio
 from redis.backoff import NoBackoff
 from redis.retry import Retry
+from tests import needs
 from tests.integration.queue.names import GROUP, STREAM
 
+from conquiet import embedded
 from conquiet.queue import QueueConfig, QueueError, RedisStreamsQueue
 
 OPTIONS = {
@@ -82,6 +84,18 @@ def test_a_pool_of_one_connection_is_enough(redis_url, config):
     queue.ack(queue.read(1_000)[0])
     assert queue.read(1) == []
     pool.disconnect()
+
+
+def test_a_unix_socket_is_as_good(tmp_path, config):
+    path = str(tmp_path / "redis.sock")
+    server = needs.found(
+        "Redis", lambda: embedded.redis(options=("--unixsocket", path), private=True)
+    )
+    with server, redis.Redis(unix_socket_path=path) as client:
+        queue = RedisStreamsQueue(client, config)
+        queue.enqueue({"n": 1})
+        queue.ack(queue.read(1_000)[0])
+        assert queue.read(50) == []
 
 
 @pytest.mark.slow
