@@ -77,6 +77,8 @@ class Outbox(outbox.Outbox):
         if isinstance(transaction, Session):
             self._insert(transaction.connection(), rows)
         elif isinstance(transaction, Connection):
+            if not transaction.in_transaction():
+                transaction.begin()  # as SQLAlchemy would: it does not see the driver's statements
             self._insert(transaction, rows)
         elif isinstance(transaction, (AsyncSession, AsyncConnection)):
             raise ConfigError(

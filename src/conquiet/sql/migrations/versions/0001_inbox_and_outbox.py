@@ -77,7 +77,7 @@ def _create_outbox(schema: str | None, table: str) -> None:
     waiting = "published_at IS NULL AND parked_at IS NULL"
     for name, columns, where in (
         ("claimable", ["id"], waiting),
-        ("claimable_key", ["key", "id"], f"{waiting} AND key IS NOT NULL"),
+        ("claimable_key", ["key", "id"], f'{waiting} AND "key" IS NOT NULL'),
         ("published_at", ["published_at"], "published_at IS NOT NULL"),
         ("log", ["xid", "id"], None),
     ):

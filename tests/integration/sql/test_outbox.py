@@ -1,0 +1,230 @@
+"""Outbox in SQL: rows in order, bytes as they are, in whatever transaction the caller has."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import asyncpg
+import msgspec
+import psycopg
+import pytest
+from pydantic import BaseModel
+from sqlalchemy import Engine, text
+from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
+from sqlalchemy.orm import Session
+
+from conquiet import Router
+from conquiet.errors import ConfigError, HandlerError
+from conquiet.message import Message
+from conquiet.sql import Outbox, Transaction
+from conquiet.testing.delivery import deliver
+from conquiet.testing.messages import message
+
+
+class OrderPlaced(msgspec.Struct):
+    order: int
+
+
+@dataclass
+class OrderPaid:
+    order: int
+
+
+class OrderSent(BaseModel):
+    order: int
+
+
+OUTBOX = Outbox("orders", source="/orders")
+EVENTS = [OrderPlaced(1), OrderPaid(2), OrderSent(order=3)]
+TYPES = ["order.placed", "order.paid", "order.sent"]
+
+
+def rows(engine: Engine, columns: str = "event_type") -> list[Any]:
+    with engine.connect() as looking:
+        found = looking.execute(text(f"SELECT {columns} FROM outbox ORDER BY id")).all()
+        return [row[0] if len(row) == 1 else tuple(row) for row in found]
+
+
+def stored(engine: Engine, *outputs: Message[Any]) -> Any:
+    """What becomes of a message whose handler returns these."""
+    router = Router()
+    router.use(Transaction(engine), Outbox("orders"))
+
+    @router.raw(source="/shop")
+    def handle(item: Message[Any]) -> list[Message[Any]]:
+        return list(outputs)
+
+    return deliver(router, message())
+
+
+def test_ids_ascend_in_the_order_of_the_events_S10(engine: Engine) -> None:
+    names = [f"event-{number}" for number in range(2000)]
+    stored(engine, *(Message(b"", {"type": "t", "id": name}) for name in names))
+    assert rows(engine, "event_id") == names
+
+
+def test_columns_say_what_the_attributes_say(engine: Engine) -> None:
+    event = Message(b"\x00\xff", {"type": "t", "id": "1", "datacontenttype": "image/png"})
+    event.attributes["subject"] = "order-7"
+    stored(engine, event)
+    columns = "topic, event_type, event_id, key, content_type, data, attempts, published_at"
+    assert rows(engine, columns) == [
+        ("orders", "t", "1", "order-7", "image/png", b"\x00\xff", 0, None)
+    ]
+
+
+def test_an_event_without_a_key_has_none(engine: Engine) -> None:
+    stored(engine, Message(b"", {"type": "t"}))
+    assert rows(engine, "key") == [None]
+
+
+@pytest.mark.parametrize("name", ["id", "type", "subject", "extension"])
+def test_nul_is_refused_before_the_transaction_is_harmed_S9(engine: Engine, name: str) -> None:
+    bad = Message(b"\0", {"type": "t", "id": "1", name: "a\0b"})
+    delivered = stored(engine, bad)
+    assert isinstance(delivered.errors[0], HandlerError)
+    assert "NUL" in str(delivered.errors[0])
+
+
+def test_a_backslash_before_u0000_is_no_nul_S9(engine: Engine) -> None:
+    stored(engine, Message(b"", {"type": "t", "extension": "\\u0000"}))
+    assert len(rows(engine)) == 1
+
+
+def test_nul_in_data_is_kept_S9(engine: Engine) -> None:
+    stored(engine, Message(b"a\0b", {"type": "t"}))
+    assert rows(engine, "data") == [b"a\0b"]
+
+
+def test_an_event_that_no_relay_could_publish_is_refused(engine: Engine) -> None:
+    router = Router()
+    router.use(Transaction(engine), Outbox("orders"))
+
+    @router.raw()  # no source
+    def handle(item: Message[Any]) -> list[Message[Any]]:
+        return [Message(b"", {"type": "t"})]
+
+    assert "source" in str(deliver(router, message()).errors[0])
+
+
+# --- in the caller's transaction ------------------------------------------------------------
+
+
+def test_add_writes_in_the_transaction_of_a_session(engine: Engine) -> None:
+    with Session(engine) as session:
+        OUTBOX.add(session, EVENTS)
+        session.rollback()
+        ids = OUTBOX.add(session, EVENTS)
+        session.commit()
+    assert rows(engine) == TYPES
+    assert rows(engine, "event_id") == ids
+
+
+def test_add_writes_in_the_transaction_of_a_connection(engine: Engine) -> None:
+    with engine.connect() as connection:
+        OUTBOX.add(connection, EVENTS)
+        connection.rollback()
+        OUTBOX.add(connection, EVENTS)
+        connection.commit()
+    assert rows(engine) == TYPES
+
+
+def test_add_writes_by_a_raw_psycopg_connection(postgres: Engine, database_url: str) -> None:
+    with psycopg.connect(database_url) as connection:
+        OUTBOX.add(connection, EVENTS)
+        connection.rollback()
+        OUTBOX.add(connection, EVENTS)
+    assert rows(postgres) == TYPES
+
+
+def test_add_writes_by_a_raw_sqlite_connection(sqlite: Engine) -> None:
+    with closing(sqlite3.connect(str(sqlite.url.database))) as connection, connection:
+        OUTBOX.add(connection, EVENTS)
+    assert rows(sqlite) == TYPES
+
+
+def test_a_statement_goes_through_an_async_session(engine: Engine, database_url: str) -> None:
+    url = engine.url.set(
+        drivername="sqlite+aiosqlite" if engine.name == "sqlite" else "postgresql+asyncpg"
+    )
+
+    async def place() -> None:
+        made = create_async_engine(url)
+        async with AsyncSession(made) as session:
+            await session.execute(OUTBOX.statement(EVENTS))
+            await session.rollback()
+            await session.execute(OUTBOX.statement(EVENTS))
+            await session.commit()
+        async with made.begin() as connection:
+            await connection.execute(OUTBOX.statement(EVENTS[:1]))
+        await made.dispose()
+
+    asyncio.run(place())
+    assert rows(engine) == [*TYPES, TYPES[0]]
+
+
+def test_text_and_arguments_go_through_asyncpg_and_async_psycopg(
+    postgres: Engine, database_url: str
+) -> None:
+    async def place() -> None:
+        connection = await asyncpg.connect(database_url)
+        async with connection.transaction():
+            await connection.execute(*OUTBOX.for_asyncpg(EVENTS))
+        await connection.close()
+        async with await psycopg.AsyncConnection.connect(database_url) as other:
+            await other.execute(*OUTBOX.for_psycopg(EVENTS))
+
+    asyncio.run(place())
+    assert rows(postgres) == TYPES * 2
+
+
+def test_every_way_stores_the_same(postgres: Engine, database_url: str) -> None:
+    event = Message(
+        b"\x00\xff",
+        {"type": "t", "id": "1", "time": "2026-01-31T12:00:00Z", "source": "/s", "count": 7},
+    )
+    with postgres.begin() as connection:
+        OUTBOX.add(connection, [event])
+        connection.execute(OUTBOX.statement([event]))
+
+    async def place() -> None:
+        connection = await asyncpg.connect(database_url)
+        await connection.execute(*OUTBOX.for_asyncpg([event]))
+        await connection.close()
+
+    asyncio.run(place())
+    columns = "topic, event_type, event_id, key, content_type, data, attributes"
+    first, *others = rows(postgres, columns)
+    assert others == [first, first]
+    assert first[-1]["count"] == 7
+
+
+def test_a_message_keeps_its_attributes_and_topic(engine: Engine) -> None:
+    event = Message({"order": 1}, {"type": "t", "id": "1", "source": "/mine"}, topic="audit")
+    with engine.begin() as connection:
+        assert OUTBOX.add(connection, [event]) == ["1"]
+    assert rows(engine, "topic, event_type, data") == [("audit", "t", b'{"order":1}')]
+    assert set(event.attributes) == {"type", "id", "source"}  # the caller's own is left alone
+
+
+def test_nothing_to_add_is_nothing_to_do(engine: Engine) -> None:
+    with engine.begin() as connection:
+        assert OUTBOX.add(connection, []) == []
+
+
+def test_what_add_cannot_take_it_says(sqlite: Engine) -> None:
+    with sqlite.begin() as connection:
+        with pytest.raises(ConfigError, match="source"):
+            Outbox("orders").add(connection, [OrderPlaced(1)])
+        with pytest.raises(ConfigError, match="a list of them"):
+            OUTBOX.add(connection, OrderPlaced(1))  # type: ignore[arg-type]
+        with pytest.raises(HandlerError, match="'type'"):
+            OUTBOX.add(connection, [{"order": 1}])
+    with pytest.raises(ConfigError, match="cannot write by"):
+        OUTBOX.add(object(), EVENTS)
+    with pytest.raises(ConfigError, match="statement"):
+        OUTBOX.add(AsyncSession(), EVENTS)

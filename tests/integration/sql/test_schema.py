@@ -1,0 +1,195 @@
+"""The schema: three ways to the same tables, and what `verify` finds in others."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from sqlalchemy import Engine, inspect, text
+
+from conquiet.errors import ConfigError
+from conquiet.sql import Inbox, Outbox, Transaction, schema
+from conquiet.sql import engine as make_engine
+from conquiet.testing.messages import message
+
+
+@pytest.fixture(params=["sqlite_url", "database_url"])
+def empty(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    made = make_engine(request.getfixturevalue(request.param))
+    yield made
+    made.dispose()
+
+
+def by_ddl(engine: Engine) -> None:
+    with engine.begin() as connection:
+        for statement in schema.ddl(engine.dialect.name).split(";"):
+            if statement.strip():
+                connection.exec_driver_sql(statement)
+
+
+WAYS = {"init": schema.init, "migrate": schema.migrate, "ddl": by_ddl}
+
+
+def catalog(engine: Engine) -> list[tuple[str, ...]]:
+    """All that the database says about the tables, but for Alembic's own."""
+    with engine.connect() as connection:
+        if engine.name == "sqlite":
+            found = connection.exec_driver_sql(
+                "SELECT type, name, replace(replace(sql, 'IF NOT EXISTS ', ''), char(9), '')"
+                " FROM sqlite_master WHERE name NOT LIKE 'conquiet%' AND sql IS NOT NULL"
+                " AND tbl_name NOT LIKE 'conquiet%'"
+            ).all()
+            return sorted((row[0], row[1], " ".join(row[2].split())) for row in found)
+        parts = (
+            "SELECT attrelid::regclass::text, attnum::text, attname::text,"
+            " format_type(atttypid, atttypmod), attnotnull::text,"
+            " coalesce(pg_get_expr(adbin, adrelid), '')"
+            " FROM pg_attribute LEFT JOIN pg_attrdef ON adrelid = attrelid AND adnum = attnum"
+            " WHERE attrelid IN (to_regclass('outbox'), to_regclass('processed_messages'))"
+            " AND attnum > 0",
+            "SELECT indexname::text, indexdef FROM pg_indexes WHERE schemaname = 'public'"
+            " AND indexname NOT LIKE 'conquiet%%'",
+            "SELECT conname::text, pg_get_constraintdef(oid) FROM pg_constraint"
+            " WHERE connamespace = 'public'::regnamespace AND conname NOT LIKE 'conquiet%%'",
+        )
+        return sorted(tuple(row) for part in parts for row in connection.exec_driver_sql(part))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_way_creates_what_conquiet_needs(empty: Engine, way: str) -> None:
+    WAYS[way](empty)
+    assert schema.verify(empty) == []
+
+
+def test_init_migrations_and_ddl_create_the_same(empty: Engine) -> None:
+    catalogs = []
+    for way in WAYS.values():
+        way(empty)
+        catalogs.append(catalog(empty))
+        with empty.begin() as connection:
+            for table in inspect(connection).get_table_names():
+                connection.exec_driver_sql(f"DROP TABLE {table}")
+    assert catalogs[0] == catalogs[1] == catalogs[2]
+
+
+@pytest.mark.parametrize("first", WAYS)
+def test_init_may_follow_anything_and_be_called_again(empty: Engine, first: str) -> None:
+    WAYS[first](empty)
+    schema.init(empty)
+    schema.init(empty)
+    assert schema.verify(empty) == []
+
+
+def test_migrate_after_init_has_nothing_to_do(empty: Engine) -> None:
+    schema.init(empty)
+    schema.migrate(empty)
+    schema.migrate(empty)
+    assert schema.verify(empty) == []
+
+
+INIT = "import sys; from conquiet.sql import schema; schema.init(sys.argv[1])"
+
+
+def test_many_processes_may_init_at_once(empty: Engine) -> None:
+    url = empty.url.render_as_string(hide_password=False)
+    command = [sys.executable, "-W", "error", "-c", INIT, url]
+    started = [subprocess.Popen(command, stderr=subprocess.PIPE) for _ in range(4)]
+    errors = [process.communicate(timeout=60)[1].decode() for process in started]
+    assert errors == [""] * 4
+    assert schema.verify(empty) == []
+
+
+def test_tables_have_the_names_one_gives_them(empty: Engine) -> None:
+    schema.init(empty, inbox="seen", outbox="events_out")
+    assert schema.verify(empty, inbox="seen", outbox="events_out") == []
+    assert [difference.found for difference in schema.verify(empty)] == ["missing"] * 2
+    with Transaction(empty).scope(()):
+        assert Inbox("test", table="seen").remember([("test", "a")])
+    with empty.begin() as connection:
+        Outbox("t", table="events_out", source="/s").add(connection, [])
+
+
+def test_tables_may_stand_in_a_schema_of_postgresql(database_url: str) -> None:
+    engine = make_engine(database_url)
+    with engine.begin() as connection:
+        connection.execute(text("CREATE SCHEMA sales"))
+    names = {"inbox": "sales.seen", "outbox": "sales.outbox"}
+    schema.init(engine, **names)
+    assert schema.verify(engine, **names) == []
+    engine.dispose()
+
+
+def test_a_table_may_be_left_out(empty: Engine) -> None:
+    schema.init(empty, inbox=None)
+    assert schema.verify(empty, inbox=None) == []
+    assert [difference.table for difference in schema.verify(empty)] == ["processed_messages"]
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ("DROP TABLE outbox", "outbox: table should be there, is missing"),
+        ("DROP INDEX outbox_claimable", "index outbox_claimable should be (id) where"),
+        (
+            "ALTER TABLE outbox DROP COLUMN last_error",
+            "column last_error should be text, is missing",
+        ),
+    ],
+)
+def test_verify_says_what_is_missing(empty: Engine, change: str, found: str) -> None:
+    schema.init(empty)
+    with empty.begin() as connection:
+        connection.execute(text(change))
+    [difference] = schema.verify(empty)
+    assert found in str(difference)
+
+
+def test_verify_says_what_has_the_wrong_type(database_url: str) -> None:
+    engine = make_engine(database_url)
+    schema.init(engine)
+    with engine.begin() as connection:
+        connection.execute(text("ALTER TABLE outbox ALTER COLUMN attributes TYPE text"))
+        connection.execute(
+            text("ALTER TABLE processed_messages DROP CONSTRAINT processed_messages_pkey")
+        )
+    found = [str(difference) for difference in schema.verify(engine)]
+    engine.dispose()
+    assert found == [
+        "outbox: column attributes should be jsonb not null, is text not null",
+        "processed_messages: primary key should be subscriber, message_id, is missing",
+    ]
+
+
+def test_an_index_may_have_another_name(empty: Engine) -> None:
+    schema.init(empty)
+    with empty.begin() as connection:
+        connection.execute(text("DROP INDEX processed_messages_created_at"))
+        connection.execute(text("CREATE INDEX mine ON processed_messages (created_at)"))
+    assert schema.verify(empty) == []
+
+
+def test_constructors_touch_no_database() -> None:
+    Transaction("postgresql://nobody@127.0.0.1:1/none")
+    Inbox("billing")
+    Outbox("orders")
+
+
+def test_an_unknown_dialect_is_refused() -> None:
+    with pytest.raises(ConfigError, match="postgresql, sqlite"):
+        schema.ddl("oracle")
+
+
+def test_sqlite_never_gives_a_deleted_id_again(sqlite: Engine) -> None:
+    _add(sqlite)
+    with sqlite.begin() as connection:
+        connection.execute(text("DELETE FROM outbox"))
+    _add(sqlite)
+    with sqlite.connect() as connection:
+        assert connection.execute(text("SELECT id FROM outbox")).scalars().all() == [2]
+
+
+def _add(engine: Engine) -> None:
+    with engine.begin() as connection:
+        Outbox("orders").add(connection, [message()])

@@ -1,0 +1,96 @@
+"""A batch of one follows the flow that seed 003 describes, step by step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psycopg
+import pytest
+from sqlalchemy import Engine, event, text
+
+from conquiet import Router
+from conquiet.acking import Acking
+from conquiet.message import Message
+from conquiet.sql import Inbox, Outbox, Transaction, connection
+from conquiet.testing.messages import message
+
+
+@pytest.fixture
+def steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What happens, in order: statements by SQLAlchemy and by the driver, and the end."""
+    noted: list[str] = []
+
+    def note(statement: Any) -> None:
+        words = str(statement).split()
+        noted.append(" ".join(words[:3] if words[0] == "INSERT" else words[:2]).upper())
+
+    execute = psycopg.Cursor.execute
+
+    def noting_execute(self: Any, query: Any, *arguments: Any, **options: Any) -> Any:
+        note(query)
+        return execute(self, query, *arguments, **options)
+
+    if engine.name == "postgresql":
+        monkeypatch.setattr(psycopg.Cursor, "execute", noting_execute)
+        event.listen(engine, "begin", lambda c: noted.append("BEGIN"))
+    else:
+        event.listen(
+            engine, "before_cursor_execute", lambda c, cursor, statement, p, x, m: note(statement)
+        )
+    event.listen(engine, "commit", lambda c: noted.append("COMMIT"))
+    event.listen(engine, "rollback", lambda c: noted.append("ROLLBACK"))
+    return noted
+
+
+def process(engine: Engine, steps: list[str], *, fails: bool = False) -> None:
+    router = Router()
+    router.use(Transaction(engine), Inbox("billing"), Outbox("orders"))
+
+    @router.raw(name="place_order", source="/orders")
+    def place_order(item: Message[Any]) -> list[Message[Any]]:
+        steps.append("handler")
+        with connection(engine) as found:
+            found.execute(text("INSERT INTO orders (id) VALUES ('o-1')"))
+        if fails:
+            raise ZeroDivisionError
+        return [Message(b"{}", {"type": "order.placed"})]
+
+    item = message(id="abc-123")
+    item.acking = Acking.calling(lambda: steps.append("ack"), lambda error: steps.append("nack"))
+    router.process([item])
+
+
+def begun(engine: Engine) -> str:
+    return "BEGIN" if engine.name == "postgresql" else "BEGIN IMMEDIATE"
+
+
+def test_a_new_message_takes_the_steps_of_the_seed(engine: Engine, steps: list[str]) -> None:
+    process(engine, steps)
+    assert steps == [
+        begun(engine),
+        "INSERT INTO PROCESSED_MESSAGES",
+        "handler",
+        "INSERT INTO ORDERS",
+        "INSERT INTO OUTBOX",
+        "COMMIT",
+        "ack",
+    ]
+
+
+def test_a_duplicate_is_skipped_committed_and_acked(engine: Engine, steps: list[str]) -> None:
+    process(engine, steps)
+    steps.clear()
+    process(engine, steps)
+    assert steps == [begun(engine), "INSERT INTO PROCESSED_MESSAGES", "COMMIT", "ack"]
+
+
+def test_a_failing_handler_is_rolled_back_and_nacked(engine: Engine, steps: list[str]) -> None:
+    process(engine, steps, fails=True)
+    assert steps == [
+        begun(engine),
+        "INSERT INTO PROCESSED_MESSAGES",
+        "handler",
+        "INSERT INTO ORDERS",
+        "ROLLBACK",
+        "nack",
+    ]
