@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from conquiet import embedded
 from tests import needs
@@ -16,6 +17,12 @@ from tests import needs
 # Nobody kills the shared PostgreSQL, so it may forget what a crash would lose, and is faster.
 UNSAFE = ("-c", "fsync=off", "-c", "full_page_writes=off", "-c", "synchronous_commit=off")
 DURABLE = ("--appendonly", "yes", "--appendfsync", "always")
+
+# A busy machine makes an example slow, and says nothing about the code.
+settings.register_profile(
+    "conquiet", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("conquiet")
 
 
 @pytest.fixture(scope="session")
