@@ -1,0 +1,271 @@
+"""DeadLetter: messages that cannot be handled are put aside whole, with the reason.
+
+A dead letter is the original, its data byte for byte, plus attributes that say what became
+of it. `replay` takes those off again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import traceback
+from base64 import b64decode, b64encode
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from conquiet.acking import settle
+from conquiet.codec import encode_data
+from conquiet.errors import Blameless, ConfigError, ConquietError, InvalidMessage, PermanentError
+from conquiet.handler import NOTHING, Process, Result
+from conquiet.message import Attributes, Message, describe, new_id, now_text
+from conquiet.sink import Sink
+from conquiet.stage import Stage
+
+logger = logging.getLogger("conquiet.middleware")
+
+REASON = "deadreason"
+HANDLER = "deadhandler"
+ATTEMPTS = "deadattempts"
+TRACEBACK = "deadtraceback"
+TIME = "deadtime"
+TOPIC = "deadtopic"
+ATTRIBUTES = "deadattributes"
+_NAMES = frozenset((REASON, HANDLER, ATTEMPTS, TRACEBACK, TIME, TOPIC, ATTRIBUTES))
+
+IS_DEAD = "conquiet.dead"
+"""Among a message's locals: it is in the dead letters now."""
+
+MAX_REASON_CHARS = 1_000
+MAX_TRACEBACK_CHARS = 4_000
+
+_name = re.compile(r"[a-z0-9]+")
+_unprintable = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+_stand_ins = {"type": "conquiet.dead.letter", "source": "conquiet:unknown"}
+
+
+class DeadLetter:
+    """Publishes hopeless messages to a sink, and acks them once the sink has confirmed.
+
+    A `PermanentError` goes at once; any other error when the message's source has delivered
+    it `after` times; a `Blameless` one never. If the sink fails, the message is nacked as if
+    this middleware were not there, and tried again with its next delivery.
+    """
+
+    stage = Stage.DEAD_LETTER
+
+    def __init__(
+        self,
+        sink: Sink,
+        after: int = 5,
+        topic: str = "dead-letters",
+        *,
+        max_traceback_chars: int = MAX_TRACEBACK_CHARS,
+    ) -> None:
+        if after < 1:
+            raise ConfigError(f"DeadLetter(after={after}): a message is delivered at least once")
+        if not topic:
+            raise ConfigError("DeadLetter(topic=''): name where the dead letters go")
+        if max_traceback_chars < 0:
+            raise ConfigError(f"DeadLetter(max_traceback_chars={max_traceback_chars}): 0 or more")
+        self._sink = sink
+        self._after = after
+        self._topic = topic
+        self._max_traceback_chars = max_traceback_chars
+
+    def __call__(self, next: Process) -> Process:
+        def process(batch: Sequence[Message[Any]]) -> Sequence[Result]:
+            try:
+                results = next(batch)
+            except Exception as error:  # noqa: BLE001 - what the chain raises fails them all
+                results = [error] * len(batch)
+            dead = {
+                index: result
+                for index, result in enumerate(results)
+                if isinstance(result, Exception) and self._is_hopeless(batch[index], result)
+            }
+            if not dead:
+                return results
+            buried = self._bury([(batch[index], error) for index, error in dead.items()])
+            gone = {index for index, is_in in zip(dead, buried, strict=True) if is_in}
+            return [NOTHING if index in gone else result for index, result in enumerate(results)]
+
+        return process
+
+    def _is_hopeless(self, message: Message[Any], error: Exception) -> bool:
+        if isinstance(error, Blameless):
+            return False
+        return isinstance(error, PermanentError) or message.deliveries >= self._after
+
+    def _bury(self, dead: Sequence[tuple[Message[Any], Exception]]) -> Sequence[bool]:
+        """Publish, then ack what was confirmed; says which that was."""
+        try:
+            answers = self._sink.publish([self._letter(message, error) for message, error in dead])
+            buried = [answer is None for answer in answers]
+            if len(buried) != len(dead):
+                raise ConquietError(f"{len(answers)} answers to {len(dead)} messages")
+        except Exception:
+            logger.exception("%d dead letters could not be published; nacked instead", len(dead))
+            return [False] * len(dead)
+        for (message, error), answer in zip(dead, answers, strict=True):
+            _log(message, error, answer)
+        _ack([message for (message, _), is_in in zip(dead, buried, strict=True) if is_in])
+        return buried
+
+    def _letter(self, message: Message[Any], error: Exception) -> Message[Any]:
+        attributes, is_exact = _plain(message.attributes)
+        about = {
+            REASON: _printable(_reason(error)[:MAX_REASON_CHARS]),
+            ATTEMPTS: str(message.deliveries),
+            TIME: now_text(),
+        }
+        if message.handler is not None:
+            about[HANDLER] = _printable(message.handler.name)
+        if message.topic is not None:
+            about[TOPIC] = message.topic
+        if self._max_traceback_chars:
+            about[TRACEBACK] = _printable(_traceback(error)[-self._max_traceback_chars :])
+        if not is_exact:
+            about[ATTRIBUTES] = _packed(message.attributes)
+        return Message(_data(message), {**attributes, **about}, topic=self._topic)
+
+
+def replay(letter: Message[Any]) -> Message[Any]:
+    """The message that became this dead letter: its data, attributes and topic.
+
+    >>> letter = Message(b"{}", {"id": "1", "deadreason": "ValueError: no", "deadtopic": "orders"})
+    >>> original = replay(letter)
+    >>> original.attributes, original.topic
+    ({'id': '1'}, 'orders')
+    """
+    attributes = letter.attributes
+    if REASON not in attributes:
+        raise InvalidMessage(
+            f"{describe(attributes)}: not a dead letter, it has no attribute {REASON!r}"
+        )
+    if ATTRIBUTES in attributes:
+        original = _unpacked(attributes[ATTRIBUTES], attributes)
+    else:
+        original = {name: value for name, value in attributes.items() if name not in _NAMES}
+    return Message(letter.data, original, topic=attributes.get(TOPIC))
+
+
+# --- attributes -----------------------------------------------------------------------------
+
+
+def _plain(original: Mapping[str, Any]) -> tuple[Attributes, bool]:
+    """The attributes that any sink can carry, and whether they are all there is to know."""
+    plain = {
+        name: value
+        for name, value in original.items()
+        if type(name) is str
+        and _name.fullmatch(name)
+        and name != "data"  # that is where the data goes
+        and name not in _NAMES  # a dead letter that died
+        and type(value) is str
+        and not _unprintable.search(value)
+    }
+    is_exact = len(plain) == len(original)
+    for name in ("id", "type", "source"):
+        if not plain.get(name):
+            plain[name] = _stand_ins.get(name) or new_id()
+            is_exact = False
+    return plain, is_exact
+
+
+def _packed(original: Mapping[str, Any]) -> str:
+    """All attributes in one line of text, whatever they are."""
+    return json.dumps(
+        [[name if type(name) is str else repr(name), *_tagged(v)] for name, v in original.items()]
+    )
+
+
+def _tagged(value: Any) -> tuple[str, Any]:
+    if isinstance(value, bytes):
+        return "bytes", b64encode(value).decode()
+    try:
+        if json.loads(json.dumps(value)) == value:
+            return "json", value
+    except (TypeError, ValueError, RecursionError):
+        pass
+    return "repr", _text_of(repr, value)  # no source gives such a value; better than nothing
+
+
+def _unpacked(text: str, attributes: Attributes) -> Attributes:
+    try:
+        return {
+            name: b64decode(value) if tag == "bytes" else value
+            for name, tag, value in json.loads(text)
+        }
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidMessage(
+            f"{describe(attributes)}: attribute {ATTRIBUTES!r} was damaged: {error}"
+        ) from error
+
+
+# --- what is said about the message ---------------------------------------------------------
+
+
+def _data(message: Message[Any]) -> Any:
+    if message.data is None or isinstance(message.data, bytes):
+        return message.data
+    try:
+        return encode_data(message)
+    except ConquietError:
+        pass
+    try:  # the attributes may be what is wrong
+        return msgspec.json.encode(message.data)
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        return _text_of(repr, message.data).encode(errors="backslashreplace")
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {_text_of(str, error)}"
+
+
+def _traceback(error: Exception) -> str:
+    try:
+        return "".join(traceback.format_exception(error))
+    except Exception as failure:  # noqa: BLE001 - an error that cannot be printed
+        return f"(no traceback: {type(failure).__name__})"
+
+
+def _text_of(write: Any, value: Any) -> str:
+    try:
+        return str(write(value))
+    except Exception as failure:  # noqa: BLE001 - somebody's __str__ or __repr__
+        return f"(a {type(value).__name__} that cannot be printed: {type(failure).__name__})"
+
+
+def _printable(text: str) -> str:
+    """CloudEvents has no control characters in strings: a line break becomes \\n, written out."""
+    return _unprintable.sub(lambda found: repr(found[0])[1:-1], text)
+
+
+def _log(message: Message[Any], error: Exception, answer: Exception | None) -> None:
+    if answer is not None:
+        logger.error(
+            "a dead letter was refused by its sink; nacked instead: %s: %r",
+            describe(message.attributes),
+            answer,
+        )
+        return
+    logger.error(
+        "dead letter handler=%s delivery=%d: %s: %s",
+        message.handler.name if message.handler is not None else "-",
+        message.deliveries,
+        describe(message.attributes),
+        _reason(error),
+    )
+
+
+def _ack(messages: Sequence[Message[Any]]) -> None:
+    """Ack here and not only in the router: with ack='manual' nobody else would."""
+    for message in messages:
+        message.locals[IS_DEAD] = True
+    try:
+        settle([message.acking for message in messages if message.acking is not None])
+    except Exception:
+        logger.exception("settling dead letters failed; they will be delivered again")

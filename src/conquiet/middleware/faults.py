@@ -1,0 +1,149 @@
+"""Faults on purpose, for tests: what runs well under these runs well in production."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from conquiet.errors import ConfigError, ConquietError
+from conquiet.handler import AROUND, Process, Result
+from conquiet.message import Message, describe
+from conquiet.ordering import Turns
+from conquiet.stopping import pause
+
+
+class InjectedFault(ConquietError):
+    """Raised by `FailAtRandom`, unless it is given another error."""
+
+
+class Duplicate:
+    """Delivers some of the messages that succeeded a second time.
+
+    Put it first, outside the inbox, as a broker would stand. The second delivery may add
+    outputs, which a chain with an inbox never lets happen.
+    """
+
+    def __init__(self, probability: float = 0.5, dice: random.Random | None = None) -> None:
+        self._probability = _checked(probability)
+        self._dice = dice or random.Random()
+
+    def __call__(self, next: Process) -> Process:
+        def process(batch: Sequence[Message[Any]]) -> Sequence[Result]:
+            results = list(next(batch))
+            chosen = [
+                index
+                for index, result in enumerate(results)
+                if not isinstance(result, Exception) and self._dice.random() < self._probability
+            ]
+            if not chosen:
+                return results
+            repeated = next([_second_delivery(batch[index]) for index in chosen])
+            for index, second in zip(chosen, repeated, strict=True):
+                first = results[index]
+                if isinstance(second, Exception):
+                    results[index] = second
+                elif second and not isinstance(first, Exception):
+                    results[index] = [*first, *second]
+            return results
+
+        return process
+
+
+class FailAtRandom:
+    """Fails some of the messages: before they run, or after, when their effects are done.
+
+    `error` is a class or a function that makes the error from a text.
+    """
+
+    def __init__(
+        self,
+        probability: float = 0.5,
+        error: Callable[[str], Exception] = InjectedFault,
+        *,
+        after: bool = False,
+        dice: random.Random | None = None,
+    ) -> None:
+        self._probability = _checked(probability)
+        self._error = error
+        self._after = after
+        self._dice = dice or random.Random()
+
+    def __call__(self, next: Process) -> Process:
+        def before(batch: Sequence[Message[Any]]) -> Sequence[Result]:
+            results: list[Result | None] = []
+            turns = Turns()
+            for message in batch:
+                fault = turns.lost(message) or self._fault(message)
+                if fault is not None:
+                    turns.failed(message)
+                results.append(fault)
+            spared = [m for m, fault in zip(batch, results, strict=True) if fault is None]
+            passed = iter(next(spared) if spared else ())
+            return [fault if fault is not None else _following(passed) for fault in results]
+
+        def after(batch: Sequence[Message[Any]]) -> Sequence[Result]:
+            return [
+                result if isinstance(result, Exception) else self._fault(message) or result
+                for message, result in zip(batch, next(batch), strict=True)
+            ]
+
+        return after if self._after else before
+
+    def _fault(self, message: Message[Any]) -> Exception | None:
+        if self._dice.random() >= self._probability:
+            return None
+        return self._error(f"injected fault on {describe(message.attributes)}")
+
+
+class Delay:
+    """Makes each call of a handler slower, by a time between `least` and `most` seconds."""
+
+    def __init__(
+        self,
+        least: float,
+        most: float | None = None,
+        *,
+        dice: random.Random | None = None,
+        sleep: Callable[[float], object] = pause,
+    ) -> None:
+        self._least = least
+        self._most = least if most is None else most
+        if not 0 <= self._least <= self._most < float("inf"):
+            raise ConfigError(f"Delay({least}, {most}): give seconds, the smaller number first")
+        self._dice = dice or random.Random()
+        self._sleep = sleep
+
+    def __call__(self, next: Process) -> Process:
+        def process(batch: Sequence[Message[Any]]) -> Sequence[Result]:
+            token = AROUND.set((*AROUND.get(), self._delayed))
+            try:
+                return next(batch)
+            finally:
+                AROUND.reset(token)
+
+        return process
+
+    def _delayed(
+        self, messages: Sequence[Message[Any]], call: Callable[[], Sequence[Result]]
+    ) -> Sequence[Result]:
+        self._sleep(self._dice.uniform(self._least, self._most))
+        return call()
+
+
+def _checked(probability: float) -> float:
+    if not 0 <= probability <= 1:
+        raise ConfigError(f"a probability lies between 0 and 1, not at {probability!r}")
+    return probability
+
+
+def _second_delivery(message: Message[Any]) -> Message[Any]:
+    twin = message.copy()
+    twin.handler = message.handler
+    twin.deliveries += 1
+    return twin
+
+
+def _following(results: Any) -> Result:
+    result: Result = next(results)
+    return result

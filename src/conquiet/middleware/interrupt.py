@@ -1,0 +1,129 @@
+"""Interrupts a call that takes too long, and never anything that comes after the call.
+
+A timer thread raises an exception inside the thread that makes the call. Python delivers
+it between two steps of bytecode, so there is a moment when it is under way: sent, and not
+yet there. Whoever ends a call must end that moment too, or the exception hits a bystander,
+such as the commit. Sending and ending therefore exclude each other by one lock, and ending
+takes back what is still under way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Interrupt(BaseException):
+    """Raised inside a call that exceeds its time.
+
+    Not an `Exception`: a handler's `except Exception` must not keep it from ending.
+    """
+
+
+class Alarm:
+    """When to interrupt which thread."""
+
+    __slots__ = ("at", "fired", "thread")
+
+    def __init__(self, at: float) -> None:
+        self.at = at
+        self.thread = threading.get_ident()
+        self.fired = False
+
+
+class Timer:
+    """One thread for all alarms.
+
+    There are never more alarms than threads at work, so that looking at all of them is
+    cheaper than keeping them sorted; and with limits of one length the thread wakes up once
+    per limit, not once per call.
+    """
+
+    def __init__(self) -> None:
+        # `with` on a bare lock is safe against an interrupt, being one step of bytecode; on a
+        # Condition, which is written in Python, it is not: the lock could be taken for ever.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._armed: set[Alarm] = set()
+        self._wakes_at = 0.0
+        self._thread: threading.Thread | None = None
+
+    def arm(self, alarm: Alarm) -> None:
+        with self._lock:
+            self._armed.add(alarm)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._serve, name="conquiet-deadlines", daemon=True
+                )
+                self._thread.start()
+            elif alarm.at < self._wakes_at:
+                self._changed.notify()
+
+    def disarm(self, alarm: Alarm) -> None:
+        """After this the alarm does nothing any more. May itself raise the interrupt."""
+        with self._lock:
+            self._armed.discard(alarm)
+        if alarm.fired:
+            _raise_in(alarm.thread, None)
+
+    def _serve(self) -> None:
+        with self._changed:
+            while True:
+                now = time.monotonic()
+                for alarm in [alarm for alarm in self._armed if alarm.at <= now]:
+                    self._armed.discard(alarm)
+                    alarm.fired = True
+                    _raise_in(alarm.thread, Interrupt)
+                self._wakes_at = min((alarm.at for alarm in self._armed), default=float("inf"))
+                idle = self._wakes_at == float("inf")
+                self._changed.wait(None if idle else self._wakes_at - now)
+
+
+def _raise_in(thread: int, error: type[BaseException] | None) -> None:
+    """Send an exception to a thread; None takes back the one that is under way."""
+    sent = ctypes.py_object(error) if error is not None else None
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), sent)
+
+
+_timer = Timer()
+
+
+def _forget_timer() -> None:
+    """A fork copies the timer but not its thread, and perhaps a lock that nobody lets go of."""
+    global _timer
+    _timer = Timer()
+
+
+os.register_at_fork(after_in_child=_forget_timer)
+
+
+def limited(seconds: float, call: Callable[[], T], late: Callable[[], Exception]) -> T:
+    """Make the call; if it takes longer, interrupt it and raise what `late` gives.
+
+    >>> limited(60, lambda: "in time", TimeoutError)
+    'in time'
+    """
+    timer = _timer
+    alarm = Alarm(time.monotonic() + seconds)
+    # An interrupt may arrive at any call in here, also at the first step of `disarm`; therefore
+    # all of it stands in one frame, and nothing is left to a context manager in Python.
+    try:
+        try:
+            timer.arm(alarm)
+            return call()
+        finally:
+            timer.disarm(alarm)
+    except Interrupt as interrupt:
+        try:
+            timer.disarm(alarm)
+        except Interrupt:  # our own on top of an outer one; both have arrived now
+            timer.disarm(alarm)
+        if not alarm.fired:  # an outer limit's
+            raise
+        raise late() from interrupt
