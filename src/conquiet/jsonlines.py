@@ -99,6 +99,11 @@ class LinesSource:
         self._waiting: list[_Line] = []
         self._closed = False
 
+    @property
+    def ended(self) -> bool:
+        """Whether the end of the stream was reached."""
+        return self._lines.ended
+
     def read(self, limit: int, timeout: float) -> Sequence[Message[Any]]:
         if limit < 1:
             raise ConfigError(f"limit={limit}: read at least 1 message")
@@ -127,12 +132,7 @@ class LinesSource:
         while self._lines.ready and len(messages) < limit and not self._closed:
             line = self._lines.ready.popleft()
             try:
-                if line.cut:
-                    raise InvalidMessage(
-                        f"{line.length:,} bytes; at most {self._lines.max_bytes:,} are taken:"
-                        " raise max_line_bytes, or send a reference to the data instead"
-                    )
-                line.message = from_json(line.text)
+                line.message = self._decode(line)
             except InvalidMessage as error:
                 self._bury([(line, InvalidMessage(f"line {line.number}: {error}"))])
                 continue
@@ -140,10 +140,18 @@ class LinesSource:
                 messages.append(self._deliver(line))
         return messages
 
+    def _decode(self, line: _Line) -> Message[Any]:
+        if line.cut:
+            raise InvalidMessage(
+                f"{line.length:,} bytes; at most {self._lines.max_bytes:,} are taken:"
+                " raise max_line_bytes, or send a reference to the data instead"
+            )
+        return from_json(line.text)
+
     def _deliver(self, line: _Line) -> Message[Any]:
         line.deliveries += 1
         if line.message is None or line.message.acking is not None:
-            line.message = from_json(line.text)  # anew: a handler may have changed the former one
+            line.message = self._decode(line)  # anew: a handler may have changed the former one
         line.message.deliveries = line.deliveries
         line.message.acking = Acking(self, line)
         self._out[line.number] = line
@@ -183,12 +191,15 @@ class LinesSource:
             self.dead += len(dead)
 
     def _corpse(self, line: _Line) -> Message[Any]:
-        if line.message is None:
+        """The message as it came, or a stand-in that holds the line."""
+        try:
+            message = self._decode(line)
+        except InvalidMessage:
             attributes = {"source": self._name, "subject": f"line {line.number}"}
             return Message(line.text, {**attributes, "datacontenttype": "text/plain"})
-        twin = line.message.copy()
-        twin.handler = line.message.handler
-        return twin
+        message.deliveries = max(line.deliveries, 1)
+        message.handler = line.message.handler if line.message is not None else None
+        return message
 
     def close(self) -> None:
         """Put aside what was read and not settled."""
@@ -323,5 +334,4 @@ class _Lines:
             self._end_line()
         left = list(self.ready)
         self.ready.clear()
-        self.ended = True
         return left

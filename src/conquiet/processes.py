@@ -1,11 +1,11 @@
 """Processes: a worker in each of N child processes, supervised, and stopped together.
 
     supervisor ──stdin──▶ child    its settings, then orders; the end of it: the supervisor died
-    supervisor ◀──beats── child    one byte after the other while its interpreter runs
+    supervisor ◀──ready── child    one byte, when its worker starts
 
-    starting ──first beat──▶ running ──stop──▶ stopping ──▶ exit 0 (all finished) or 1
-        │                       └ died, stuck or silent ──backoff──▶ replaced
-        └ exit 2 before any child ever ran: cannot work, give up
+    starting ──ready──▶ running ──stop──▶ stopping ──▶ exit 0 (all finished) or 1
+        │                  └ died or stuck ──backoff──▶ replaced
+        └ exit 2 before any child was ready: cannot work, give up
 
 Children are stopped through their stdin and not by signals, because some service managers
 signal every process of a group: a child would count that and ours as two, and hurry.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import faulthandler
 import importlib
 import json
 import logging
@@ -39,11 +40,12 @@ FINISHED, FAILED, CANNOT_WORK = 0, 1, 2
 """Exit codes of a child and of the supervisor."""
 
 _LOOK_SECONDS = 0.05
-_BEAT_SECONDS = 0.5
 _SLACK_SECONDS = 2.0
 """What a child gets beyond its grace time to give messages back, before SIGKILL."""
 _HEALTHY_SECONDS = 10.0
 """A child that ran this long dies of something new: the backoff begins anew."""
+_WATCH_SECONDS = 5.0
+"""How often a child shows its watchdog that its interpreter runs."""
 
 # -P: a file of the working directory must not shadow a module before sys.path is set.
 _CHILD = (
@@ -153,11 +155,11 @@ def _main_module() -> str:
 
 
 class _Child:
-    """A running child, its lifeline and its beats."""
+    """A running child, its lifeline, and whether its worker has started."""
 
     def __init__(self, name: str, settings: bytes) -> None:
-        self._beats, theirs = os.pipe()
-        os.set_blocking(self._beats, False)
+        self._ready, theirs = os.pipe()
+        os.set_blocking(self._ready, False)
         command = [sys.executable, "-P", "-c", _CHILD, name, json.dumps(sys.path), str(theirs)]
         try:
             self.process = subprocess.Popen(
@@ -167,19 +169,13 @@ class _Child:
                 process_group=0,  # Ctrl-C is for the supervisor, who passes it on once
             )
         except BaseException:
-            os.close(self._beats)
+            os.close(self._ready)
             raise
         finally:
             os.close(theirs)
-        self.stuck_after: float | None = None
-        self.silent_seconds = 0.0
-        self.lived_seconds = 0.0
+        self.born = time.monotonic()
+        self.ran = False
         self.tell(settings)
-
-    @property
-    def ran(self) -> bool:
-        """Whether its worker has started."""
-        return self.stuck_after is not None
 
     def tell(self, words: bytes) -> None:
         assert self.process.stdin is not None
@@ -187,19 +183,10 @@ class _Child:
             self.process.stdin.write(words)
             self.process.stdin.flush()
 
-    def listen(self, elapsed: float) -> None:
-        heard = b""
-        with contextlib.suppress(BlockingIOError):
-            heard = os.read(self._beats, 4096)
-        if heard and not self.ran:
-            self.stuck_after = float(heard.partition(b"\n")[0])
-        self.lived_seconds += elapsed
-        self.silent_seconds = 0.0 if heard else self.silent_seconds + elapsed
-
-    @property
-    def silent(self) -> bool:
-        """Whether its interpreter stands still, as in a C function that keeps the lock."""
-        return self.stuck_after is not None and self.silent_seconds > self.stuck_after
+    def listen(self) -> None:
+        if not self.ran:
+            with contextlib.suppress(BlockingIOError):
+                self.ran = bool(os.read(self._ready, 1))
 
     def kill(self) -> None:
         """End it, and what its handlers have started, at once."""
@@ -208,7 +195,7 @@ class _Child:
 
     def close(self) -> None:
         self.process.wait()
-        os.close(self._beats)
+        os.close(self._ready)
         assert self.process.stdin is not None
         with contextlib.suppress(OSError):
             self.process.stdin.close()
@@ -235,16 +222,13 @@ class _Supervisor:
         self._code = FINISHED
 
     def run(self) -> int:
-        before = time.monotonic()
         with _Signals() as signals:
             try:
                 while self._busy():
                     now = time.monotonic()
-                    # Not more than a look: if all of us were frozen, nobody was silent.
-                    elapsed, before = min(now - before, 10 * _LOOK_SECONDS), now
                     self._obey(signals.count, now)
                     for slot in self._slots:
-                        self._look_after(slot, now, elapsed)
+                        self._look_after(slot, now)
                     time.sleep(_LOOK_SECONDS)
             finally:
                 for slot in self._slots:
@@ -277,18 +261,15 @@ class _Supervisor:
             if slot.child is not None:
                 slot.child.tell(words)
 
-    def _look_after(self, slot: _Slot, now: float, elapsed: float) -> None:
+    def _look_after(self, slot: _Slot, now: float) -> None:
         child = slot.child
         if child is None:
             if slot.next_start is not None and now >= slot.next_start and self._may_start():
                 self._start(slot, now)
             return
-        child.listen(elapsed)
+        child.listen()
         self._some_ran = self._some_ran or child.ran
-        if child.silent:
-            logger.error("process %d is silent: killed, to be replaced", child.process.pid)
-            child.kill()
-        elif self._deadline is not None and now > self._deadline:
+        if self._deadline is not None and now > self._deadline:
             logger.error("process %d did not stop in time: killed", child.process.pid)
             child.kill()
         code = child.process.poll()
@@ -316,7 +297,7 @@ class _Supervisor:
             self._code = CANNOT_WORK
             self._stop(now)
         elif code != FINISHED:
-            if child.lived_seconds > _HEALTHY_SECONDS:
+            if now - child.born > _HEALTHY_SECONDS:
                 slot.backoff.reset()
             wait = slot.backoff.next()
             slot.next_start = now + wait
@@ -357,18 +338,20 @@ class _Orders:
         self.stop = True
 
 
-def _serve(beats: int) -> NoReturn:
+def _serve(ready: int) -> NoReturn:
     """The life of a child."""
     global _is_child
     _is_child = True
-    os.set_inheritable(beats, False)
     orders = _Orders(_take_stdin())
     settings = orders.settings()
     with _Signals() as signals:
         worker = _make_worker(settings)
+        os.write(ready, b"!")
+        os.close(ready)
         threading.Thread(
-            target=_beat, args=(beats, worker.stuck_after), name="conquiet-beat", daemon=True
+            target=_watch, args=(worker.stuck_after,), name="conquiet-watch", daemon=True
         ).start()
+        worker.start()
         while not (orders.stop or signals.count) and worker.health().threads_alive:
             time.sleep(_LOOK_SECONDS)
         finished = worker._stop(settings["grace"], hurry=lambda: orders.hurry or signals.count > 1)
@@ -393,12 +376,12 @@ def _take_stdin() -> int:
 def _make_worker(settings: dict[str, Any]) -> Worker:
     try:
         worker = resolve(settings["target"])
-        if not isinstance(worker, Worker):
+        if not isinstance(worker, Worker) and callable(worker):
             worker = worker(**settings["arguments"])
         if not isinstance(worker, Worker):
             raise ConfigError(f"{settings['target']} made {worker!r:.80} and not a Worker")
         worker.on_stuck = _ending(worker.on_stuck)
-        worker.start()
+        worker.router.start()  # refuses a chain that cannot work
     except ConquietError as error:
         logger.error("%s", error)
         sys.exit(CANNOT_WORK)
@@ -413,16 +396,21 @@ def _ending(also: Callable[[Health], object] | None) -> Callable[[Health], objec
                 also(health)
         finally:
             logging.shutdown()
+            faulthandler.dump_traceback(file=2)  # where does it hang?
             os.killpg(0, signal.SIGKILL)
 
     return on_stuck
 
 
-def _beat(beats: int, stuck_after: float) -> None:
-    words = f"{stuck_after}\n".encode()
+def _watch(stuck_after: float) -> None:
+    """Keep the watchdog from ending this process; it needs no interpreter lock to do so.
+
+    A handler inside a C function that keeps the lock, such as a regular expression that
+    backtracks for ever, stops every other thread here, the keeper of the worker included.
+    """
+    if not stuck_after < threading.TIMEOUT_MAX:
+        return
     pause = threading.Event()
-    with contextlib.suppress(BrokenPipeError):  # the lifeline has ended too, and stops the worker
-        while True:
-            os.write(beats, words)
-            words = b"."
-            pause.wait(min(_BEAT_SECONDS, stuck_after / 4))
+    while True:
+        faulthandler.dump_traceback_later(stuck_after, file=2, exit=True)
+        pause.wait(min(_WATCH_SECONDS, stuck_after / 4))
