@@ -29,7 +29,7 @@ find_python() {
         fi
     done
     give_up "no Python 3.11 or newer found. Install one (Debian 12 and later: apt-get install python3)," \
-        "or name it: make $* PYTHON=/path/to/python"
+        "or name it: make setup PYTHON=/path/to/python"
 }
 
 make_venv() {
@@ -82,7 +82,9 @@ if command -v flock >/dev/null; then
 fi
 
 if ! up_to_date; then
-    [ -x .venv/bin/python ] && recent_enough .venv/bin/python || make_venv
+    if ! recent_enough .venv/bin/python; then
+        make_venv
+    fi
     install_packages
     find_java
     wanted >"$stamp"
