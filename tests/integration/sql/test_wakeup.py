@@ -1,0 +1,151 @@
+"""S13: a waiting relay learns of new rows at once, and nobody pays for it in a transaction."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from sqlalchemy import event, text
+from tests.integration.sql.claiming import fill
+from tests.waiting import eventually
+
+from conquiet.errors import ConfigError
+from conquiet.sql import wakeup
+from conquiet.sql.claim import OutboxSource
+from conquiet.sql.wakeup import Listener, Notifier, Timer, Watcher, notify_statement, written
+
+
+@pytest.fixture
+def listener(postgres):
+    made = Listener(postgres, "outbox")
+    assert made.wait(5)  # listening now; it says that something may have come before
+    yield made
+    made.close()
+
+
+def test_S13_a_waiting_read_is_woken_by_a_write(engine):
+    source = OutboxSource(engine, poll=30)
+    source.read(1, 0.01)
+    source.read(1, 0.01)
+    found = []
+    thread = threading.Thread(target=lambda: found.extend(source.read(10, 20)))
+    thread.start()
+    began = time.monotonic()
+    fill(engine, 3)
+    written(engine)
+    thread.join(20)
+    assert len(found) == 3
+    assert time.monotonic() - began < 5
+    source.close()
+
+
+def test_S13_a_hundred_writes_are_a_few_notifications(postgres, listener):
+    notifier = Notifier(postgres, interval=0.2)
+    for _ in range(100):
+        notifier.written("outbox")
+    assert listener.wait(5)
+    time.sleep(0.3)
+    assert 1 <= notifier.sent <= 3
+
+
+def test_S13_the_writer_pays_a_flag_and_no_statement(postgres):
+    statements = []
+    event.listen(postgres, "before_cursor_execute", lambda *a: statements.append(a[2]))
+    began = time.perf_counter()
+    for _ in range(1_000):
+        written(postgres)
+    assert time.perf_counter() - began < 0.5
+    assert statements == []
+
+
+def test_S13_polling_finds_what_was_not_announced(engine):
+    source = OutboxSource(engine, poll=0.05, wakeup=False)
+    threading.Timer(0.1, lambda: fill(engine, 1)).start()
+    assert len(source.read(10, 10)) == 1
+    source.close()
+
+
+def test_S13_wakeup_can_be_switched_off(postgres, sqlite):
+    assert isinstance(wakeup.wakeup_of(postgres, enabled=False), Timer)
+    assert isinstance(wakeup.wakeup_of(sqlite, enabled=False), Timer)
+    with postgres.connect() as connection:
+        source = OutboxSource(postgres, wakeup=False)
+        source.read(1, 0.01)
+        query = "SELECT count(*) FROM pg_stat_activity WHERE query LIKE 'LISTEN%'"
+        assert connection.execute(text(query)).scalar_one() == 0
+        source.close()
+
+
+def test_a_listener_holds_no_connection_of_the_pool(postgres, listener):
+    assert postgres.pool.checkedout() == 0
+
+
+def test_a_listener_whose_connection_was_killed_listens_again(postgres, listener):
+    listener._retries._cap = 0.01
+    with postgres.begin() as connection:
+        connection.execute(
+            text(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE query LIKE 'LISTEN%'"
+            )
+        )
+    assert not listener.wait(5)
+    assert eventually(lambda: listener.wait(0.1))
+    written(postgres)
+    assert listener.wait(5)
+
+
+def test_a_server_that_is_away_leaves_the_time_to_pass(postgres, monkeypatch):
+    def refuse(pool):
+        raise postgres.dialect.loaded_dbapi.OperationalError("away")
+
+    monkeypatch.setattr(wakeup, "_connect", refuse)
+    waiting = Listener(postgres, "outbox")
+    assert not waiting.wait(0.01)
+    waiting.close()
+
+
+def test_another_tables_rows_wake_nobody(postgres, listener):
+    written(postgres, "others")
+    assert not listener.wait(0.3)
+
+
+def test_close_ends_a_wait(listener):
+    thread = threading.Thread(target=lambda: listener.wait(60))
+    thread.start()
+    listener.close()
+    thread.join(5)
+    assert not thread.is_alive()
+    assert not listener.wait(60)
+
+
+def test_a_statement_of_ones_own_wakes_too(postgres, listener):
+    with postgres.begin() as connection:
+        connection.execute(text(notify_statement()))
+    assert listener.wait(5)
+
+
+def test_the_thread_that_notifies_ends_when_there_is_nothing_to_say(postgres, monkeypatch):
+    monkeypatch.setattr(wakeup, "_IDLE_SECONDS", 0.05)
+    notifier = Notifier(postgres, interval=0.01)
+    notifier.written("outbox")
+    eventually(lambda: notifier._thread is None)
+    notifier.written("outbox")
+    eventually(lambda: notifier.sent == 2)
+    eventually(lambda: notifier._thread is None)
+
+
+def test_sqlite_is_watched_without_reading_it(sqlite):
+    watcher = Watcher(sqlite)
+    assert watcher.wait(1)  # the first look is always worth a claim
+    assert not watcher.wait(0.05)
+    fill(sqlite, 1)
+    assert watcher.wait(5)
+    assert not watcher.wait(0.05)
+    watcher.close()
+    assert not watcher.wait(60)
+
+
+def test_a_table_name_cannot_smuggle_sql():
+    with pytest.raises(ConfigError):
+        notify_statement("x'; DROP TABLE outbox; --")
