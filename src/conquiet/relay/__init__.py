@@ -1,0 +1,5 @@
+"""The relay: publishes an outbox to a sink, and marks what the sink confirmed."""
+
+from conquiet.relay.relay import Outcome, Relay, publish_batch
+
+__all__ = ["Outcome", "Relay", "publish_batch"]

@@ -1,0 +1,199 @@
+"""Relay: claim → publish → settle, until told to stop.
+
+    claim ──▶ publish ──▶ confirmed ──▶ ack
+                 │ one of several failed ──▶ nack, which costs it an attempt
+                 └ nothing went out ──▶ an outage: nack without cost, pause, smaller batches
+
+A sink that cannot be reached is nobody's fault. Neither, as far as one can tell, is a batch of
+which nothing went out; so the next one is half as large, down to a single message, which is
+then judged by itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from conquiet.acking import Acking, Error, settle
+from conquiet.backoff import Backoff
+from conquiet.errors import Blameless, ConfigError, GivenBack, SinkUnavailable
+from conquiet.message import Message, describe
+from conquiet.sink import Sink
+from conquiet.source import EndOfSource, Source
+
+logger = logging.getLogger("conquiet.relay")
+
+_READ_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one batch."""
+
+    published: int = 0
+    failed: int = 0
+    """Messages that failed by themselves; each has used up an attempt."""
+    outage: Exception | None = None
+    """Why nothing went out at all; it cost no attempt."""
+
+
+class Relay:
+    """Publishes what a source claims to a sink.
+
+    `ordered` keeps the order within a key also when a message fails: what follows it waits.
+    Without a sink that does so by itself (`keeps_order = True`), the messages of one key go
+    out one by one, those of different keys together.
+
+    The process around it, with settings, health and signals, is `conquiet relay run`.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        sink: Sink,
+        *,
+        batch_size: int = 100,
+        ordered: bool = False,
+        longest_pause: float = 10.0,
+    ) -> None:
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+            raise ConfigError(f"batch_size={batch_size!r}: must be a whole number from 1 on")
+        self.source = source
+        self.sink = sink
+        self.batch_size = batch_size
+        self.ordered = ordered
+        self.published = 0
+        self.failed = 0
+        self.last_error: Exception | None = None
+        self._limit = batch_size
+        self._pauses = Backoff(first=0.1, cap=longest_pause)
+        self._stopping = threading.Event()
+
+    def run(self) -> None:
+        """Publish until `stop()`; then close the source and the sink."""
+        try:
+            while not self._stopping.is_set():
+                try:
+                    outcome = self.run_once(_READ_SECONDS)
+                except EndOfSource:
+                    break
+                if outcome.outage is not None:
+                    wait = self._pauses.next()
+                    logger.warning("outage, next try in %.1f s: %s", wait, outcome.outage)
+                    self._stopping.wait(wait)
+        finally:
+            self.source.close()
+            self.sink.close()
+
+    def run_once(self, timeout: float = 0.0) -> Outcome:
+        """One batch; waits `timeout` seconds at most for it. Says what happened, never raises."""
+        try:
+            outcome = publish_batch(
+                self.source, self.sink, self._limit, timeout, ordered=self.ordered
+            )
+        except EndOfSource:
+            raise
+        except Exception as error:  # noqa: BLE001 - the database is away: the same as an outage
+            outcome = Outcome(outage=error)
+        self._learn(outcome)
+        return outcome
+
+    def stop(self) -> None:
+        """End `run()` after the batch that is under way."""
+        self._stopping.set()
+
+    def _learn(self, outcome: Outcome) -> None:
+        self.published += outcome.published
+        self.failed += outcome.failed
+        if outcome.published:
+            self._pauses.reset()
+            self._limit = min(self.batch_size, self._limit * 2)
+        elif outcome.outage is not None:
+            self.last_error = outcome.outage
+            self._limit = max(1, self._limit // 2)
+
+
+def publish_batch(
+    source: Source, sink: Sink, limit: int, timeout: float = 0.0, *, ordered: bool = False
+) -> Outcome:
+    """Claim up to `limit` messages, publish them, settle them.
+
+    Raises what the source raises, when it reads and when it settles: what was published then
+    and could not be marked will be published again.
+    """
+    messages = source.read(limit, timeout)
+    if not messages:
+        return Outcome()
+    answers = _publish_in_order(sink, messages) if ordered else _publish(sink, messages)
+    acked: list[Acking] = []
+    nacked: list[tuple[Acking, Error]] = []
+    outage = _outage(messages, answers)
+    for message, answer in zip(messages, answers, strict=True):
+        if message.acking is None:
+            continue
+        if answer is None:
+            acked.append(message.acking)
+        else:
+            if not isinstance(answer, Blameless):
+                logger.warning(
+                    "not published, attempt %d: %s: %r",
+                    message.deliveries,
+                    describe(message.attributes),
+                    answer,
+                )
+            nacked.append((message.acking, outage or answer))
+    settle(acked, nacked)
+    failed = sum(1 for _, error in nacked if not isinstance(error, Blameless))
+    return Outcome(len(acked), failed, outage)
+
+
+def _outage(messages: Sequence[Message[Any]], answers: Sequence[Error]) -> Exception | None:
+    """The reason why nothing went out, if it is not the fault of a single message."""
+    if None in answers:
+        return None
+    reasons = [answer for answer in answers if not isinstance(answer, GivenBack)]
+    first = reasons[0] if reasons else answers[0]
+    assert first is not None
+    if isinstance(first, Blameless):
+        return first
+    if len(messages) == 1:
+        return None
+    outage = SinkUnavailable(f"none of {len(messages)} messages went out: {first!r:.300}")
+    outage.__cause__ = first
+    return outage
+
+
+def _publish(sink: Sink, messages: Sequence[Message[Any]]) -> Sequence[Error]:
+    try:
+        answers = sink.publish(messages)
+    except Exception as error:  # noqa: BLE001 - becomes the answer for every message
+        return [error] * len(messages)
+    if len(answers) != len(messages):
+        wrong = SinkUnavailable(f"{sink!r} gave {len(answers)} answers to {len(messages)} messages")
+        return [wrong] * len(messages)
+    return answers
+
+
+def _publish_in_order(sink: Sink, messages: Sequence[Message[Any]]) -> Sequence[Error]:
+    """Publish in rounds, each with the next message of every key that has not failed."""
+    if getattr(sink, "keeps_order", False):
+        return _publish(sink, messages)
+    answers: list[Error] = [GivenBack("an earlier message of its key failed")] * len(messages)
+    waiting: dict[object, list[int]] = {}
+    for index, message in enumerate(messages):
+        waiting.setdefault(message.key or index, []).append(index)
+    turn = 0
+    while waiting:
+        indexes = [indexes[turn] for indexes in waiting.values()]
+        keys = list(waiting)
+        turn += 1
+        for key, index, answer in zip(
+            keys, indexes, _publish(sink, [messages[index] for index in indexes]), strict=True
+        ):
+            answers[index] = answer
+            if answer is not None or len(waiting[key]) == turn:
+                del waiting[key]
+    return answers
