@@ -1,0 +1,105 @@
+"""`conquiet outbox`: schema, verify, migrate."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from conquiet.cli import main
+
+
+@pytest.fixture(autouse=True)
+def no_database_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CONQUIET_DATABASE_URL", raising=False)
+
+
+def execute(path: Path, *statements: str) -> None:
+    connection = sqlite3.connect(path)
+    for statement in statements:
+        connection.executescript(statement)
+    connection.close()
+
+
+def test_the_schema_creates_tables_that_verify(tmp_path, capsys) -> None:
+    assert main(["outbox", "schema", "--dialect", "sqlite"]) == 0
+    execute(tmp_path / "shop.db", capsys.readouterr().out)
+    url = f"sqlite:///{tmp_path}/shop.db"
+    assert main(["outbox", "verify", "--url", url]) == 0
+    assert "as conquiet needs them" in capsys.readouterr().out
+
+
+def test_the_schema_of_postgresql_has_its_own_types(capsys) -> None:
+    assert main(["outbox", "schema", "--dialect", "postgresql"]) == 0
+    text = capsys.readouterr().out
+    assert "xid8" in text
+    assert "JSONB" in text
+
+
+def test_tables_can_be_named_and_the_inbox_left_out(capsys) -> None:
+    arguments = ["outbox", "schema", "--dialect", "sqlite", "--table", "sales_outbox"]
+    assert main([*arguments, "--inbox-table", "sales_inbox"]) == 0
+    text = capsys.readouterr().out
+    assert "EXISTS sales_outbox" in text
+    assert "EXISTS sales_inbox" in text
+    assert main([*arguments, "--no-inbox", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["dialect"] == "sqlite"
+    assert "subscriber" not in found["ddl"]
+
+
+def test_a_name_that_would_have_to_be_quoted_is_refused(capsys) -> None:
+    assert main(["outbox", "schema", "--dialect", "sqlite", "--table", 'x"; DROP']) == 2
+    assert "table name" in capsys.readouterr().err
+
+
+def test_migrate_makes_tables_that_verify_and_can_be_run_again(sqlite_url, capsys) -> None:
+    for _ in range(2):
+        assert main(["outbox", "migrate", "--url", sqlite_url]) == 0
+    assert main(["outbox", "verify", "--url", sqlite_url, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"ok": True, "differences": []}
+
+
+def test_the_database_may_be_named_by_the_environment(sqlite_url, monkeypatch) -> None:
+    monkeypatch.setenv("CONQUIET_DATABASE_URL", sqlite_url)
+    assert main(["outbox", "migrate"]) == 0
+    assert main(["outbox", "verify"]) == 0
+
+
+def test_verify_tells_what_differs_and_fails(tmp_path, sqlite_url, capsys) -> None:
+    main(["outbox", "migrate", "--url", sqlite_url])
+    path = Path(sqlite_url.removeprefix("sqlite:///"))
+    execute(path, "DROP INDEX outbox_claimable", "DROP TABLE processed_messages")
+    capsys.readouterr()
+    assert main(["outbox", "verify", "--url", sqlite_url]) == 1
+    captured = capsys.readouterr()
+    assert "processed_messages: table should be there, is missing" in captured.out
+    assert "outbox: index outbox_claimable should be" in captured.out
+    assert "conquiet outbox migrate" in captured.err
+    assert main(["outbox", "verify", "--url", sqlite_url, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [item["what"] for item in found["differences"]] == ["index outbox_claimable", "table"]
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("nonsense", "no database URL"),
+        ("mysql://h/d", "works with postgresql and sqlite"),
+        ("sqlite:////nonexistent/x.db", "conquiet outbox migrate would make it"),
+        (None, "use --url, or set CONQUIET_DATABASE_URL"),
+    ],
+)
+def test_a_url_that_cannot_work_is_refused_in_one_line(url, says, capsys) -> None:
+    assert main(["outbox", "verify", *(["--url", url] if url else [])]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert says in line
+
+
+def test_a_database_out_of_reach_is_one_line_without_the_password(capsys) -> None:
+    assert main(["outbox", "migrate", "--url", "postgresql://u:top-secret@127.0.0.1:1/d"]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert "127.0.0.1" in line
+    assert "top-secret" not in line
