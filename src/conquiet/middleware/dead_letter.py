@@ -196,7 +196,7 @@ def _tagged(value: Any) -> tuple[str, Any]:
 def _unpacked(text: str, attributes: Attributes) -> Attributes:
     try:
         return {
-            name: b64decode(value) if tag == "bytes" else value
+            name: b64decode(value, validate=True) if tag == "bytes" else value
             for name, tag, value in json.loads(text)
         }
     except (TypeError, ValueError, RecursionError) as error:

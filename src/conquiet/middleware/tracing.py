@@ -88,7 +88,10 @@ class Tracing:
         self, messages: Sequence[Message[Any]], call: Callable[[], Sequence[Result]]
     ) -> Sequence[Result]:
         if len(messages) == 1:
-            with self._trace.use_span(messages[0].locals[SPAN], record_exception=False):
+            # No error is written down here: another try may succeed, and `_fail` comes last.
+            with self._trace.use_span(
+                messages[0].locals[SPAN], record_exception=False, set_status_on_exception=False
+            ):
                 results = call()
         else:
             results = self._call_of_many(messages, call)
