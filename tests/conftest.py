@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
@@ -106,6 +106,16 @@ def database_url(postgres_server: embedded.PostgresServer) -> Iterator[str]:
 def sqlite_url(tmp_path: Path) -> str:
     """The SQLAlchemy URL of a SQLite file that does not exist yet."""
     return f"sqlite:///{tmp_path / 'test.sqlite'}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Escape what is no UTF-8 in a captured log: xdist cannot send it, and would end the run."""
+    report = yield
+    report.sections = [
+        (title, text.encode(errors="backslashreplace").decode()) for title, text in report.sections
+    ]
+    return report
 
 
 @pytest.hookimpl(optionalhook=True)
