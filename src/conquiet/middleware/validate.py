@@ -88,26 +88,38 @@ def _compile(kind: str, schema: Schema) -> Any:
 
 
 def _validate(validator: Any, message: Message[Any]) -> None:
-    from jsonschema.exceptions import best_match
-    from referencing.exceptions import Unresolvable
-
     data = _json_value(message)
     try:
-        misfit = best_match(islice(validator.iter_errors(data), _MAX_ERRORS_COMPARED))
+        misfits = list(islice(validator.iter_errors(data), _MAX_ERRORS_COMPARED))
     except RecursionError:
         raise InvalidMessage(
             f"{describe(message.attributes)}: data is nested too deeply to be checked"
         ) from None
-    except Unresolvable as error:
-        raise ConfigError(
-            f"the schema of {message.type!r} refers to what is not in it: {error};"
-            " references are not fetched: put it into $defs"
-        ) from error
-    if misfit is not None:
-        raise InvalidMessage(
-            f"{describe(message.attributes)}: data does not fit its schema at"
-            f" {misfit.json_path:.200}: {misfit.message:.300}"
-        )
+    except Exception as error:
+        raise _broken_schema(error, message) from error
+    if misfits:
+        raise _misfit(misfits, message)
+
+
+def _broken_schema(error: Exception, message: Message[Any]) -> Exception:
+    from referencing.exceptions import Unresolvable
+
+    if not isinstance(error, Unresolvable):
+        return ConfigError(f"the schema of {message.type!r} cannot be applied: {error!r:.300}")
+    return ConfigError(
+        f"the schema of {message.type!r} refers to what is not in it: {error!s:.300};"
+        " references are not fetched: put it into $defs"
+    )
+
+
+def _misfit(misfits: list[Any], message: Message[Any]) -> InvalidMessage:
+    from jsonschema.exceptions import best_match
+
+    best = best_match(iter(misfits))
+    return InvalidMessage(
+        f"{describe(message.attributes)}: data does not fit its schema at"
+        f" {best.json_path:.200}: {best.message:.300}"
+    )
 
 
 def _json_value(message: Message[Any]) -> Any:

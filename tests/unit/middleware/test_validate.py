@@ -175,3 +175,10 @@ def test_without_the_package_it_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "jsonschema", None)
     with pytest.raises(ConfigError, match=r"pip install 'jsonschema>=4\.20'"):
         JsonSchema({})
+
+
+def test_a_pattern_that_is_no_regular_expression_blames_no_message():
+    with pytest.raises(ConfigError, match="schema of 'order'"):
+        JsonSchema({"order": {"properties": {"id": {"pattern": "("}}}}).admit(
+            message({"id": "text"}, type="order")
+        )
