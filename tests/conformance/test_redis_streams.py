@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+from tests.faults.proxy import Proxy
 
 from conquiet.message import Message
 from conquiet.redis import StreamSink, StreamSource
@@ -33,3 +38,39 @@ class OnRedis:
 class TestStreamSource(OnRedis, SourceContract):
     def open_other_group(self) -> Source:
         return self.open(60.0, "shipping")
+
+
+class TestStreamSourceUnderWorker(OnRedis, WorkerContract):
+    pass
+
+
+class TestStreamSink(SinkContract):
+    mode: Any = "binary"
+
+    @pytest.fixture(autouse=True)
+    def _through_a_proxy(self, redis_client: Any) -> Iterator[None]:
+        settings = redis_client.connection_pool.connection_kwargs
+        self.direct = redis_client
+        with Proxy(settings["port"]) as self.proxy:
+            self.client = redis.Redis(
+                port=self.proxy.port, db=settings.get("db", 0), retry=Retry(NoBackoff(), 0)
+            )
+            with self.client:
+                yield
+
+    def open(self) -> StreamSink:
+        return StreamSink(self.client, "orders", mode=self.mode)
+
+    def published(self) -> Sequence[Message[Any]]:
+        source = StreamSource(self.direct, "orders", "published")
+        try:
+            return list(source.replay())
+        finally:
+            source.close()
+
+    def outage(self) -> AbstractContextManager[object]:
+        return self.proxy.outage()
+
+
+class TestStructuredStreamSink(TestStreamSink):
+    mode = "structured"

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 
 from conquiet.codec import SPEC_VERSION, encode_data, from_json, to_json
 from conquiet.errors import ConfigError, InvalidMessage
-from conquiet.message import Attributes, Message, describe
+from conquiet.message import Attributes, Message, check_kinds, describe
 
 Mode = Literal["binary", "structured"]
 Fields: TypeAlias = list[bytes]
@@ -49,7 +49,7 @@ class _Encoded(dict[str, bytes]):
 
     def __missing__(self, name: str) -> bytes:
         if type(name) is not str or not _attribute_name.fullmatch(name) or name == "data":
-            raise InvalidMessage(
+            raise ConfigError(
                 f"attribute name {name!r:.60} must consist of a-z and 0-9, and not be 'data'"
             )
         encoded = name.encode()
@@ -78,14 +78,16 @@ def to_fields(message: Message[Any]) -> Fields:
     """
     attributes = message.attributes
     fields: Fields = []
+    for name in _REQUIRED:
+        if not attributes.get(name):
+            raise InvalidMessage(
+                f"{describe(attributes)}: attribute {name!r} is missing; let the producer set it"
+            )
     try:
-        for name in _REQUIRED:
-            if not attributes.get(name):
-                raise InvalidMessage(f"attribute {name!r} is missing; let the producer set it")
         for name, value in attributes.items():
             fields.append(_encoded[name])
-            fields.append(value.encode() if type(value) is str else _text(name, value))
-    except (InvalidMessage, UnicodeEncodeError) as error:
+            fields.append(value.encode() if type(value) is str else _text(value, attributes))
+    except (ConfigError, UnicodeEncodeError) as error:
         raise InvalidMessage(f"{describe(attributes)}: {error}") from error
     if "specversion" not in attributes:
         fields += (b"specversion", _VERSION)
@@ -95,72 +97,92 @@ def to_fields(message: Message[Any]) -> Fields:
     return fields
 
 
-def _text(name: str, value: object) -> bytes:
+def _text(value: object, attributes: Attributes) -> bytes:
     """A value in CloudEvents' canonical string form."""
+    check_kinds(attributes)
     if isinstance(value, bool):
         return b"true" if value else b"false"
-    if isinstance(value, int):
-        return b"%d" % value
-    if isinstance(value, bytes):
-        return b64encode(value)
-    if isinstance(value, str):
-        return value.encode()
-    raise InvalidMessage(
-        f"attribute {name!r:.60} must be a string, a number without fraction, a boolean or"
-        f" bytes, not {type(value).__name__}"
-    )
+    return b64encode(value) if isinstance(value, bytes) else str(value).encode()
 
 
 # --- reading --------------------------------------------------------------------------------
 
 
-class _Decoded(dict[bytes, str]):
-    """Attribute names as text, checked once each."""
+class _Shapes(dict[tuple[bytes, ...], tuple[tuple[str, ...], int | None, int | None]]):
+    """What the names of an entry's fields mean, worked out once: entries look alike.
 
-    def __missing__(self, name: bytes) -> str:
-        decoded = name.decode()
-        if not _attribute_name.fullmatch(decoded):
-            raise KeyError(name)
+    Holds the names of the attributes, and where data and topic stand among the values.
+    """
+
+    def __missing__(
+        self, fields: tuple[bytes, ...]
+    ) -> tuple[tuple[str, ...], int | None, int | None]:
+        if len(set(fields)) < len(fields):
+            raise KeyError("a field twice")
+        names = list(fields)
+        data_at = _take(names, _DATA)
+        topic_at = _take(names, TOPIC_FIELD)
+        shape = (tuple(map(_name, names)), data_at, topic_at)
         if len(self) < _MAX_NAMES:
-            self[name] = decoded
-        return decoded
+            self[fields] = shape
+        return shape
 
 
-_decoded = _Decoded()
+def _take(names: list[bytes], name: bytes) -> int | None:
+    if name not in names:
+        return None
+    place = names.index(name)
+    del names[place]
+    return place
 
 
-def from_fields(fields: Sequence[bytes]) -> Content:
+def _name(field: bytes) -> str:
+    name = field.decode()
+    if not _attribute_name.fullmatch(name):
+        raise KeyError(field)
+    return name
+
+
+_shapes = _Shapes()
+_to_text = bytes.decode
+
+
+def from_fields(fields: list[bytes]) -> Content:
     """Data, attributes and topic of an entry in either mode; raises `InvalidMessage`.
 
     >>> from_fields([b"specversion", b"1.0", b"type", b"t", b"data", b"x"])
     (b'x', {'specversion': '1.0', 'type': 't'}, None)
     """
-    pairs = iter(fields)
-    raw = dict(zip(pairs, pairs, strict=True))
-    data = raw.pop(_DATA, b"")
-    topic = raw.pop(TOPIC_FIELD, None)
     try:
-        attributes = {_decoded[name]: value.decode() for name, value in raw.items()}
+        names, data_at, topic_at = _shapes[tuple(fields[::2])]
+        values = fields[1::2]
+        data = b"" if data_at is None else values.pop(data_at)
+        topic = None if topic_at is None else values.pop(topic_at).decode()
+        attributes: Attributes = dict(zip(names, map(_to_text, values), strict=True))
         if attributes["specversion"] == SPEC_VERSION:
-            return data, attributes, None if topic is None else topic.decode()
-    except (KeyError, UnicodeDecodeError):
+            return data, attributes, topic
+    except (KeyError, ValueError):  # UnicodeDecodeError is a ValueError
         pass
-    return _from_unusual(raw, data, topic)
+    return _from_unusual(fields)
 
 
-def _from_unusual(raw: dict[bytes, bytes], data: bytes, topic: bytes | None) -> Content:
+def _from_unusual(fields: Sequence[bytes]) -> Content:
     """An entry in structured mode or with more fields of ours; or say what is wrong with it."""
-    known = {name: value for name, value in raw.items() if not name.startswith(b":")}
-    structured = known.get(STRUCTURED_FIELD)
+    if len(fields) % 2:
+        raise InvalidMessage("a field has no value")
+    known = dict(zip(fields[::2], fields[1::2], strict=True))
     try:
-        goes_to = None if topic is None else topic.decode()
-        if structured is not None and len(known) == 1 and not data:
+        topic = known[TOPIC_FIELD].decode() if TOPIC_FIELD in known else None
+        known = {name: value for name, value in known.items() if not name.startswith(b":")}
+        structured = known.get(STRUCTURED_FIELD)
+        if structured is not None and len(known) == 1:
             message = from_json(structured)
-            return message.data, message.attributes, goes_to
+            return message.data, message.attributes, topic
         if b"specversion" not in known:
             names = b", ".join(sorted(known)[:10]).decode(errors="backslashreplace")
             raise InvalidMessage(f"no field 'specversion' among {names or 'its fields':.200}")
-        attributes = {_decoded[name]: value.decode() for name, value in known.items()}
+        data = known.pop(_DATA, b"")
+        attributes = {_name(name): value.decode() for name, value in known.items()}
     except KeyError as error:
         raise InvalidMessage(f"field {error.args[0]!r:.60} is not an attribute's name") from error
     except UnicodeDecodeError as error:
@@ -169,4 +191,4 @@ def _from_unusual(raw: dict[bytes, bytes], data: bytes, topic: bytes | None) -> 
         raise InvalidMessage(
             f"specversion must be {SPEC_VERSION!r}, not {attributes['specversion']!r:.40}"
         )
-    return data, attributes, goes_to
+    return data, attributes, topic

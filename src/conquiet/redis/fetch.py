@@ -57,13 +57,7 @@ class Fetch:
 
     def _own_of(self, stream: GroupStream, found: list[Delivery], count: int) -> None:
         assert stream.own_from is not None
-        try:
-            entries = stream.read_own(stream.own_from, count)
-        except redis.ResponseError as error:
-            if not is_without_group(error):
-                raise
-            self.repair()
-            entries = []
+        entries = stream.read_own(stream.own_from, count)
         if entries:
             now = time.monotonic()
             counts = stream.still_ours(entry_id for entry_id, _ in entries)
@@ -133,16 +127,12 @@ class Fetch:
         command.append(b"STREAMS")
         command.extend(stream.key for stream in streams)
         command.extend([b">"] * len(streams))
-        try:
-            return entries_by_stream(first.call(b"XREADGROUP", *command, wait=max(wait, 0.0)))
-        except redis.ResponseError as error:
-            if not is_without_group(error):
-                raise
-            self.repair()
-            return {}
+        return entries_by_stream(first.call(b"XREADGROUP", *command, wait=max(wait, 0.0)))
 
-    def repair(self) -> None:
-        """Create again what somebody deleted."""
+    def repair(self, error: redis.ResponseError) -> bool:
+        """Create again what somebody deleted, if that is what the error says."""
+        if not str(error).startswith(("NOGROUP", "UNBLOCKED")):
+            return False
         for stream in self._streams:
             if stream.repair():
                 stream.tell_lease(self._lease_ms)
@@ -151,10 +141,7 @@ class Fetch:
                     " is delivered again",
                     *(stream.group.decode(), stream.name),
                 )
-
-
-def is_without_group(error: redis.ResponseError) -> bool:
-    return str(error).startswith(("NOGROUP", "UNBLOCKED"))
+        return True
 
 
 def _by_slot(wire: Wire, streams: Sequence[GroupStream]) -> list[list[GroupStream]]:

@@ -80,21 +80,21 @@ class GroupStream:
     def tell_lease(self, milliseconds: int) -> None:
         """Let the others know how long our entries may be idle before they are stale."""
         try:
-            self.call(b"HSET", self._leases, self._lease_field(self.consumer), milliseconds)
+            self.call(b"HSET", self._leases, self.lease_field(self.consumer), milliseconds)
         except redis.ResponseError as error:  # an ACL that knows nothing of this key
             logger.warning("others take their own lease for ours: %s", error)
 
     def leases(self) -> dict[bytes, int]:
         """How long the entries of each consumer may be idle, in milliseconds."""
         told = pairs(self.call(b"HGETALL", self._leases))
-        prefix = self._lease_field(b"")
+        prefix = self.lease_field(b"")
         return {
             field[len(prefix) :]: int(value)
             for field, value in told.items()
             if field.startswith(prefix)
         }
 
-    def _lease_field(self, consumer: bytes) -> bytes:
+    def lease_field(self, consumer: bytes) -> bytes:
         return b"%d:%s:%s" % (len(self.group), self.group, consumer)
 
     # --- entries ----------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import redis
+from redis import exceptions
 
 from conquiet.acking import Error
 from conquiet.errors import ConfigError, ConquietError, SinkUnavailable
@@ -15,16 +15,13 @@ from conquiet.redis.topic import Topic
 from conquiet.redis.wire import TROUBLE, Command, Wire
 
 _NOT_ITS_FAULT = (
-    "OOM",
-    "LOADING",
-    "READONLY",
-    "MASTERDOWN",
-    "CLUSTERDOWN",
-    "TRYAGAIN",
-    "MISCONF",
-    "NOREPLICAS",
-    "BUSY",
+    exceptions.ClusterDownError,
+    exceptions.MasterDownError,
+    exceptions.OutOfMemoryError,
+    exceptions.ReadOnlyError,
+    exceptions.TryAgainError,
 )
+_NOT_ITS_FAULT_CODES = ("MISCONF", "NOREPLICAS", "BUSY ", "CLUSTERDOWN")
 
 
 class Refused(ConquietError):
@@ -103,6 +100,6 @@ def _answer(message: Message[Any], reply: object) -> Exception:
     name = describe(message.attributes)
     if isinstance(reply, TROUBLE):
         return SinkUnavailable(f"{name}: the answer of Redis was lost: {reply}")
-    if isinstance(reply, redis.RedisError) and str(reply).startswith(_NOT_ITS_FAULT):
+    if isinstance(reply, _NOT_ITS_FAULT) or str(reply).startswith(_NOT_ITS_FAULT_CODES):
         return SinkUnavailable(f"{name}: Redis takes nothing now: {reply}")
     return Refused(f"{name}: Redis refused it: {reply}")

@@ -26,6 +26,7 @@ from conquiet.acking import Acking, Error
 from conquiet.errors import Blameless, ConfigError, GivenBack, InvalidMessage, StoreError
 from conquiet.message import Message, new_id
 from conquiet.redis.claim import Claims
+from conquiet.redis.consumer import remove_consumer
 from conquiet.redis.delivery import FIRST, LAST, Delivery, id_after, split_id
 from conquiet.redis.entry import UndecodableEntry, from_fields
 from conquiet.redis.fetch import Fetch
@@ -33,7 +34,7 @@ from conquiet.redis.group import GroupStream, Start
 from conquiet.redis.letter import letter
 from conquiet.redis.topic import Streams, streams_of
 from conquiet.redis.waiting import Waiter, Waiting
-from conquiet.redis.wire import TROUBLE, Argument, Command, Wire
+from conquiet.redis.wire import TROUBLE, Argument, Wire
 
 logger = logging.getLogger("conquiet.redis")
 
@@ -49,7 +50,8 @@ class StreamSource:
     `consumer` is best left out, unless the name is stable and used by one process at a time,
     as that of a StatefulSet's pod: then what a crashed process held is read again at once.
     `lease` is how long a message may lie with a dead consumer; a worker renews it while a
-    handler runs. `max_in_flight` bounds what is read and not settled. `max_deliveries` sends
+    handler runs. `batch` bounds one read, `max_in_flight` what is read and not settled, `block`
+    the time that one command waits. `max_deliveries` sends
     what failed that often to the stream `dead_letters`; by default only entries that are no
     CloudEvents go there. `delete` is for outboxes: what is acked is also deleted.
 
@@ -68,6 +70,7 @@ class StreamSource:
         lease: float = 60.0,
         claim_interval: float | None = None,
         block: float | None = None,
+        batch: int | None = None,
         max_in_flight: int = 10_000,
         max_deliveries: int | None = None,
         dead_letters: str | None = None,
@@ -81,7 +84,7 @@ class StreamSource:
         if start not in get_args(Start):
             raise ConfigError(f"start={start!r}: a group starts at the 'beginning' or 'now'")
         _check_seconds(lease=lease, claim_interval=claim_interval, block=block)
-        _check_counts(max_in_flight=max_in_flight, max_deliveries=max_deliveries)
+        _check_counts(batch=batch, max_in_flight=max_in_flight, max_deliveries=max_deliveries)
         self.lease = lease
         self.group = group
         self.consumer = consumer or f"{socket.gethostname()}-{os.getpid()}-{new_id()[-12:]}"
@@ -98,6 +101,7 @@ class StreamSource:
         self._fetch = Fetch(self._wire, self._streams, start, lease)
         self._claims = Claims(self._streams, lease, claim_interval or lease / 2)
         self._block = block
+        self._batch = batch
         self._max_in_flight = max_in_flight
         self._max_deliveries = max_deliveries
         self._dead_letters = dead_letters
@@ -137,6 +141,7 @@ class StreamSource:
         """Up to `limit` messages, those first that wait to be delivered again."""
         if limit < 1:
             raise ConfigError(f"limit={limit}: read at least 1 message")
+        limit = limit if self._batch is None else min(limit, self._batch)
         end = time.monotonic() + timeout
         while not self._closed:
             batch = self._read(limit, end)
@@ -155,14 +160,20 @@ class StreamSource:
                 self._take_again(again, limit)
             self._find(found, limit - len(again), end, bool(again))
         except (redis.RedisError, OSError) as error:
-            self._claims.look_for_lost_replies()
-            if not again and not found:
-                raise StoreError(f"{self!r} cannot be read: {error}") from error
-            logger.warning("%r: a part could not be read: %r", self, error)
+            self._overcome(error, has_some=bool(again or found))
         messages = self._messages(again) if again else []
         if found:
             messages += self._hold_back(self._messages(found))
         return messages
+
+    def _overcome(self, error: Exception, *, has_some: bool) -> None:
+        """A read that failed midway gives what it has; the next will show if it fails again."""
+        if isinstance(error, redis.ResponseError) and self._fetch.repair(error):
+            return
+        self._claims.look_for_lost_replies()
+        if not has_some:
+            raise StoreError(f"{self!r} cannot be read: {error}") from error
+        logger.warning("%r: a part could not be read: %r", self, error)
 
     def _find(self, found: list[Delivery], limit: int, end: float, has_some: bool) -> None:
         """What is ours from before, what others let lie, what is new; older before newer."""
@@ -371,24 +382,20 @@ class StreamSource:
             self._wait(delivery, delivery.deliveries + 1)
 
     def _bury(self, delivery: Delivery, deliveries: int, error: Error) -> None:
+        """Write the letter, then ack. Not in one MULTI: EXEC acks even if the XADD fails."""
         stream = delivery.stream
-        place = self._dead_letters or f"{stream.name}:dead"
-        add: Command = (b"XADD", place, b"*", *letter(delivery, deliveries, error))
-        ack: Command = (b"XACK", stream.key, stream.group, delivery.id)
-        drop: list[Command] = [(b"XDEL", stream.key, delivery.id)] if self._delete else []
+        place = (self._dead_letters or f"{stream.name}:dead").encode()
         try:
-            if len(self._wire.by_slot([stream.key, place.encode()])) == 1:
-                self._wire.atomically(stream.key, [add, ack, *drop])
-            else:
-                self._wire.call(place.encode(), *add)
-                stream.settle([delivery.id], delete=self._delete)
+            self._wire.call(place, b"XADD", place, b"*", *letter(delivery, deliveries, error))
+            stream.settle([delivery.id], delete=self._delete)
         except (redis.RedisError, OSError) as failure:
             logger.error("no dead letter could be written for %r: %r", delivery, failure)
             self._wait(delivery, deliveries + 1)
             return
         stream.held.pop(delivery.id, None)
         self.dead += 1
-        logger.error("dead letter in %r: %r: %s", place, delivery, error or "delivered too often")
+        why = error or "delivered too often"
+        logger.error("dead letter in %r: %r: %s", place.decode(), delivery, why)
 
     # --- leases and life --------------------------------------------------------------------
 
@@ -436,9 +443,8 @@ class StreamSource:
                 try:
                     data, attributes, topic = from_fields(fields)
                 except InvalidMessage as error:
-                    logger.warning(
-                        "%s", UndecodableEntry(stream.name, entry_id.decode(), str(error))
-                    )
+                    why = UndecodableEntry(stream.name, entry_id.decode(), str(error))
+                    logger.warning("left out of a replay: %s", why)
                     continue
                 message: Message[Any] = Message(data, attributes, topic=topic or stream.topic)
                 message.locals["position"] = entry_id.decode()
@@ -464,6 +470,16 @@ class StreamSource:
         self._uncount(held, b"IDLE", max(1, round(self.lease * 1000)))
         for stream in self._streams:
             stream.held.clear()
+        if self._is_ours:
+            self._remove_name()
+
+    def _remove_name(self) -> None:
+        """Nobody will ever use a name again that we made up; if it holds nothing, it may go."""
+        try:
+            for stream in self._streams:
+                remove_consumer(self._wire, stream.name, self.group, self.consumer)
+        except (redis.RedisError, OSError) as error:
+            logger.debug("%r: the consumer's name stays: %r", self, error)
 
     def __repr__(self) -> str:
         names = ", ".join(stream.name for stream in self._streams)

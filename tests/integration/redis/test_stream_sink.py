@@ -1,0 +1,165 @@
+"""The stream sink: partitions, mapping, and messages that fail alone."""
+
+from __future__ import annotations
+
+import pytest
+import redis
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.integration.redis.conftest import numbered
+
+from conquiet.errors import ConfigError, SinkUnavailable
+from conquiet.redis import StreamSink, Topic
+from conquiet.redis.topic import beside, streams_of
+
+
+def fields(client, stream):
+    return [entry for _, entry in client.xrange(stream)]
+
+
+def test_a_message_is_one_entry_with_a_field_per_attribute(redis_client):
+    StreamSink(redis_client, "orders").publish(numbered(1, subject="order-7"))
+    [entry] = fields(redis_client, "orders")
+    assert entry == {
+        b"id": b"m-0",
+        b"type": b"sample",
+        b"source": b"/test",
+        b"subject": b"order-7",
+        b"specversion": b"1.0",
+        b"data": b"0",
+    }
+
+
+def test_a_batch_is_one_round_trip_and_no_stream_is_ever_trimmed(recorded, redis_client):
+    sink = StreamSink(redis_client, "orders")
+    sink.publish(numbered(1))
+    commands = [c for c in recorded(lambda: sink.publish(numbered(50))) if c.startswith("X")]
+    assert len(commands) == 50
+    assert all(command.startswith("XADD orders * ") for command in commands)
+
+
+def test_a_topic_goes_where_it_is_mapped(redis_client):
+    sink = StreamSink(redis_client, streams={"orders": "shop.orders", "sales": Topic("s", 2)})
+    messages = numbered(3)
+    for message, topic in zip(messages, ["orders", "sales", "other"], strict=True):
+        message.topic = topic
+    assert sink.publish(messages) == [None, None, None]
+    streams = {key.decode() for key in redis_client.scan_iter()}
+    assert streams in ({"shop.orders", "s:{0}", "other"}, {"shop.orders", "s:{1}", "other"})
+
+
+def test_a_message_without_a_topic_fails_alone(redis_client):
+    messages = numbered(2)
+    messages[1].topic = "orders"
+    first, second = StreamSink(redis_client).publish(messages)
+    assert isinstance(first, ConfigError)
+    assert second is None
+
+
+def test_the_messages_of_a_key_share_a_stream_in_their_order(redis_client):
+    messages = [m for n in range(20) for m in numbered(10, n * 10, partitionkey=f"customer-{n}")]
+    StreamSink(redis_client, "orders", partitions=4).publish(messages)
+    seen = {}
+    for stream in Topic("orders", 4).streams:
+        assert redis_client.exists(stream)
+        for entry in fields(redis_client, stream):
+            seen.setdefault(entry[b"partitionkey"], []).append((stream, int(entry[b"data"])))
+    for places in seen.values():
+        assert len({stream for stream, _ in places}) == 1
+        assert [n for _, n in places] == sorted(n for _, n in places)
+
+
+def test_what_has_no_key_is_spread(redis_client):
+    StreamSink(redis_client, "orders", partitions=4).publish(numbered(200))
+    lengths = [redis_client.xlen(stream) for stream in Topic("orders", 4).streams]
+    assert min(lengths) > 20
+
+
+@given(key=st.text(), partitions=st.integers(1, 64))
+def test_every_key_has_a_partition(key, partitions):
+    topic = Topic("orders", partitions)
+    assert 0 <= topic.partition(key) < partitions
+    assert topic.stream(key) in topic.streams
+
+
+def test_where_a_key_lives_never_changes():
+    # A change here would break the order of every key of every user.
+    keys = ["", "größer", *(f"customer-{n}" for n in range(8))]
+    partitions = [Topic("orders", 8).partition(key) for key in keys]
+    assert partitions == [0, 7, 4, 7, 3, 0, 4, 7, 3, 0]
+
+
+def test_the_keys_of_one_partition_differ_in_their_lower_bits():
+    import zlib
+
+    topic = Topic("orders", 4)
+    mine = [key for key in map(str, range(1_000)) if topic.partition(key) == 0]
+    lanes = [sum(zlib.crc32(key.encode()) % 4 == lane for key in mine) for lane in range(4)]
+    assert min(lanes) > len(mine) / 10
+
+
+def test_a_key_of_another_type_fails_alone(redis_client):
+    redis_client.set("broken", "text")
+    messages = numbered(3)
+    messages[1].topic = "broken"
+    answers = StreamSink(redis_client, "orders").publish(messages)
+    assert [answer is None for answer in answers] == [True, False, True]
+    assert "WRONGTYPE" in str(answers[1])
+    assert not isinstance(answers[1], SinkUnavailable)
+
+
+def test_what_an_acl_forbids_fails_alone(redis_client):
+    redis_client.acl_setuser(
+        "shop", enabled=True, nopass=True, keys=["orders"], commands=["+xadd"], reset=True
+    )
+    settings = redis_client.connection_pool.connection_kwargs
+    try:
+        with redis.Redis(port=settings["port"], username="shop", password="x") as client:
+            messages = numbered(2)
+            messages[0].topic = "secret"
+            answers = StreamSink(client, "orders").publish(messages)
+        assert "NOPERM" in str(answers[0]) or "No permissions" in str(answers[0])
+        assert answers[1] is None
+    finally:
+        redis_client.acl_deluser("shop")
+
+
+def test_a_full_server_is_nobodys_fault(redis_client):
+    redis_client.config_set("maxmemory", 1)
+    try:
+        answers = StreamSink(redis_client, "orders").publish(numbered(2))
+    finally:
+        redis_client.config_set("maxmemory", 0)
+    assert all(isinstance(answer, SinkUnavailable) for answer in answers)
+    assert "maxmemory" in str(answers[0])
+
+
+@pytest.mark.parametrize("settings", [{"partitions": 0}, {"partitions": 1.5}, {"mode": "xml"}])
+def test_settings_that_cannot_work_are_refused(settings, redis_client):
+    with pytest.raises(ConfigError):
+        StreamSink(redis_client, "orders", **settings)
+
+
+def test_clients_that_cannot_serve_are_refused(redis_client):
+    import redis.asyncio
+
+    for client in (redis_client.pipeline(), redis.asyncio.Redis(), object()):
+        with pytest.raises(ConfigError, match="cannot be used"):
+            StreamSink(client, "orders")
+
+
+def test_keys_beside_a_stream_share_its_slot():
+    from redis.crc import key_slot
+
+    for stream in ("orders", "orders:{0}", "{a}b"):
+        assert key_slot(beside(stream, "conquiet:x:").encode()) == key_slot(stream.encode())
+
+
+def test_streams_know_their_topic():
+    given = ["plain", Topic("sales", 2), "orders:{3}"]
+    assert streams_of(given) == {
+        "plain": "plain",
+        "sales:{0}": "sales",
+        "sales:{1}": "sales",
+        "orders:{3}": "orders",
+    }
