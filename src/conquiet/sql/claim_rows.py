@@ -218,7 +218,7 @@ class Rows:
         assert connection is not None
         try:
             unmarked = self._mark(connection, published, failures)
-            connection.commit()
+            self._commit(connection)
         except self._errors as error:
             raise self._store_error(error) from error
         finally:
@@ -239,6 +239,9 @@ class Rows:
             logger.warning("marking a batch failed, now row by row: %s", _one_line(error))
             return self._mark_each(connection, published, failures)
         return ()
+
+    def _commit(self, connection: Connection) -> None:
+        connection.commit()
 
     def _mark_all(
         self, connection: Connection, published: Sequence[int], failures: Sequence[Failure]
@@ -295,6 +298,7 @@ class PsycopgRows(Rows):
 
     def __init__(self, engine: Engine, table: Table, ordered: bool) -> None:
         super().__init__(engine, table, ordered)
+        self._can_pipeline: bool = engine.dialect.loaded_dbapi.Pipeline.is_supported()
         columns = ", ".join(
             "attributes::text" if name == "attributes" else name for name in _COLUMNS
         )
@@ -322,6 +326,9 @@ class PsycopgRows(Rows):
         )
         self._of_keys_sql = _OF_KEYS.format(table=self.name, keys="%s::text[]", each="%s::integer")
 
+    def _pipeline(self, driver: Any) -> contextlib.AbstractContextManager[object]:
+        return driver.pipeline() if self._can_pipeline else contextlib.nullcontext()
+
     def _any(
         self, connection: Connection, limit: int, held: Sequence[int], unkeyed: bool
     ) -> list[Row]:
@@ -332,9 +339,35 @@ class PsycopgRows(Rows):
         return self._fetch(connection, self._of_keys_sql, (keys, each))
 
     def _fetch(self, connection: Connection, sql: str, given: Sequence[Any]) -> list[Row]:
-        with dialect.driver_connection(connection).cursor(binary=True) as cursor:
+        driver = dialect.driver_connection(connection)
+        # BEGIN, which psycopg sends first, and the statement in one round trip.
+        with self._pipeline(driver), driver.cursor(binary=True) as cursor:
             cursor.execute(sql, given)
             return _as_rows(cursor.fetchall())
+
+    def _mark(
+        self, connection: Connection, published: Sequence[int], failures: Sequence[Failure]
+    ) -> Sequence[int]:
+        """Savepoint, marks and COMMIT in one round trip; a failed mark keeps it from committing."""
+        if not published and not failures:
+            return ()
+        driver = dialect.driver_connection(connection)
+        try:
+            with self._pipeline(driver):
+                driver.execute("SAVEPOINT marks")
+                self._mark_all(connection, published, failures)
+                driver.commit()
+        except self._errors as error:
+            if dialect.is_lost(connection) or dialect.is_store_failure(error):
+                raise
+            logger.warning("marking a batch failed, now row by row: %s", _one_line(error))
+            driver.execute("ROLLBACK TO SAVEPOINT marks")
+            return self._mark_each(connection, published, failures)
+        return ()
+
+    def _commit(self, connection: Connection) -> None:
+        # By the driver: SQLAlchemy has not seen the statements that went past it.
+        dialect.driver_connection(connection).commit()
 
     def _mark_all(
         self, connection: Connection, published: Sequence[int], failures: Sequence[Failure]
