@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
+from tests.waiting import eventually
 
+from conquiet import Message
 from conquiet.cli import main
+from conquiet.redis import StreamSink
 
 
 def test_outbox_migrate_and_verify_on_postgresql(database_url: str, capsys) -> None:
@@ -33,3 +41,54 @@ def test_doctor_reaches_the_servers_that_are_named(
     checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
     assert "postgresql" in checks["database"]["detail"]
     assert "version" in checks["redis server"]["detail"]
+
+
+APP = """
+import msgspec
+from conquiet import Router
+
+class Greet(msgspec.Struct):
+    name: str
+
+class Greeted(msgspec.Struct):
+    name: str
+
+router = Router()
+
+@router.command(source="/hall")
+def greet(order: Greet) -> Greeted:
+    if order.name == "nobody":
+        raise ValueError("nobody is here")
+    return Greeted(order.name)
+"""
+
+
+@pytest.mark.parametrize("processes", [[], ["--processes", "2"]])
+def test_a_router_works_from_stream_to_stream(
+    redis_url: str, redis_client: Any, tmp_path: Path, processes: list[str]
+) -> None:
+    (tmp_path / "app.py").write_text(APP)
+    names = [*(f"n-{number}" for number in range(50)), "nobody"]
+    StreamSink(redis_client, "commands").publish(
+        [
+            Message(b'{"name": "%s"}' % name.encode(), {"id": name, "type": "greet", "source": "/"})
+            for name in names
+        ]
+    )
+    source = f"{redis_url}?stream=commands&group=hall&dead_letters=failed"
+    command = [sys.executable, "-m", "conquiet", "worker", "run", "app:router", "--tries", "2"]
+    process = subprocess.Popen(
+        [*command, "--source", source, "--sink", "redis:?stream=events", *processes],
+        cwd=tmp_path,
+        env={**os.environ, "CONQUIET_REDIS_URL": redis_url},
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        eventually(
+            lambda: redis_client.xlen("events") == 50 and redis_client.xlen("failed") == 1,
+            timeout=60,
+        )
+        eventually(lambda: redis_client.xpending("commands", "hall")["pending"] == 0, timeout=30)
+    finally:
+        process.terminate()
+        assert process.wait(timeout=60) == 0

@@ -262,7 +262,7 @@ def test_several_processes_run_a_worker_each(app: Path, started: Any) -> None:
         (["app:number"], "must be a Router, a Worker, or a function"),
         (["broken:router"], "importing broken failed: SyntaxError"),
         (["needy:router"], "needy imports 'not_there', which is not installed"),
-        (["app:router", "--source", "redis://x"], "conquiet[redis]"),
+        (["app:router", "--source", "redis://x"], "say which stream, as in ?stream="),
         (["app:router", "--source", "file:no.jsonl"], "No such file"),
         (["app:router", "--dead-letters", "no/dead.jsonl"], "--dead-letters no/dead.jsonl"),
         (["app:router", "--processes", "2"], "stdin is read by one process; use --threads"),

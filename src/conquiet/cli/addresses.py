@@ -8,7 +8,8 @@ from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from conquiet.errors import ConfigError
 from conquiet.jsonlines import MAX_LINE_BYTES, LinesSink, LinesSource
@@ -20,21 +21,21 @@ from conquiet.source import Source
 class Reading:
     """How a source shall read; each kind of source uses what concerns it."""
 
-    dead_letters: Sink | None = None
-    tries: int = 3
-    max_line_bytes: int = MAX_LINE_BYTES
+    dead_letters: Path | None = None
+    tries: int | None = None
+    max_line_bytes: int | None = None
     files: ExitStack = field(default_factory=ExitStack)
     """Closed when the worker has ended."""
 
 
-def _read_stdin(rest: str, reading: Reading) -> Source:
+def _read_stdin(url: str, reading: Reading) -> Source:
     # Not sys.stdin: a buffer of our own, which nobody closes while it is read.
     stream = open(0, "rb", closefd=False)  # noqa: SIM115
     return _lines(stream, "stdin:", reading)
 
 
-def _read_file(rest: str, reading: Reading) -> Source:
-    path = _path(rest)
+def _read_file(url: str, reading: Reading) -> Source:
+    path = _path(url)
     try:
         stream = reading.files.enter_context(path.open("rb"))
         stream.peek(1)  # a directory can be opened, but not read
@@ -44,34 +45,119 @@ def _read_file(rest: str, reading: Reading) -> Source:
 
 
 def _lines(stream: BinaryIO, name: str, reading: Reading) -> Source:
+    letters = None
+    if reading.dead_letters is not None:
+        letters = _open_dead_letters(reading.dead_letters, reading.files)
     return LinesSource(
         stream,  # type: ignore[arg-type]  # BinaryIO does not tell that it has read1
-        reading.dead_letters,
-        tries=reading.tries,
-        max_line_bytes=reading.max_line_bytes,
+        letters,
+        tries=reading.tries or 3,
+        max_line_bytes=reading.max_line_bytes or MAX_LINE_BYTES,
         name=name,
     )
 
 
-def _write_stdout(rest: str, files: ExitStack) -> Sink:
+def _open_dead_letters(path: Path, files: ExitStack) -> LinesSink:
+    is_new = not path.exists()
+    stream = _append_to(path, "--dead-letters")  # now: not when the first message has failed
+
+    def remove_if_unused() -> None:
+        if is_new and path.stat().st_size == 0:
+            path.unlink()
+
+    files.callback(remove_if_unused)
+    files.enter_context(stream)
+    return LinesSink(stream)
+
+
+def _read_redis(url: str, reading: Reading) -> Source:
+    if reading.dead_letters is not None or reading.max_line_bytes is not None:
+        raise ConfigError(
+            "--dead-letters and --max-line-bytes are for JSON lines; dead letters of a stream go"
+            " to another stream: add &dead_letters=NAME to the URL"
+        )
+    place = _StreamPlace(url, "--source", needs_group=True)
+    return place.room.StreamSource(  # type: ignore[no-any-return]
+        place.client(),
+        place.topic,
+        place.group,
+        max_deliveries=reading.tries,
+        dead_letters=place.dead_letters,
+    )
+
+
+def _write_stdout(url: str, files: ExitStack) -> Sink:
     return LinesSink(sys.stdout.buffer)
 
 
-def _write_file(rest: str, files: ExitStack) -> Sink:
-    return LinesSink(files.enter_context(append_to(_path(rest), "--sink")))
+def _write_file(url: str, files: ExitStack) -> Sink:
+    return LinesSink(files.enter_context(_append_to(_path(url), "--sink")))
 
 
-def append_to(path: Path, option: str) -> BinaryIO:
+def _write_redis(url: str, files: ExitStack) -> Sink:
+    place = _StreamPlace(url, "--sink", needs_group=False)
+    name = place.topic.name
+    return place.room.StreamSink(  # type: ignore[no-any-return]
+        place.client(), name, streams={name: place.topic}
+    )
+
+
+class _StreamPlace:
+    """What a URL says about a stream: `redis://HOST/0?stream=NAME&group=NAME&partitions=N`.
+
+    Without a host, it is on the server of CONQUIET_REDIS_URL, or of this machine.
+    """
+
+    def __init__(self, url: str, option: str, needs_group: bool) -> None:
+        self.room: Any = _room("redis")
+        parts = urlsplit(url)
+        query = dict(parse_qsl(parts.query))
+        stream, self.group = query.pop("stream", ""), query.pop("group", "")
+        if not stream or (needs_group and not self.group):
+            wanted = "stream=commands&group=billing" if needs_group else "stream=events"
+            raise ConfigError(f"{option} redis://…: say which stream, as in ?{wanted}")
+        partitions = query.pop("partitions", "1")
+        if not partitions.isdecimal():
+            raise ConfigError(f"{option}: partitions={partitions!r:.40} is not a whole number")
+        self.topic = self.room.Topic(stream, int(partitions))
+        self.dead_letters = query.pop("dead_letters", None)
+        self._url = urlunsplit(parts._replace(query=urlencode(query)))
+        if not parts.netloc:
+            self._url = os.environ.get("CONQUIET_REDIS_URL", "redis://localhost:6379/0")
+        self._option = option
+
+    def client(self) -> Any:
+        import redis
+
+        try:
+            return redis.Redis.from_url(self._url)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"{self._option} redis://…: {error}") from error
+
+
+def _room(name: str) -> Any:
+    import importlib
+
+    try:
+        return importlib.import_module(f"conquiet.{name}")
+    except ImportError as error:
+        raise ConfigError(
+            f"{name}:// needs packages that are missing: pip install 'conquiet[{name}]'"
+        ) from error
+
+
+def _append_to(path: Path, option: str) -> BinaryIO:
     try:
         return path.open("ab")
     except OSError as error:
         raise ConfigError(f"{option} {path}: {error.strerror}; name a writable file") from None
 
 
-def _path(rest: str) -> Path:
+def _path(url: str) -> Path:
+    rest = url.removeprefix("file:")
     path = rest.removeprefix("//") if rest.startswith("///") else rest
     if not path or path.startswith("//"):
-        raise ConfigError(f"'file:{rest}' names no file; write file:commands.jsonl")
+        raise ConfigError(f"{url!r} names no file; write file:commands.jsonl")
     return Path(path)
 
 
@@ -81,27 +167,26 @@ SOURCES: dict[str, Callable[[str, Reading], Source]] = {
     "-": _read_stdin,
     "stdin": _read_stdin,
     "file": _read_file,
+    "redis": _read_redis,
+    "rediss": _read_redis,
 }
 SINKS: dict[str, Callable[[str, ExitStack], Sink]] = {
     "-": _write_stdout,
     "stdout": _write_stdout,
     "file": _write_file,
+    "redis": _write_redis,
+    "rediss": _write_redis,
 }
-SHAREABLE: frozenset[str] = frozenset()
+SHAREABLE = frozenset(("redis", "rediss"))
 """Sources that several processes can read at once."""
-
-_LATER = {"redis": "redis", "rediss": "redis", "unix": "redis"}
-"""Schemes that are known and not built yet, and the extra that will bring them."""
 
 
 def open_source(url: str, reading: Reading) -> Source:
-    scheme, rest = _split(url, "--source", SOURCES)
-    return SOURCES[scheme](rest, reading)
+    return SOURCES[_scheme(url, "--source", SOURCES)](url, reading)
 
 
 def open_sink(url: str, files: ExitStack) -> Sink:
-    scheme, rest = _split(url, "--sink", SINKS)
-    return SINKS[scheme](rest, files)
+    return SINKS[_scheme(url, "--sink", SINKS)](url, files)
 
 
 def is_shareable(url: str) -> bool:
@@ -111,21 +196,17 @@ def is_shareable(url: str) -> bool:
 def refuse_one_file_for_both(source: str, sink: str) -> None:
     """Every event written would be read again, for ever."""
     if source.startswith("file:") and sink.startswith("file:"):
-        ends = [_path(url.removeprefix("file:")) for url in (source, sink)]
+        ends = [_path(url) for url in (source, sink)]
         if all(map(os.path.exists, ends)) and os.path.samefile(*ends):
             raise ConfigError(f"--source and --sink are one file, {ends[0]}; name two")
 
 
-def _split(url: str, option: str, known: Collection[str]) -> tuple[str, str]:
-    scheme, _, rest = url.partition(":")
+def _scheme(url: str, option: str, known: Collection[str]) -> str:
+    scheme = url.partition(":")[0]
     if scheme in known:
-        return scheme, rest
-    if scheme in _LATER:
-        raise ConfigError(
-            f"{option} {scheme}:// needs conquiet.{_LATER[scheme]}, which this version does not"
-            f" have: pip install --upgrade 'conquiet[{_LATER[scheme]}]', or make a Worker with a"
-            " source of your own and run that"
-        )
+        return scheme
     hint = f"; for a file, write file:{url}" if ":" not in url else ""
     choices = ", ".join(name if name == "-" else f"{name}:" for name in known)
-    raise ConfigError(f"{option} {url!r:.100}: unknown, choose one of {choices}{hint}")
+    raise ConfigError(
+        f"{option} {url.partition('?')[0]!r:.100}: unknown, choose one of {choices}{hint}"
+    )

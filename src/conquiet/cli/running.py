@@ -14,7 +14,6 @@ from typing import Any
 
 from conquiet.cli.addresses import (
     Reading,
-    append_to,
     is_shareable,
     open_sink,
     open_source,
@@ -93,11 +92,11 @@ def _make_from_router(
     refuse_one_file_for_both(source_url, sink_url)
     letters = options.get("dead_letters")
     reading = Reading(
-        dead_letters=_open_dead_letters(Path(letters), files) if letters else None, files=files
+        dead_letters=Path(letters) if letters else None,
+        tries=options.get("tries"),
+        max_line_bytes=options.get("max_line_bytes"),
+        files=files,
     )
-    for name in ("tries", "max_line_bytes"):
-        if name in options:
-            setattr(reading, name, options[name])
     source = open_source(source_url, reading)
     sink = open_sink(sink_url, files)
     settings = {name: options[name] for name in _OF_ROUTERS if name in options}
@@ -105,19 +104,6 @@ def _make_from_router(
     if isinstance(sink, LinesSink):
         sink.on_closed = worker.stop
     return _adjust_times(worker, options)
-
-
-def _open_dead_letters(path: Path, files: ExitStack) -> LinesSink:
-    is_new = not path.exists()
-    stream = append_to(path, "--dead-letters")  # now: not when the first message has failed
-
-    def remove_if_unused() -> None:
-        if is_new and path.stat().st_size == 0:
-            path.unlink()
-
-    files.callback(remove_if_unused)
-    files.enter_context(stream)
-    return LinesSink(stream)
 
 
 def _adjust(worker: Worker, options: dict[str, Any]) -> Worker:

@@ -16,6 +16,9 @@ a sink. Both are JSON lines of CloudEvents unless you say otherwise:
 
   -, stdin:, stdout:   the standard streams (default)
   file:PATH            a file; a sink appends to it
+  redis://HOST/0?stream=NAME&group=NAME
+                       a Redis Stream; a sink needs no group. Also &partitions=N and
+                       &dead_letters=NAME. redis:?stream=… is on CONQUIET_REDIS_URL.
 """
 
 _RUN_EPILOG = """\
@@ -23,15 +26,17 @@ examples:
   conquiet worker run app:router < commands.jsonl > events.jsonl
   conquiet worker run app:router --source file:commands.jsonl --dead-letters failed.jsonl
   conquiet worker run app:make_worker --processes 4 --stuck-after 60
+  conquiet worker run app:router --source 'redis:?stream=commands&group=billing'
 
 A message that keeps failing, and a line that is no CloudEvent, goes to the dead letters: the
-file given, else stderr. So does, at a stop, what was read and not handled.
+file given, else stderr. So does, at a stop, what was read from a pipe or file and not handled.
+A Redis Stream keeps what failed and delivers it again; --tries limits that.
 
 The first SIGTERM or Ctrl-C stops softly: what is in flight finishes. A second one hurries.
 
 exit codes:
-  0  everything that was read was handled
-  1  something failed, was not handled, or had to be abandoned
+  0  every line was handled; of other sources, all that was in flight at the stop was finished
+  1  a line failed or was not handled, or something in flight had to be abandoned
   2  wrong usage or settings
 """
 
@@ -69,7 +74,9 @@ def register(commands: Any, common: ArgumentParser) -> None:
         help="end a worker whose handler takes longer; with --processes it is replaced",
     )
     run.add_argument("--dead-letters", metavar="PATH", help="file to append failed messages to")
-    run.add_argument("--tries", type=_count, metavar="N", help="deliveries before that (3)")
+    run.add_argument(
+        "--tries", type=_count, metavar="N", help="deliveries before that (3; no limit on Redis)"
+    )
     run.add_argument(
         "--max-line-bytes", type=_count, metavar="N", help="longest line taken (32 MiB)"
     )

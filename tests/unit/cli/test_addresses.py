@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +13,18 @@ from conquiet.errors import ConfigError
 from conquiet.message import Message
 
 LINE = b'{"specversion": "1.0", "id": "1", "type": "t", "source": "/s"}\n'
+
+
+def test_a_missing_package_is_told_with_its_extra(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "conquiet.redis", None)
+    with pytest.raises(ConfigError, match=r"pip install 'conquiet\[redis\]'"):
+        open_source("redis://localhost?stream=x&group=y", Reading())
+
+
+@pytest.mark.parametrize("reading", [Reading(max_line_bytes=9), Reading(dead_letters=Path("x"))])
+def test_streams_do_not_take_the_options_of_lines(reading) -> None:
+    with pytest.raises(ConfigError, match="are for JSON lines"):
+        open_source("redis://localhost?stream=x&group=y", reading)
 
 
 @pytest.mark.parametrize("prefix", ["file:", "file://"])
@@ -33,7 +47,9 @@ def test_a_file_sink_appends(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("url", "says"),
     [
-        ("redis://localhost", r"conquiet\[redis\]"),
+        ("redis://localhost", "say which stream, as in"),
+        ("redis://localhost?stream=x&group=y&partitions=two", "not a whole number"),
+        ("redis://localhost/x?stream=x&group=y&timeout=soon", "redis://…"),
         ("orders.jsonl", "write file:orders.jsonl"),
         ("kafka:x", "choose one of"),
         ("file:", "names no file"),
