@@ -1,0 +1,176 @@
+"""The documentation is code: every Python block, every `$ conquiet …` and every doctest runs.
+
+The blocks of a document run in order, in one namespace, in an empty directory and a process of
+their own. A block with a title, as in ```python title="app.py", is written to that file first; of
+other languages than Python, it is only written. There is no way to leave a block out.
+
+Where a document names REDIS_URL or DATABASE_URL, the variable names an empty server of the tests.
+A doctest may use `client`, a Redis client, without making it.
+"""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SERVERS = {
+    "REDIS_URL": "redis_url",
+    "CONQUIET_REDIS_URL": "redis_url",
+    "DATABASE_URL": "database_url",
+    "CONQUIET_DATABASE_URL": "database_url",
+}
+MODULES = sorted((ROOT / "src" / "conquiet").rglob("*.py"))
+
+_fence = re.compile(
+    r"^(?P<indent> *)```(?P<language>\w+)(?P<info>[^\n]*)\n(?P<text>.*?)^(?P=indent)```[ ]*$",
+    re.MULTILINE | re.DOTALL,
+)
+_title = re.compile(r'title="([^"]+)"')
+
+
+@dataclass(frozen=True)
+class Block:
+    language: str
+    title: str | None
+    text: str
+    line: int
+    """Where the text begins in its document."""
+
+    @property
+    def runs(self) -> bool:
+        return self.language in ("python", "console") or self.title is not None
+
+
+def blocks(document: str) -> Iterator[Block]:
+    for found in _fence.finditer(document):
+        title = _title.search(found["info"])
+        line = document.count("\n", 0, found.start("text")) + 1
+        text = textwrap.dedent(found["text"])
+        yield Block(found["language"], title[1] if title else None, text, line)
+
+
+def commands(text: str) -> Iterator[str]:
+    """The commands of a console block; the lines between them are output."""
+    for found in re.finditer(r"^\$ ((?:.*\\\n)*.*)$", text, re.MULTILINE):
+        yield found[1]
+
+
+def run_document(path: Path) -> None:
+    module = types.ModuleType("document")
+    sys.modules["document"] = module  # where dataclasses and the like look names up
+    sys.path.insert(0, os.getcwd())
+    for block in blocks(path.read_text()):
+        if block.title is not None:
+            Path(block.title).write_text(block.text)
+        if block.language == "python":
+            # As many empty lines before it as in the document: a traceback then fits.
+            code = "\n" * (block.line - 1) + block.text
+            exec(compile(code, str(path), "exec", dont_inherit=True), module.__dict__)
+        elif block.language == "console":
+            for command in commands(block.text):
+                if command.startswith("conquiet"):
+                    subprocess.run(["bash", "-c", command], check=True, timeout=60)
+
+
+def documents_with_code() -> list[Path]:
+    return [path for path in DOCUMENTS if any(block.runs for block in blocks(path.read_text()))]
+
+
+@pytest.mark.parametrize(
+    "path", documents_with_code(), ids=lambda path: str(path.relative_to(ROOT))
+)
+def test_the_code_of_a_document_runs(
+    path: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    for block in blocks(path.read_text()):
+        first = block.text.strip().partition("\n")[0]
+        assert "not run" not in first, f"{path.name}:{block.line}: every block runs; mend this one"
+    programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    servers = {
+        name: request.getfixturevalue(fixture)
+        for name, fixture in SERVERS.items()
+        if re.search(rf"\b{name}\b", path.read_text())
+    }
+    done = subprocess.run(
+        [sys.executable, __file__, str(path)],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": programs, "PYTHONPATH": "", **servers},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+def modules_with_examples() -> list[str]:
+    names = []
+    for path in MODULES:
+        if ">>> " in path.read_text():
+            parts = path.relative_to(ROOT / "src").with_suffix("").parts
+            names.append(".".join(parts).removesuffix(".__init__"))
+    return names
+
+
+def examples(module: types.ModuleType) -> list[str]:
+    found = doctest.DocTestFinder().find(module)
+    return [example.source for test in found for example in test.examples]
+
+
+@pytest.mark.parametrize("name", modules_with_examples())
+def test_the_examples_of_a_module_run(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    module = importlib.import_module(name)
+    given = {}
+    if any("client" in example for example in examples(module)):
+        given["client"] = request.getfixturevalue("redis_client")
+    outcome = doctest.testmod(module, extraglobs=given)
+    assert outcome.attempted > 0
+    assert outcome.failed == 0
+
+
+def test_blocks_are_found_with_their_place_and_title() -> None:
+    document = '# x\n\n```python\na = 1\n```\n\n- item\n\n  ```json title="f.json"\n  {}\n  ```\n'
+    assert list(blocks(document)) == [
+        Block("python", None, "a = 1\n", 4),
+        Block("json", "f.json", "{}\n", 10),
+    ]
+
+
+def test_commands_may_go_on_in_the_next_line() -> None:
+    assert list(commands("$ conquiet a \\\n    b\noutput\n$ ls\n")) == [
+        "conquiet a \\\n    b",
+        "ls",
+    ]
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@pytest.mark.parametrize(
+    "text", ["```python\n1 / 0\n```\n", "```console\n$ conquiet nonsense\n```\n"]
+)
+def test_a_block_that_fails_is_noticed(
+    text: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    (tmp_path / "broken.md").write_text(text)
+    with pytest.raises(AssertionError):
+        test_the_code_of_a_document_runs(tmp_path / "broken.md", tmp_path, request)
+
+
+if __name__ == "__main__":
+    run_document(Path(sys.argv[1]))
