@@ -194,3 +194,10 @@ def test_the_outbox_shows_what_is_not_published_yet():
     first, _ = store.outbox_source().read(10, 0)
     first.ack()
     assert [event.id for event in store.outbox()] == ["b"]
+
+
+def test_a_transaction_that_remembers_an_entry_twice_finds_it_new_once():
+    store, inbox = Store(), Inbox("billing")
+    with store.transaction():
+        assert list(inbox.remember([("s", "a")])) == [("s", "a")]
+        assert list(inbox.remember([("s", "a")])) == []

@@ -72,8 +72,13 @@ class Consuming(Contract):
 
     @property
     def short(self) -> float:
-        """The lease for tests in which messages come back."""
+        """A lease for tests in which it ends."""
         return LONG if self.lease is None else self.lease
+
+    @property
+    def returning(self) -> float:
+        """A lease for tests in which messages are given back: it need not end if that is enough."""
+        return LONG if self.returns_at_once else self.short
 
     @property
     def quiet(self) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import chain
 from typing import Any
@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from conquiet.errors import SinkUnavailable
+from conquiet.handler import Process, Result
 from conquiet.message import Message
 from conquiet.outbox import Outbox
 from conquiet.source import Source
 from conquiet.stage import Middleware
 from conquiet.testing.contracts.samples import ATTRIBUTES, PAYLOADS, content, ids, numbered
-from conquiet.testing.contracts.storing import Storing
+from conquiet.testing.contracts.storing import HandlerFailed, Storing
 from conquiet.testing.delivery import deliver
 from conquiet.testing.waiting import eventually
 
@@ -93,6 +94,19 @@ class OutboxContract(Storing):
         deliver(self.router(run=_one_event), *numbered(1, "bad"), *numbered(1))
         assert ids(self._read_all()) == ["m-0/0"]
         assert self.effects("bad-0", "m-0") == [0, 1]
+
+    def test_what_fails_after_the_outbox_leaves_no_row_and_no_effect(self) -> None:
+        def fail_late(next: Process) -> Process:
+            def process(batch: Sequence[Message[Any]]) -> Sequence[Result]:
+                next(batch)
+                raise HandlerFailed
+
+            return process
+
+        router = self.router(self.transaction(), fail_late, self.outbox("orders"), run=_one_event)
+        assert len(deliver(router, *numbered(2)).nacked) == 2
+        assert self._read_all() == []
+        assert self.effects("m-0", "m-1") == [0, 0]
 
     def test_an_event_that_cannot_be_written_fails_its_message_alone(self) -> None:
         def one(item: Message[Any]) -> list[Message[Any]]:

@@ -11,6 +11,7 @@ from conquiet.message import Message
 PAYLOADS = {
     "empty": b"",
     "json": b'{"price": 1.0,  "name" :"\\u0041"}',
+    "spaces": b" \r\n{}\t\n ",
     "unicode": "☃ größer 𝄞".encode(),
     "nul": b'{"text": "a\\u0000b"}',
     "binary": bytes(range(256)) * 40,

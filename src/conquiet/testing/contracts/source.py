@@ -75,7 +75,7 @@ class SourceContract(Consuming):
     @pytest.mark.parametrize("acked", [0, 2, _TOTAL])
     def test_acking_k_of_n_and_closing_returns_the_other_n_minus_k(self, acked: int) -> None:
         sent = self.send(_TOTAL)
-        source = self.consumer(self.short)
+        source = self.consumer(self.returning)
         self._ack_some(source, acked)
         source.close()
         self.expect_rest(sent[acked:])
@@ -101,7 +101,7 @@ class SourceContract(Consuming):
     def test_what_came_back_is_the_same_message_and_can_be_acked(self) -> None:
         sent = Message(PAYLOADS["binary"], {**ATTRIBUTES, "id": "m"}, topic="orders")
         self.publish([sent])
-        source = self.consumer(self.short)
+        source = self.consumer(self.returning)
         self.take(source, 1)[0].nack(ValueError("failed"))
         [again] = self.take(source, 1)
         assert content(again) == content(sent)
@@ -111,7 +111,7 @@ class SourceContract(Consuming):
 
     def test_each_failed_delivery_is_counted(self) -> None:
         self.send(1)
-        source = self.consumer(self.short)
+        source = self.consumer(self.returning)
         counts = []
         for _ in range(3):
             [message] = self.take(source, 1)
@@ -121,22 +121,30 @@ class SourceContract(Consuming):
 
     def test_a_nack_without_a_reason_is_a_nack_a4(self) -> None:
         self.send(1)
-        source = self.consumer(self.short)
+        source = self.consumer(self.returning)
         self.take(source, 1)[0].nack(None)
         assert self.take(source, 1)[0].deliveries == 2
 
     @pytest.mark.parametrize("error", [StoreError, GivenBack, SinkUnavailable])
     def test_a_blameless_nack_costs_no_attempt_s7(self, error: type[Exception]) -> None:
         self.send(1)
-        source = self.consumer(self.short)
+        source = self.consumer(self.returning)
         for _ in range(3):
             [message] = self.take(source, 1)
             assert message.deliveries == 1
             message.nack(error("not its fault"))
 
+    def test_a_blameless_nack_forgets_no_earlier_failure(self) -> None:
+        self.send(1)
+        source = self.consumer(self.returning)
+        for error, deliveries in ((ValueError("failed"), 1), (GivenBack("not now"), 2), (None, 2)):
+            [message] = self.take(source, 1)
+            assert message.deliveries == deliveries
+            message.nack(error)
+
     def test_one_message_nacked_leaves_its_neighbours_acked(self) -> None:
         self.send(5)
-        source = self.consumer(self.short)
+        source = self.consumer(self.returning)
         for message in self.take(source, 5):
             if message.id == "m-2":
                 message.nack(ValueError("failed"))
@@ -148,7 +156,7 @@ class SourceContract(Consuming):
 
     def test_settling_works_from_another_thread(self) -> None:
         sent = self.send(4)
-        source = self.consumer(self.short)
+        source = self.consumer(self.returning)
         messages = self.take(source, 4)
         threads = [threading.Thread(target=message.ack) for message in messages[:3]]
         for thread in threads:
@@ -164,7 +172,7 @@ class SourceContract(Consuming):
         if not self.keeps_place:
             pytest.skip("this source does not keep the place of a message")
         sent = self.send(5, partitionkey="k")
-        source = self.consumer(self.short)
+        source = self.consumer(self.returning)
         for message in reversed(self.take(source, 5)):
             message.nack(GivenBack("an earlier one failed"))
         if not self.returns_at_once:
@@ -175,7 +183,7 @@ class SourceContract(Consuming):
         if not self.keeps_place:
             pytest.skip("this source does not keep the place of a message")
         sent = self.send(3, "early", partitionkey="k")
-        source = self.consumer(self.short)
+        source = self.consumer(self.returning)
         first = self.take(source, 1, limit=1)
         sent += self.send(2, "late", partitionkey="k")
         first[0].nack(ValueError("failed"))

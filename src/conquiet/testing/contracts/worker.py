@@ -96,7 +96,7 @@ class WorkerContract(Consuming):
             if message.id == "m-2" and message.deliveries < 3:
                 raise ValueError("not yet")
 
-        worker = self.work(fail_twice, lease=self.short)
+        worker = self.work(fail_twice, lease=self.returning)
         self.until_handled(worker, 6)
         assert worker.health().ok
         self.stop(worker)
@@ -111,7 +111,9 @@ class WorkerContract(Consuming):
         store, router = Store(), Router()
         router.use(Transaction(store))
         store.fail_next("commit", 2 * Transaction.store_tries)
-        worker = self.work(lambda message: store.add(message.id), router=router, lease=self.short)
+        worker = self.work(
+            lambda message: store.add(message.id), router=router, lease=self.returning
+        )
         self.until_handled(worker, 5)
         self.stop(worker)
         assert [store.get(name) for name in sent] == [1] * 5
@@ -128,7 +130,7 @@ class WorkerContract(Consuming):
             if message.id == "m-3" and message.deliveries == 1:
                 raise ValueError("the first time")
 
-        worker = self.work(effect, router=router, lease=self.short)
+        worker = self.work(effect, router=router, lease=self.returning)
         self.until_handled(worker, 6)
         self.stop(worker)
         assert [store.get(name) for name in sent] == [1] * 6
@@ -151,7 +153,7 @@ class WorkerContract(Consuming):
 
     def test_a_soft_stop_finishes_what_is_in_flight_and_reads_no_more_a7(self) -> None:
         sent = self.send(6)
-        worker = self.work(self._wait, lease=self.short, batch_size=2)
+        worker = self.work(self._wait, lease=self.returning, batch_size=2)
         eventually(self.called)
         finished: list[bool] = []
         stopper = threading.Thread(target=lambda: finished.append(worker.stop(grace=30)))
@@ -165,7 +167,7 @@ class WorkerContract(Consuming):
 
     def test_a_hard_stop_acks_nothing_unfinished_and_costs_no_attempt_a7(self) -> None:
         sent = self.send(3)
-        worker = self.work(self._wait, lease=self.short, batch_size=2)
+        worker = self.work(self._wait, lease=self.returning, batch_size=2)
         eventually(self.called)
         assert worker.stop(grace=0.05) is False
         source = self.consumer()
@@ -201,7 +203,7 @@ class WorkerContract(Consuming):
             done.append(message.id)
 
         worker = self.work(
-            fail_sometimes, lease=self.short, threads=threads, ordered=True, batch_size=3
+            fail_sometimes, lease=self.returning, threads=threads, ordered=True, batch_size=3
         )
         self.until_handled(worker, len(batch))
         self.stop(worker)
@@ -231,7 +233,7 @@ class WorkerContract(Consuming):
         log = Log()
         sink = log.sink("outputs")
         sink.fail_next(3)
-        worker = self.work(lambda message: [_output(message)], sink, lease=self.short)
+        worker = self.work(lambda message: [_output(message)], sink, lease=self.returning)
         self.until_handled(worker, 4)
         self.stop(worker)
         assert sorted(ids(list(log.replay()))) == sorted(f"{name}/out" for name in sent)
@@ -246,7 +248,7 @@ class WorkerContract(Consuming):
             return refusals.pop() if output.id == "m-1/out" and refusals else None
 
         sink = _Sink(refuse_once)
-        worker = self.work(lambda message: [_output(message)], sink, lease=self.short)
+        worker = self.work(lambda message: [_output(message)], sink, lease=self.returning)
         self.until_handled(worker, 4)
         self.stop(worker)
         assert sorted(sink.published) == ["m-0/out", "m-1/out", "m-2/out", "m-3/out"]
