@@ -94,6 +94,7 @@ class StreamSink:
 
     def close(self) -> None:
         """Nothing is buffered; the client belongs to whoever made it."""
+        self._wire.close()
 
 
 def _answer(message: Message[Any], reply: object) -> Exception:

@@ -472,6 +472,7 @@ class StreamSource:
             stream.held.clear()
         if self._is_ours:
             self._remove_name()
+        self._wire.close()
 
     def _remove_name(self) -> None:
         """Nobody will ever use a name again that we made up; if it holds nothing, it may go."""

@@ -44,8 +44,14 @@ class Wire:
 
     def __init__(self, client: Any) -> None:
         _refuse_unless_usable(client)
-        self.client = client
         self.is_cluster = isinstance(client, redis.RedisCluster)
+        self.client = client if self.is_cluster else _bounded(client)
+        self._is_own = self.client is not client
+
+    def close(self) -> None:
+        """Let go of connections that were made here; a late command opens one again."""
+        if self._is_own:
+            self.client.connection_pool.disconnect(inuse_connections=False)
 
     def call(self, key: bytes, *command: Argument, wait: float = 0.0) -> Any:
         """One command and its reply; `wait` is how long the server may hold it back."""
@@ -70,7 +76,7 @@ class Wire:
             *queued, replies = self._exchange(client, [(b"MULTI",), *commands, (b"EXEC",)], 0.0)
             refused = next((item for item in queued if isinstance(item, Exception)), None)
             if isinstance(refused, (MovedError, AskError)):
-                self._learn_topology()
+                self.learn_topology()
                 continue
             if refused is not None:
                 raise refused
@@ -102,7 +108,7 @@ class Wire:
                 connection.send_packed_command(connection.pack_commands(commands))
                 for _ in commands:
                     try:
-                        replies.append(_read(connection, wait))
+                        replies.append(read_reply(connection, wait))
                     except redis.ResponseError as error:
                         replies.append(error)
             except BaseException as error:
@@ -121,7 +127,7 @@ class Wire:
         try:
             node = self.client.get_node_from_key(key)
         except redis.RedisError:  # a slot that was not covered when the client last looked
-            self._learn_topology()
+            self.learn_topology()
             node = self.client.get_node_from_key(key)
         return self.client.get_redis_connection(node)
 
@@ -133,7 +139,7 @@ class Wire:
             moved = [i for i in left if isinstance(replies[i], (MovedError, AskError))]
             lost = [i for i in left if isinstance(replies[i], TROUBLE)]
             if moved or lost:
-                self._learn_topology()
+                self.learn_topology()
             if not moved or attempt == _REDIRECTIONS - 1:
                 break
             left = moved
@@ -171,11 +177,38 @@ class Wire:
         client = self.client.get_redis_connection(node)
         return self._exchange(client, [(b"ASKING",), command], wait)[1]
 
-    def _learn_topology(self) -> None:
+    def learn_topology(self) -> None:
+        """Ask the cluster who serves what."""
         try:
             self.client.nodes_manager.initialize()
         except (redis.RedisError, OSError):  # no node answers now; the next call will say so
             pass
+
+
+def _bounded(client: Any) -> Any:
+    """The client, or one like it that does not wait for ever for a server that went silent.
+
+    Before redis-py 8 a client has no `socket_timeout` unless it is given one, and then hangs
+    in the greeting of a new connection.
+    """
+    pool = client.connection_pool
+    kind = type(pool)
+    settings = pool.connection_kwargs
+    if (
+        client.connection is not None
+        or kind not in (redis.ConnectionPool, redis.BlockingConnectionPool)
+        or settings.get("socket_timeout") is not None
+    ):
+        return client
+    # What redis-py 8 adds by itself belongs to the pool it was added for.
+    known = {
+        name: value
+        for name, value in settings.items()
+        if not name.startswith(("orig_", "maint_", "himport_"))
+    }
+    known |= {"socket_timeout": REPLY_SECONDS, "connection_class": pool.connection_class}
+    known["max_connections"] = pool.max_connections
+    return redis.Redis(connection_pool=kind(**known))
 
 
 @contextmanager
@@ -193,7 +226,8 @@ def _connection(client: Any) -> Iterator[Any]:
         pool.release(connection)
 
 
-def _read(connection: Any, wait: float) -> Any:
+def read_reply(connection: Any, wait: float = 0.0) -> Any:
+    """The next reply, as bytes; `wait` is how long the server may hold it back."""
     own = getattr(connection, "socket_timeout", None)
     if own is not None and not wait:
         return connection.read_response(disable_decoding=True)
