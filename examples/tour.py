@@ -149,7 +149,6 @@ class Tour:
             Stutter(StreamSink(redis.Redis.from_url(broker)), random.Random(seed + n))
             for n in (1, 2)
         ]
-        self.killed = 0
 
     def prepare(self) -> None:
         with psycopg.connect(self.billing) as connection:
@@ -164,11 +163,11 @@ class Tour:
             wait_for(lambda: len(self._billing_pids()) >= 2, "two billing processes")
             step(f"{self.orders:,} commands, 1 in {1 / SHARE_OF_DUPLICATES:.0f} of them twice")
             for start in range(0, self.orders, CHUNK):
-                if self.orders // 2 in range(start, start + CHUNK):
-                    wait_for(lambda: self._count("orders") > 0, "the first order")
-                    self.killed = kill_one_of(self._billing_pids())
-                    step(f"billing process {self.killed} killed; its work is taken over")
                 self._send(self.commands[start : start + CHUNK])
+                if self.orders // 2 in range(start, start + CHUNK):
+                    wait_for(lambda: self._count("orders") > 0, "the first orders")
+                    victim = kill_one_of(self._billing_pids())
+                    step(f"billing process {victim} killed; its work is taken over")
             limit = 60 + self.orders / 200
             wait_for(self._all_done, "every order shipped", limit, self._progress)
 
@@ -183,12 +182,13 @@ class Tour:
     def _billing_processes(self) -> Iterator[None]:
         """A supervisor and its two children; see `--billing` in `main`."""
         command = [sys.executable, __file__, "--billing", self.billing, self.broker]
-        supervisor = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-        try:
-            yield
-        finally:
-            supervisor.terminate()
-            supervisor.wait()
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL
+        ) as supervisor:
+            try:
+                yield
+            finally:
+                supervisor.terminate()
 
     @contextmanager
     def _relays(self) -> Iterator[None]:
@@ -296,6 +296,13 @@ def wait_for(
     step(what)
 
 
+def stop_with_the_tour() -> None:
+    """The pipe ends when the tour does, whatever it died of."""
+    while os.read(0, 1):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def column(database: str, query: str) -> list[Any]:
     with psycopg.connect(database) as connection:
         return [row[0] for row in connection.execute(query.encode()).fetchall()]
@@ -313,6 +320,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.billing:  # started by the tour itself
         database, broker = options.billing
+        threading.Thread(target=stop_with_the_tour, daemon=True).start()
         return run_processes(make_billing, 2, arguments={"database": database, "broker": broker})
     if options.orders < 1:
         parser.error("--orders: at least 1")
