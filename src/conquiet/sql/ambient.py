@@ -6,16 +6,19 @@ has its own, and a coroutine that runs in a copied context sees the one of its w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from sqlalchemy import Connection, Engine, NestedTransaction
 from sqlalchemy.exc import ResourceClosedError
 from sqlalchemy.orm import Session, sessionmaker
 
 from conquiet.errors import HandlerError
+
+if TYPE_CHECKING:
+    from conquiet.sql.pipeline import Pipeline
 
 S = TypeVar("S", bound=Session)
 
@@ -78,7 +81,7 @@ class Unit:
         """Whether inbox or outbox wrote, so that the database must be in a transaction."""
         self.failure: BaseException | None = None
         """The last error of a statement, in case that a handler swallows it (S2)."""
-        self.before_commit: list[Callable[[], object]] = []
+        self.pipeline: Pipeline | None = None
         self._sessions: list[Session] = []
 
     def belongs_to(self, engine: Engine) -> bool:
@@ -103,11 +106,16 @@ class Unit:
         """Write what the sessions still hold."""
         for joined in self._sessions:
             joined.flush()
-        for call in self.before_commit:
-            call()
+
+    def stop_queueing(self) -> None:
+        """Leave the driver's connection as it was before."""
+        if self.pipeline is not None:
+            self.pipeline.close()
+            self.pipeline = None
 
     def end(self) -> None:
         self.ended = True
+        self.stop_queueing()
         for joined in self._sessions:
             joined.close()
 

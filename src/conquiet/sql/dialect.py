@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from sqlalchemy import URL, Connection, Dialect, Engine, create_engine, event, make_url
@@ -25,6 +26,7 @@ _STORE_CODES = {"55P03", "57P01", "57P02", "57P03"}
 # A handler that sits idle or works for too long loses its connection by its own fault.
 _HANDLER_CODES = {"25P03", "25P04"}
 _READ_ONLY = "25006"
+_IN_FAILED_TRANSACTION = "25P02"
 # Primary result codes of SQLite: busy, locked, no memory, interrupted, I/O, full, cannot open,
 # lock protocol.
 _SQLITE_STORE_CODES = {5, 6, 7, 9, 10, 13, 14, 15}
@@ -63,6 +65,15 @@ def is_sqlite(dialect: Dialect) -> bool:
 def uses_psycopg(dialect: Dialect) -> bool:
     """Whether the hot statements may go to the driver directly."""
     return dialect.name == "postgresql" and dialect.driver == "psycopg"
+
+
+def can_queue(dialect: Dialect) -> bool:
+    """Whether statements may be sent without waiting for each answer."""
+    if not uses_psycopg(dialect):
+        return False
+    from conquiet.sql.pipeline import is_supported
+
+    return is_supported()
 
 
 def driver_connection(connection: Connection) -> Any:
@@ -110,6 +121,29 @@ def is_lost(connection: Connection) -> bool:
     if connection.closed or connection.invalidated:
         return True
     return bool(getattr(driver_connection(connection), "closed", False))
+
+
+@contextmanager
+def translated(connection: Connection) -> Iterator[None]:
+    """Raise the driver's errors as SQLAlchemy does for statements that pass through it."""
+    driver = connection.dialect.loaded_dbapi
+    try:
+        yield
+    except driver.Error as error:
+        lost = connection.dialect.is_disconnect(error, driver_connection(connection), None)
+        raise DBAPIError.instance(
+            None,
+            None,
+            error,
+            driver.Error,
+            connection_invalidated=lost,
+            dialect=connection.dialect,
+        ) from error
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Whether a statement failed only because one before it had failed."""
+    return _sqlstate(getattr(error, "orig", None) or error) == _IN_FAILED_TRANSACTION
 
 
 def is_store_failure(error: BaseException, *, read_only: bool = False) -> bool:

@@ -46,10 +46,12 @@ class Inbox(inbox.Inbox):
         # Two workers with the same messages must lock them in the same order.
         ordered = sorted(entries)
         if dialect.uses_psycopg(connection.dialect):
-            cursor = dialect.driver_connection(connection).cursor()
             columns = [name for name, _ in ordered], [identity for _, identity in ordered]
-            new = cursor.execute(self._postgresql, columns).fetchall()
-            cursor.close()
+            with (
+                dialect.translated(connection),
+                dialect.driver_connection(connection).cursor() as cursor,
+            ):
+                new = cursor.execute(self._postgresql, columns).fetchall()
         elif dialect.is_postgresql(connection.dialect):
             columns = [name for name, _ in ordered], [identity for _, identity in ordered]
             new = connection.exec_driver_sql(self._postgresql, columns).all()

@@ -7,6 +7,8 @@ Ids ascend in the order of the events. Data is kept byte for byte, with its cont
 
 from __future__ import annotations
 
+import sqlite3
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import is_dataclass
 from functools import cached_property
@@ -172,7 +174,8 @@ class Outbox(outbox.Outbox):
 
     def _insert(self, connection: Connection, rows: Sequence[Row]) -> None:
         if dialect.uses_psycopg(connection.dialect):
-            self._insert_by_driver(dialect.driver_connection(connection), rows)
+            with dialect.translated(connection):
+                self._insert_by_driver(dialect.driver_connection(connection), rows)
         elif dialect.is_postgresql(connection.dialect):
             connection.exec_driver_sql(self._postgresql, tuple(_by_column(rows)))
         elif len(rows) == 1:
@@ -181,11 +184,11 @@ class Outbox(outbox.Outbox):
             connection.exec_driver_sql(self._sqlite, [tuple(row) for row in rows])
 
     def _insert_by_driver(self, connection: Any, rows: Sequence[Row]) -> None:
-        room = type(connection).__module__.partition(".")[0]
-        if room == "psycopg" and hasattr(connection, "lock"):
+        psycopg = sys.modules.get("psycopg")  # if it is not loaded, this is none of its own
+        if psycopg is not None and isinstance(connection, psycopg.Connection):
             with connection.cursor() as cursor:
                 cursor.execute(self._postgresql, _by_column(rows))
-        elif room == "sqlite3":
+        elif isinstance(connection, sqlite3.Connection):
             connection.executemany(self._sqlite, rows)
         else:
             raise ConfigError(

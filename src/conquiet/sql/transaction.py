@@ -21,6 +21,7 @@ from conquiet.sql.ambient import UNITS, TransactionConnection, Unit, find
 
 IsolationLevel = Literal["READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"]
 _LEVELS = ("READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE")
+_ABORTED = "is aborted: a statement in it failed and nobody raised"
 _watched: WeakSet[Engine] = WeakSet()
 
 
@@ -29,6 +30,9 @@ class Transaction(transaction.Transaction):
 
     Inside another transaction on the same engine it is a savepoint. Adapters find it by
     `conquiet.sql.connection(engine)` or `conquiet.sql.session(factory)`.
+
+    `pipeline` sends statements that return nothing without waiting for their answers; an error
+    of one is raised later, at the latest before the commit (PostgreSQL with psycopg).
     """
 
     def __init__(
@@ -37,6 +41,7 @@ class Transaction(transaction.Transaction):
         *,
         isolation_level: IsolationLevel | None = None,
         read_only: bool = False,
+        pipeline: bool = True,
     ) -> None:
         if isolation_level is not None and isolation_level not in _LEVELS:
             raise ConfigError(
@@ -50,6 +55,7 @@ class Transaction(transaction.Transaction):
                 " outbox.statement(events)"
             )
         self.read_only = read_only
+        self.pipeline = pipeline and dialect.can_queue(self.engine.dialect)
         options: dict[str, Any] = {}
         if not dialect.is_sqlite(self.engine.dialect):  # SQLite is serializable, whatever is asked
             if isolation_level is not None:
@@ -73,9 +79,14 @@ class Transaction(transaction.Transaction):
         unit = connection.unit = Unit(connection)
         try:
             root = self._begin(connection)
+            if self.pipeline:
+                unit.pipeline = _pipeline(connection)
             with self._entered(unit):
                 yield connection
                 self._flush(unit, root)
+            if unit.pipeline is not None:
+                with dialect.translated(connection):
+                    unit.pipeline.send()  # COMMIT follows without a round trip between
             Connection.commit(connection)
         except BaseException as error:
             self._give_up(unit, error)
@@ -137,7 +148,7 @@ class Transaction(transaction.Transaction):
         if not began.is_active or connection.invalidated:
             raise _lost_inside(unit, "was rolled back inside, by session.rollback() or an error")
         if dialect.is_aborted(connection):
-            raise _lost_inside(unit, "is aborted: a statement in it failed and nobody raised")
+            raise _lost_inside(unit, _ABORTED)
         # psycopg sends BEGIN with the first statement: an idle one may just have had none.
         begun = unit.wrote or dialect.is_sqlite(connection.dialect)
         if begun and dialect.is_over(connection):
@@ -146,7 +157,8 @@ class Transaction(transaction.Transaction):
     def _give_up(self, unit: Unit, error: BaseException) -> None:
         """Roll back, and say so if it was the store that failed."""
         connection = unit.connection
-        blamed = error if unit.failure is None else _Blame.of(error, unit.failure, connection)
+        unit.stop_queueing()
+        blamed = _first_failure(unit, error)
         store = dialect.is_store_failure(blamed, read_only=self.read_only)
         if dialect.is_lost(connection):
             _tell_pool(connection)
@@ -156,6 +168,8 @@ class Transaction(transaction.Transaction):
             connection.invalidate()
         if store and isinstance(error, Exception) and not isinstance(error, StoreError):
             raise self._store_error(blamed) from error
+        if dialect.is_consequence(error):
+            raise _lost_inside(unit, _ABORTED)
 
     def _release(self, connection: TransactionConnection) -> None:
         if self.read_only and dialect.is_sqlite(connection.dialect) and not connection.invalidated:
@@ -168,13 +182,13 @@ class Transaction(transaction.Transaction):
         return StoreError(f"{self.engine.url.render_as_string()}: {text:.300}")
 
 
-class _Blame:
-    """Which error says what went wrong: the one raised, or an earlier one that was swallowed."""
-
-    @staticmethod
-    def of(error: BaseException, earlier: BaseException, connection: Connection) -> BaseException:
-        gone = dialect.is_lost(connection) or dialect.is_aborted(connection)
-        return earlier if gone else error
+def _first_failure(unit: Unit, error: BaseException) -> BaseException:
+    """What went wrong: what was raised, or an earlier error that a handler swallowed."""
+    connection = unit.connection
+    if unit.failure is None:
+        return error
+    gone = dialect.is_lost(connection) or dialect.is_aborted(connection)
+    return unit.failure if gone else error
 
 
 def _lost_inside(unit: Unit, how: str) -> HandlerError:
@@ -185,6 +199,12 @@ def _lost_inside(unit: Unit, how: str) -> HandlerError:
     )
     error.__cause__ = unit.failure
     return error
+
+
+def _pipeline(connection: Connection) -> Any:
+    from conquiet.sql.pipeline import Pipeline  # psycopg is not needed before this
+
+    return Pipeline(dialect.driver_connection(connection), connection.in_nested_transaction)
 
 
 def _tell_pool(connection: Connection) -> None:
