@@ -12,9 +12,9 @@ Letters and numbers in the tests (A1, S4, R5) name the trap that each one guards
 
 import pytest
 
-for _module in ("consuming", "inbox", "machine", "outbox", "samples", "sink", "source"):
+for _module in ("consuming", "inbox", "machine", "outbox", "replaying", "samples"):
     pytest.register_assert_rewrite(f"{__name__}.{_module}")
-for _module in ("storing", "transaction", "worker"):
+for _module in ("sink", "source", "storing", "transaction", "worker"):
     pytest.register_assert_rewrite(f"{__name__}.{_module}")
 
 from conquiet.testing.contracts.inbox import InboxContract  # noqa: E402

@@ -27,13 +27,22 @@ class OutboxContract(Storing):
     """What an outbox does: events are stored with the effects, or not at all, and come out whole.
 
     Binding: see `Storing`. Must also be given: `outbox`, `relay`. As needed: `ordered_relay`,
-    `redelivery_within`. `SourceContract` can be bound to the relay as well.
+    `one_relay_at_a_time`, `redelivery_within`. `SourceContract` can be bound to the relay as well.
     """
 
-    bindings = Storing.bindings | {"outbox", "relay", "ordered_relay", "redelivery_within"}
+    bindings = Storing.bindings | {
+        "outbox",
+        "relay",
+        "ordered_relay",
+        "one_relay_at_a_time",
+        "redelivery_within",
+    }
 
     redelivery_within: float = 5.0
     """By when at most what was nacked, or held at close, can be read again."""
+
+    one_relay_at_a_time: bool = False
+    """True if a relay that holds events keeps the others waiting, as on SQLite."""
 
     @abstractmethod
     def outbox(self, topic: str) -> Outbox:
@@ -156,7 +165,8 @@ class OutboxContract(Storing):
         self._emit(3)
         first, second = self._relay(), self._relay()
         held = self._take(first, 2)
-        assert ids(self._take(second, 1)) == ["m-2/0"]
+        if not self.one_relay_at_a_time:
+            assert ids(self._take(second, 1)) == ["m-2/0"]
         assert ids(second.read(10, 0.2)) == []
         assert len(held) == 2
 
@@ -174,6 +184,8 @@ class OutboxContract(Storing):
         assert self._read_all() == []
 
     def test_a_stuck_key_blocks_only_itself_s12(self) -> None:
+        if self.one_relay_at_a_time:
+            pytest.skip("one relay at a time keeps every key in order, and blocks them all")
         first, second = self._ordered(), self._ordered()
         for number, key in enumerate("abab"):
             deliver(self.router(run=_one_event), *numbered(1, f"{key}{number}", partitionkey=key))

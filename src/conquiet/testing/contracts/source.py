@@ -10,26 +10,21 @@ import pytest
 
 from conquiet.errors import GivenBack, SinkUnavailable, StoreError
 from conquiet.message import Message
-from conquiet.source import Leased, Replayable, Source
-from conquiet.testing.contracts.consuming import Consuming
+from conquiet.source import Leased, Source
+from conquiet.testing.contracts.replaying import Replaying
 from conquiet.testing.contracts.samples import ATTRIBUTES, PAYLOADS, content, ids
 
 _TOTAL = 6
 
 
-class SourceContract(Consuming):
+class SourceContract(Replaying):
     """What a source does: deliver in order, deliver again what was not acked, and nothing else.
 
-    Binding: see `Consuming`. For a source that is `Replayable`, `position` tells where a message
-    stands; for one with groups, `open_other_group` opens a consumer of another one.
+    Binding: see `Consuming` and, for a source that is `Replayable`, `Replaying`. For one with
+    groups, `open_other_group` opens a consumer of another one.
     """
 
-    bindings = Consuming.bindings | {"position", "open_other_group"}
-
-    def position(self, message: Message[Any]) -> str:
-        """What `replay` takes as start or end for this message."""
-        position: str = message.locals["position"]
-        return position
+    bindings = Replaying.bindings | {"open_other_group"}
 
     def open_other_group(self) -> Source:
         """A consumer of another group, which starts at the beginning."""
@@ -264,31 +259,6 @@ class SourceContract(Consuming):
         second.close()
         self.expect_rest([lost.id])
 
-    # --- replay -----------------------------------------------------------------------------
-
-    def test_a_replay_does_not_move_the_live_position(self) -> None:
-        source = self._replayable()
-        sent = self.send(5)
-        for message in self.take(source, 2, limit=2):
-            message.ack()
-        assert ids(list(source.replay())) == sent
-        assert ids(self.take(source, 3)) == sent[2:]
-
-    def test_a_replay_goes_from_start_to_end_both_included(self) -> None:
-        source = self._replayable()
-        sent = self.send(5)
-        places = [self.position(message) for message in source.replay()]
-        assert ids(list(source.replay(places[1], places[3]))) == sent[1:4]
-        assert ids(list(source.replay(places[3]))) == sent[3:]
-        assert ids(list(source.replay(None, places[1]))) == sent[:2]
-
-    def test_a_replay_gives_what_was_acked_byte_for_byte(self) -> None:
-        source = self._replayable()
-        sent = Message(PAYLOADS["binary"], {**ATTRIBUTES, "id": "m"}, topic="orders")
-        self.publish([sent])
-        self.take(source, 1)[0].ack()
-        assert [content(message) for message in source.replay()] == [content(sent)]
-
     # --- everything at once -----------------------------------------------------------------
 
     def test_any_sequence_of_settlements_loses_nothing_and_repeats_nothing(self) -> None:
@@ -309,10 +279,4 @@ class SourceContract(Consuming):
         source = self.consumer(self.short)
         if self.lease is None or not isinstance(source, Leased):
             pytest.skip("this source knows no leases")
-        return source
-
-    def _replayable(self) -> Any:
-        source = self.consumer()
-        if not isinstance(source, Replayable):
-            pytest.skip("this source cannot be replayed")
         return source
