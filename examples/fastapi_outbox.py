@@ -1,0 +1,85 @@
+"""A web service that stores an order and its event in one transaction, without a worker.
+
+The service has its own asyncio engine and session. `outbox.statement` gives the INSERT, the session
+executes it, and the commit of the request makes order and event visible together. A relay publishes
+the event from there: conquiet relay run
+
+    DATABASE_URL=postgresql://… uvicorn examples.fastapi_outbox:app
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Annotated
+
+import msgspec
+from fastapi import Depends, FastAPI, HTTPException, Request
+from pydantic import BaseModel
+from sqlalchemy import make_url
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+from conquiet.sql import Outbox, schema
+
+outbox = Outbox("orders", source="/orders")
+
+
+class Base(DeclarativeBase):
+    pass
+
+
+class Order(Base):
+    __tablename__ = "orders"
+    id: Mapped[str] = mapped_column(primary_key=True)
+    amount: Mapped[int]
+
+
+class OrderPlaced(msgspec.Struct):
+    order: str
+    amount: int
+
+
+class PlaceOrder(BaseModel):
+    id: str
+    amount: int
+
+
+@asynccontextmanager
+async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    url = make_url(os.environ["DATABASE_URL"])
+    schema.init(url)  # a service with migrations of its own runs `conquiet outbox schema` instead
+    engine = create_async_engine(url.set(drivername="postgresql+asyncpg"))
+    async with engine.begin() as connection:
+        await connection.run_sync(Base.metadata.create_all)
+    app.state.sessions = async_sessionmaker(engine)
+    yield
+    await engine.dispose()
+
+
+app = FastAPI(lifespan=lifespan)
+
+
+async def transaction(request: Request) -> AsyncIterator[AsyncSession]:
+    """One transaction per request: committed if the request succeeds, else rolled back."""
+    sessions: async_sessionmaker[AsyncSession] = request.app.state.sessions
+    async with sessions.begin() as session:
+        yield session
+
+
+Session = Annotated[AsyncSession, Depends(transaction, scope="function")]
+
+
+@app.post("/orders", status_code=201)
+async def place_order(order: PlaceOrder, session: Session) -> dict[str, str]:
+    session.add(Order(id=order.id, amount=order.amount))
+    try:
+        await session.flush()
+    except IntegrityError:
+        raise HTTPException(409, f"order {order.id} exists") from None
+    await session.execute(outbox.statement([OrderPlaced(order.id, order.amount)]))
+    if order.amount < 0:
+        raise HTTPException(422, "the amount is negative")  # order and event are both undone
+    return {"id": order.id}
