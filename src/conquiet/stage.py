@@ -17,13 +17,15 @@ Middleware: TypeAlias = Callable[[Process], Process]
 class Stage(IntEnum):
     """The places that have an order, outermost first. A middleware without a stage fits anywhere.
 
-    Retry outside the transaction: a new try needs a new transaction. Inbox and outbox inside
+    Retry outside the transaction: a new try needs a new transaction. A claim outside it as well:
+    it is an inbox that cannot commit with the effects. Inbox and outbox inside
     it: they commit with the handler's effects. What marks outputs, inside the outbox: the
     outbox swallows them.
     """
 
     DEAD_LETTER = 10
     RETRY = 20
+    CLAIM = 25
     TRANSACTION = 30
     INBOX = 40
     OUTBOX = 50

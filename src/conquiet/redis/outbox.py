@@ -1,0 +1,74 @@
+"""Outbox in a Redis stream, in the transaction around it.
+
+    handler's outputs ──▶ entries ──▶ XADD in the transaction's EXEC ──▶ relay
+
+An entry is a CloudEvent, in binary mode unless told otherwise, and says in the field `:topic`
+where it goes. `outbox_source` is what a relay reads it by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from conquiet import outbox
+from conquiet.errors import ConfigError, ConquietError, HandlerError
+from conquiet.message import Message, describe
+from conquiet.redis.ambient import current
+from conquiet.redis.entry import TOPIC_FIELD, Mode, encoder
+
+STREAM = "conquiet:outbox"
+
+Value: TypeAlias = bytes | str | int | float
+Marshal: TypeAlias = Callable[[Message[Any]], Mapping[str, Value]]
+
+
+class Outbox(outbox.Outbox):
+    """Middleware: what handlers return becomes entries of `stream`, in the same EXEC.
+
+    `mode="structured"` writes an event as JSON in one field. `marshal` writes fields of your
+    own, for which a relay then needs a reader of your own; a field whose name begins with a
+    colon belongs to conquiet. In a cluster, `stream` needs the hash tag of the other keys.
+    """
+
+    def __init__(
+        self,
+        topic: str,
+        stream: str = STREAM,
+        *,
+        mode: Mode = "binary",
+        marshal: Marshal | None = None,
+    ) -> None:
+        super().__init__(topic)
+        if not stream:
+            raise ConfigError("an outbox needs the name of its stream, such as 'outbox:{orders}'")
+        self.stream = stream
+        self._key = stream.encode()
+        self._encode = encoder(mode) if marshal is None else _flat(marshal)
+
+    def store(self, outputs: Sequence[Message[Any]]) -> None:
+        unit = current("the outbox")
+        for output in outputs:
+            unit.queue("XADD", self._entry(output))
+
+    def _entry(self, output: Message[Any]) -> tuple[Any, ...]:
+        try:
+            topic = (output.topic or self.topic).encode()
+            return (b"XADD", self._key, b"*", TOPIC_FIELD, topic, *self._encode(output))
+        except (ConquietError, UnicodeEncodeError) as error:
+            # Not the message that came in is wrong, but what its handler made of it.
+            raise HandlerError(
+                f"{describe(output.attributes)}: cannot be put into the outbox: {error}"
+            ) from error
+
+
+def _flat(marshal: Marshal) -> Callable[[Message[Any]], Sequence[Any]]:
+    def encode(message: Message[Any]) -> Sequence[Any]:
+        fields: list[Any] = []
+        for name, value in marshal(message).items():
+            fields += (name, value)
+        if not fields:
+            raise HandlerError("marshal gave no fields")
+        return fields
+
+    return encode

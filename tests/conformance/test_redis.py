@@ -1,0 +1,72 @@
+"""The conformance suite over `conquiet.redis`: transaction, inbox and outbox."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+from tests.faults.proxy import Proxy
+
+from conquiet.redis import Inbox, Outbox, StreamSource, Transaction, commands
+from conquiet.source import Source
+from conquiet.testing.contracts import InboxContract, OutboxContract, TransactionContract
+
+STREAM = "outbox"
+
+
+class OverRedis:
+    """A storage in Redis behind a proxy: effects are counters."""
+
+    @pytest.fixture(autouse=True)
+    def _through_a_proxy(self, redis_client: Any) -> Iterator[None]:
+        settings = redis_client.connection_pool.connection_kwargs
+        self.direct = redis_client
+        with Proxy(settings["port"]) as self.proxy:
+            self.client = redis.Redis(
+                port=self.proxy.port, db=settings.get("db", 0), retry=Retry(NoBackoff(), 0)
+            )
+            with self.client:
+                yield
+
+    def transaction(self) -> Transaction:
+        return Transaction(self.client)
+
+    def note(self, key: str) -> None:
+        commands(self.client).incr(f"count:{key}")
+
+    def noted(self, key: str) -> int:
+        return int(self.direct.get(f"count:{key}") or 0)
+
+    def handle(self) -> Callable[[], object]:
+        kept = commands(self.client)
+        return lambda: kept.incr("late")
+
+    def outage(self) -> AbstractContextManager[object]:
+        return self.proxy.outage()
+
+    def inbox(self, subscriber: str) -> Inbox:
+        return Inbox(subscriber)
+
+    def outbox(self, topic: str) -> Outbox:
+        return Outbox(topic, STREAM)
+
+    def relay(self) -> Source:
+        # No pause after a nack, and a name of its own for each.
+        return StreamSource(self.direct, STREAM, "relay", backoff=0.0, delete=True)
+
+
+class TestRedisTransaction(OverRedis, TransactionContract):
+    pass
+
+
+class TestRedisInbox(OverRedis, InboxContract):
+    pass
+
+
+class TestRedisOutbox(OverRedis, OutboxContract):
+    pass
