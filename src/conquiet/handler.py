@@ -166,7 +166,8 @@ class Handler:
 
     def _output(self, item: Any, message: Message[Any]) -> Message[Any]:
         if isinstance(item, Message):
-            return self._complete(item)
+            # The input itself keeps its acking and its topic; what goes out is another message.
+            return self._complete(item.copy() if item is message else item)
         if self.kind is Kind.RAW:
             raise self._wrong(item, message, "a raw handler returns Message objects")
         kind = type(item)
@@ -330,7 +331,7 @@ def _emitted(hint: Any, kind: Kind, name: str) -> list[type]:
         arguments = get_args(part)
         if arguments:
             pending.extend(arguments)
-        elif isinstance(part, type) and part is not type(None):
+        elif isinstance(part, type) and part not in (type(None), Any, object):
             found.append(part)
     if found and kind is Kind.EVENT:
         raise ConfigError(

@@ -129,20 +129,32 @@ class Message(Generic[T]):
         """Give the message back; False if it was settled before."""
         return self.acking.nack(error) if self.acking is not None else False
 
-    def copy(self, *, acking: Acking | None = None, **attributes: Any) -> Message[T]:
-        """The same data with other attributes; None removes one. Locals are copied along."""
+    def copy(self, **attributes: Any) -> Message[T]:
+        """The same data with other attributes; None removes one. Locals are copied along.
+
+        It is a new message: it has no acking, and where it goes is not where this one came from.
+        """
         merged = {**self.attributes, **attributes}
-        twin: Message[T] = Message(
-            self.data,
-            {name: value for name, value in merged.items() if value is not None},
-            acking=acking,
-            topic=self.topic,
-            deliveries=self.deliveries,
-        )
-        twin.order_key = self.order_key
+        kept = {name: value for name, value in merged.items() if value is not None}
+        twin: Message[T] = Message(self.data, kept)
         if self._locals:
             twin._locals = dict(self._locals)
         return twin
+
+    def shares(self, count: int) -> list[Message[T]]:
+        """This message as often as several handlers take it, each with a share of its acking."""
+        ackings = self.acking.split(count) if self.acking is not None else [None] * count
+        twins: list[Message[T]] = []
+        for acking in ackings:
+            twin = self.copy()
+            twin.acking = acking
+            twin.topic, twin.deliveries, twin.order_key = (
+                self.topic,
+                self.deliveries,
+                self.order_key,
+            )
+            twins.append(twin)
+        return twins
 
     def _text(self, name: str) -> str:
         value = self.attributes.get(name, "")

@@ -270,11 +270,9 @@ class Router:
                 message.handler = None
                 expanded.append(message)
             else:
-                shares = message.acking.split(len(handlers)) if message.acking else None
-                for index, handler in enumerate(handlers):
-                    twin = message.copy(acking=shares[index] if shares else None)
-                    twin.handler = handler
-                    expanded.append(twin)
+                for handler, share in zip(handlers, message.shares(len(handlers)), strict=True):
+                    share.handler = handler
+                    expanded.append(share)
         return expanded
 
     def _candidates(self, message: Message[Any]) -> list[Handler]:
@@ -288,7 +286,7 @@ class Router:
                 self._routes[kind] = handlers
         for handler in handlers:
             if handler.match is not None:
-                return [item for item in handlers if item.match is None or item.match(message)]
+                return [item for item in handlers if _matches(item, message)]
         return handlers
 
     def _gate(self, next: Process) -> Process:
@@ -334,11 +332,10 @@ class Router:
                 f"{describe(message.attributes)}: no type, so no handler can be found;"
                 " let the producer set the attribute 'type'"
             )
-        same = [handler.name for handler in self._handlers if handler.type == message.type]
+        same = [handler for handler in self._handlers if handler.type == message.type]
         if same:
-            return NoHandler(
-                f"{describe(message.attributes)}: the matchers of {', '.join(same)} refused it"
-            )
+            names = ", ".join(handler.name for handler in same)
+            return NoHandler(f"{describe(message.attributes)}: the matchers of {names} refused it")
         known = sorted({handler.type for handler in self._handlers if handler.type})
         return NoHandler(
             f"{describe(message.attributes)}: no handler for this type; known are:"
@@ -371,6 +368,16 @@ class Router:
                     turns.failed(failed)
             start = end
         return results
+
+
+def _matches(handler: Handler, message: Message[Any]) -> bool:
+    if handler.match is None:
+        return True
+    try:
+        return handler.match(message)
+    except Exception:  # one that cannot say yes says no; the message is nacked, not the batch
+        logger.exception("the matcher of %s failed", handler.name)
+        return False
 
 
 def _run_end(batch: Batch, start: int) -> int:

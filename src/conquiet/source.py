@@ -37,7 +37,10 @@ class Replayable(Protocol):
     """A source that can be read again from any point."""
 
     def replay(self, start: str | None = None, end: str | None = None) -> Iterator[Message[Any]]:
-        """What was published from `start` to `end`, both inclusive; the live position stays."""
+        """What was published from `start` to `end`, both inclusive; the live position stays.
+
+        A message says where it stands in `locals["position"]`.
+        """
 
 
 class EndOfSource(Exception):

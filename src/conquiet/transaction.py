@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
-from conquiet.errors import Blameless, GivenBack, StoreError
+from conquiet.errors import StoreError
 from conquiet.handler import Process, Result
 from conquiet.message import Message
 from conquiet.ordering import Turns
@@ -47,7 +47,7 @@ class Transaction(ABC):
         def process(batch: Sequence[Message[Any]]) -> Sequence[Result]:
             try:
                 return self._commit(next, batch)
-            except Blameless as error:
+            except StoreError as error:
                 return [error] * len(batch)
             except Exception as error:  # noqa: BLE001 - whatever it was, it was rolled back
                 if len(batch) == 1:
@@ -66,7 +66,7 @@ class Transaction(ABC):
                 if attempt == self.store_tries:
                     raise
                 if not pause(_SECONDS_BETWEEN_TRIES * attempt * random.uniform(0.5, 1.5)):
-                    raise GivenBack("the worker stops while the store fails") from None
+                    raise  # the worker stops
         raise AssertionError("unreachable")
 
 
@@ -90,4 +90,7 @@ def _one_by_one(process: Process, batch: Sequence[Message[Any]]) -> Sequence[Res
         if isinstance(result, Exception):
             turns.failed(message)
         results.append(result)
+        if isinstance(result, StoreError):  # it would fail for the rest as well
+            results += [result] * (len(batch) - len(results))
+            break
     return results

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from conquiet.acking import Acking, Error, settle
 from conquiet.backoff import Backoff
-from conquiet.errors import ConfigError, HandlerError, SinkUnavailable
+from conquiet.errors import ConfigError, GivenBack, HandlerError, SinkUnavailable
 from conquiet.handler import Result
 from conquiet.intake import AnyOrder, ByKey, InFlight, Intake, KeyOf
 from conquiet.message import Message, describe
@@ -177,15 +177,25 @@ class Worker:
         while any(thread.is_alive() for thread in self._threads):
             left = end - time.monotonic()
             if left <= 0 or hurry():
-                self._abandoned = True
-                for message in self._in_flight.messages():
-                    logger.warning(
-                        "not finished within the grace time, will be delivered again: %s",
-                        describe(message.attributes),
-                    )
+                self._abandon()
                 return
             for thread in self._threads:
                 thread.join(min(left, _LOOK_SECONDS))
+
+    def _abandon(self) -> None:
+        """Give back what is unfinished; whatever its handler still says comes too late."""
+        self._abandoned = True
+        unfinished = self._in_flight.messages()
+        for message in unfinished:
+            logger.warning(
+                "not finished within the grace time, will be delivered again: %s",
+                describe(message.attributes),
+            )
+        stopped = GivenBack("the worker stopped before it was finished")
+        try:
+            settle((), [(message.acking, stopped) for message in unfinished if message.acking])
+        except Exception:
+            logger.exception("messages could not be given back; they return by themselves")
 
     def health(self) -> Health:
         """A snapshot for probes and operators."""

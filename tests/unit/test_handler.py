@@ -286,6 +286,14 @@ def test_what_a_handler_takes_is_checked_at_registration():
         def untyped(data: dict) -> None: ...
 
 
+@pytest.mark.parametrize("hint", [Any, object, None, type(None)])
+def test_a_return_hint_that_names_no_event_declares_no_output(hint):
+    def place(order: PlaceOrder): ...
+
+    place.__annotations__["return"] = hint
+    assert not Handler(place, Kind.COMMAND, source="/s").declares_outputs
+
+
 def test_hints_that_name_nothing_are_named():
     def place(order: Missing) -> None: ...  # noqa: F821
 

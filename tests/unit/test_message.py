@@ -81,7 +81,7 @@ def test_a_copy_changes_attributes_and_leaves_the_original_alone():
     message = Message(b"x", {"id": "1", "subject": "s"}, topic="t", deliveries=3)
     twin = message.copy(subject=None, type="other")
     assert twin.attributes == {"id": "1", "type": "other"}
-    assert (twin.data, twin.topic, twin.deliveries) == (b"x", "t", 3)
+    assert (twin.data, twin.topic, twin.deliveries, twin.acking) == (b"x", None, 1, None)
     assert message.attributes == {"id": "1", "subject": "s"}
 
 

@@ -411,6 +411,63 @@ def test_a_store_that_keeps_failing_gives_the_batch_back_whole():
     assert len(ledger.nacked) == 3
 
 
+def test_a_store_that_dies_during_single_runs_is_not_asked_for_each_of_the_rest():
+    ledger, transaction = Ledger(), ListTransaction()
+    begun: list[int] = []
+
+    def effect(order: PlaceOrder) -> None:
+        begun.append(order.id)
+        if order.id == 0 and transaction.trace.count("rollback") == 0:
+            transaction.failures = 99
+            raise ValueError("the batch fails, and then the store does")
+
+    router_with(effect, transaction).process(ledger.batch(20))
+    assert set(begun) == {0}
+    assert len(ledger.nacked) == 20
+    assert all(isinstance(error, StoreError) for error in ledger.nacked.values())
+
+
+def test_a_message_in_progress_elsewhere_is_given_back_and_not_its_neighbours():
+    ledger, transaction = Ledger(), ListTransaction()
+
+    def effect(order: PlaceOrder) -> None:
+        if order.id == 1:
+            raise GivenBack("in progress elsewhere")
+        transaction.pending.append(order.id)
+
+    router_with(effect, transaction).process(ledger.batch(3))
+    assert transaction.effects == [0, 2]
+    assert list(ledger.nacked) == ["1"]
+
+
+def test_a_matcher_that_fails_refuses_its_message_and_no_other(caplog):
+    ledger = Ledger()
+    router = Router()
+    router.event(match=lambda message: message.attributes["region"] == "eu")(succeed)
+    router.process([ledger.message(1), ledger.message(2, region="eu")])
+    assert ledger.acked == ["2"]
+    assert isinstance(ledger.nacked["1"], NoHandler)
+    assert "the matcher of succeed failed" in caplog.text
+
+
+def test_a_raw_handler_may_pass_its_input_on_and_it_does_not_go_back_to_its_topic():
+    ledger = Ledger()
+    router = Router(ack="forward")
+
+    @router.raw()
+    def pass_on(message: Message) -> list[Message]:
+        return [message, message.copy(subject="twin")]
+
+    message = ledger.message(1)
+    message.topic, acking = "inputs", message.acking
+    [[same, twin]] = router.process([message])
+    assert (same.topic, twin.topic) == (None, None)
+    assert message.acking is acking
+    same.ack()
+    twin.ack()
+    assert ledger.acked == ["1"]
+
+
 def test_ordered_messages_of_a_failed_key_wait_for_it():
     ledger, transaction = Ledger(), ListTransaction()
     batch = ledger.batch(4)
