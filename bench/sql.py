@@ -27,7 +27,8 @@ from typing import Any
 import msgspec
 import psycopg
 import redis
-from sqlalchemy import Engine
+from sqlalchemy import Column, Engine, Integer, MetaData, Table, Text
+from sqlalchemy.dialects.postgresql import insert
 
 from conquiet import Acking, Message, Router, Worker, embedded
 from conquiet.acking import settle
@@ -43,6 +44,12 @@ UPSERT = (
 )
 ORDERS = "CREATE TABLE orders (id text PRIMARY KEY, total integer NOT NULL)"
 FILLING = "x" * 200
+
+orders = Table("orders", MetaData(), Column("id", Text), Column("total", Integer))
+_save = insert(orders)
+SAVE = _save.on_conflict_do_update(
+    index_elements=[orders.c.id], set_={"total": orders.c.total + _save.excluded.total}
+)
 
 
 class PlaceOrder(msgspec.Struct):
@@ -140,7 +147,7 @@ def orders_router(made: Engine) -> Router:
     @router.command(source="/shop")
     def place_order(order: PlaceOrder) -> list[OrderPlaced]:
         with connection(made) as found:
-            found.exec_driver_sql(UPSERT, (order.order_id, order.total))
+            found.execute(SAVE, {"id": order.order_id, "total": order.total})
         return [OrderPlaced(order.order_id, order.total, order.note)]
 
     return router
@@ -204,12 +211,12 @@ class ByHand:
         with self._direct.cursor() as cursor:
             ids = [f"/web {item.attributes['id']}" for item in messages]
             fresh = {row[0] for row in cursor.execute(self.INBOX, (ids,)).fetchall()}
-            orders = [
+            placed = [
                 _order(item.data) for item, id_ in zip(messages, ids, strict=True) if id_ in fresh
             ]
-            upsert(cursor, orders)
-            names = [str(uuid.uuid4()) for _ in orders]
-            data = [_encode(OrderPlaced(o.order_id, o.total, o.note)) for o in orders]
+            upsert(cursor, placed)
+            names = [str(uuid.uuid4()) for _ in placed]
+            data = [_encode(OrderPlaced(o.order_id, o.total, o.note)) for o in placed]
             attributes = [
                 _encode(
                     {
