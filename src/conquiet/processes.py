@@ -32,7 +32,8 @@ from typing import Any, NoReturn
 
 from conquiet.backoff import Backoff
 from conquiet.errors import ConfigError, ConquietError
-from conquiet.worker import Health, Worker, _Signals
+from conquiet.stopping import Signals
+from conquiet.worker import Health, Worker
 
 logger = logging.getLogger("conquiet.processes")
 
@@ -222,7 +223,7 @@ class _Supervisor:
         self._code = FINISHED
 
     def run(self) -> int:
-        with _Signals() as signals:
+        with Signals() as signals:
             try:
                 while self._busy():
                     now = time.monotonic()
@@ -344,7 +345,7 @@ def _serve(ready: int) -> NoReturn:
     _is_child = True
     orders = _Orders(_take_stdin())
     settings = orders.settings()
-    with _Signals() as signals:
+    with Signals() as signals:
         worker = _make_worker(settings)
         os.write(ready, b"!")
         os.close(ready)
@@ -354,7 +355,7 @@ def _serve(ready: int) -> NoReturn:
         worker.start()
         while not (orders.stop or signals.count) and worker.health().threads_alive:
             time.sleep(_LOOK_SECONDS)
-        finished = worker._stop(settings["grace"], hurry=lambda: orders.hurry or signals.count > 1)
+        finished = worker.stop(settings["grace"], hurry=lambda: orders.hurry or signals.count > 1)
     if finished:
         sys.exit(FINISHED)
     logging.shutdown()

@@ -10,24 +10,22 @@ is not acked, costs no attempt, and its source delivers it again.
 from __future__ import annotations
 
 import logging
-import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any, Literal
 
 from conquiet.acking import Acking, Error, settle
 from conquiet.backoff import Backoff
-from conquiet.errors import ConfigError, GivenBack, HandlerError, SinkUnavailable
+from conquiet.errors import Blameless, ConfigError, GivenBack, HandlerError, SinkUnavailable
 from conquiet.handler import Result
 from conquiet.intake import AnyOrder, ByKey, InFlight, Intake, KeyOf
 from conquiet.message import Message, describe
 from conquiet.router import Handled, Router
 from conquiet.sink import Sink
 from conquiet.source import EndOfSource, Leased, Source
-from conquiet.stopping import STOPPING
+from conquiet.stopping import STOPPING, Signals
 
 logger = logging.getLogger("conquiet.worker")
 
@@ -124,11 +122,11 @@ class Worker:
         A second signal ends the grace time at once. Signals are handled only when this runs
         in the main thread, and their former handlers are restored.
         """
-        with _Signals() as signals:
+        with Signals() as signals:
             self.start()
             while not signals.count and not self._stopping.wait(_LOOK_SECONDS):
                 pass
-            return self._stop(self.grace, hurry=lambda: signals.count > 1)
+            return self.stop(hurry=lambda: signals.count > 1)
 
     def start(self) -> None:
         """Start the threads and return."""
@@ -140,23 +138,25 @@ class Worker:
         for thread in (*self._threads, self._keeper):
             thread.start()
 
-    def stop(self, grace: float | None = None) -> bool:
+    def stop(
+        self, grace: float | None = None, *, hurry: Callable[[], bool] = lambda: False
+    ) -> bool:
         """Stop softly; after the grace time, hard. True if everything in flight was finished.
 
-        A handler may call it to ask for the end of `run()`; it then returns at once.
+        `hurry` is asked while it waits, and ends the grace time by True. A handler may call
+        `stop` to ask for the end of `run()`; it then returns at once.
         """
-        return self._stop(self.grace if grace is None else grace, hurry=lambda: False)
-
-    def _stop(self, grace: float, hurry: Callable[[], bool]) -> bool:
+        grace = self.grace if grace is None else grace
         self._stopping.set()
         if threading.current_thread() in self._threads:
             return False
         with self._state_lock:
-            if self._state in ("stopping", "stopped"):
-                self._finished.wait(grace)
-                return not self._abandoned
-            started, self._state = self._state == "running", "stopping"
-        if started:
+            former = self._state
+            if former in ("starting", "running"):
+                self._state = "stopping"
+        if former in ("stopping", "stopped"):  # somebody else is at it
+            return self._finished.wait(grace) and not self._abandoned
+        if former == "running":
             self._wait_for_threads(grace, hurry)
         try:
             self._intake.give_back()
@@ -221,7 +221,7 @@ class Worker:
     def _serve(self, number: int) -> None:
         STOPPING.set(self._stopping)
         reads = Backoff(first=0.1, cap=10.0)
-        failures = Backoff(first=0.02, cap=10.0)
+        outages = Backoff(first=0.02, cap=10.0)
         while not self._stopping.is_set():
             try:
                 batch = self._intake.read(number, self.batch_size, _READ_SECONDS, self.batch_wait)
@@ -237,18 +237,18 @@ class Worker:
             reads.reset()
             self._failures_in_a_row = 0
             if batch and self._handle(batch):
-                failures.reset()
+                outages.reset()
             elif batch:
-                # Nothing of the batch succeeded: the store is away, or it is all poison.
-                # Either way it comes back at once, and asking as fast as we can helps nobody.
-                self._stopping.wait(failures.next())
+                # The store is away, or it is all poison that comes back at once: asking for
+                # it again as fast as we can helps nobody.
+                self._stopping.wait(outages.next())
         with self._state_lock:
             self._ended_threads += 1
             if self._ended_threads == len(self._threads):
                 self._stopping.set()
 
     def _handle(self, batch: list[Message[Any]]) -> bool:
-        """Run, publish, settle; True if at least one message succeeded."""
+        """Run, publish, settle; False if all of it failed, and not for the first time."""
         try:
             handled = self._publish(self.router.run(batch))
             if self._abandoned:
@@ -262,7 +262,7 @@ class Worker:
             if failed:
                 self._intake.failed(failed)
             self._count(handled, len(failed))
-            return len(failed) < len(handled.messages)
+            return len(failed) < len(handled.messages) or _is_new_poison(handled)
         except BaseException as error:
             logger.exception("a batch broke the chain; its messages are given back")
             broken = HandlerError(f"the chain was left by {error!r}")
@@ -339,6 +339,13 @@ class Worker:
             reported = stuck
 
 
+def _is_new_poison(handled: Handled) -> bool:
+    """Whether all of it fails by its own fault and for the first time: the next may be better."""
+    return all(message.deliveries == 1 for message in handled.messages) and not any(
+        isinstance(result, Blameless) for result in handled.results
+    )
+
+
 def _intake(source: Source, in_flight: InFlight, threads: int, ordered: bool | KeyOf) -> Intake:
     if ordered is False:
         return AnyOrder(source, in_flight)
@@ -360,27 +367,3 @@ def _settle_outputs(outputs: Sequence[Message[Any]], answers: Sequence[Error]) -
         settle(acked, nacked)
     except Exception:
         logger.exception("settling failed; the messages will be delivered again")
-
-
-class _Signals:
-    """Counts SIGTERM and SIGINT while it is open, if this is the main thread.
-
-    The handler only counts: taking a lock in it could wait for the very code it interrupted.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._former: dict[int, Any] = {}
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
-
-    def __enter__(self) -> _Signals:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._former[number] = signal.signal(number, self._on_signal)
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        for number, handler in self._former.items():
-            signal.signal(number, handler)

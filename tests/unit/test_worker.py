@@ -417,6 +417,35 @@ def test_stopping_twice_or_before_the_start_does_no_harm():
     assert worker.health().state == "stopped"
 
 
+def test_two_may_ask_for_a_stop_at_the_same_time(workers):
+    log, running, release = log_of(1), threading.Event(), threading.Event()
+    worker = start(workers, log.source("g"), blocking_router(running, release))
+    assert running.wait(10)
+    stopped: list[bool] = []
+    askers = [
+        threading.Thread(target=lambda: stopped.append(worker.stop(grace=30))) for _ in range(2)
+    ]
+    for asker in askers:
+        asker.start()
+    assert worker.stop(grace=0.01) is False  # it waited no longer, and nothing was given up
+    release.set()
+    for asker in askers:
+        asker.join(20)
+    assert stopped == [True, True]
+    assert drained(log)
+
+
+def test_new_poison_does_not_slow_down_what_comes_after_it(workers):
+    class Poison:
+        def read(self, limit: int, timeout: float) -> list[Message[Any]]:
+            return [Message(b"poison", {"id": new_id(), "type": "place.order"})]
+
+        def close(self) -> None: ...
+
+    worker = start(workers, Poison(), recording([]))
+    eventually(lambda: worker.health().failed >= 1_000)
+
+
 SCRIPT = """
     import sys, threading, time
     from conquiet import Message, Router, Worker
