@@ -124,6 +124,10 @@ class Unit:
             )
         self._slot = slot
 
+    def shares_slot(self, key: bytes) -> bool:
+        """Whether a key may be part of this transaction as it is."""
+        return not self.home.is_cluster or self.home.slot(key) == self._slot
+
     def session(self) -> Session:
         """The connection of this transaction, from when it is first needed."""
         if self._session is None:

@@ -15,7 +15,7 @@ FIRST, LAST = b"-", b"+"
 class Delivery:
     """One entry in our hands; the token of its message's acking."""
 
-    __slots__ = ("deliveries", "fields", "id", "nacks", "stream", "touched")
+    __slots__ = ("acked", "deliveries", "fields", "id", "nacks", "stream", "touched")
 
     def __init__(
         self, stream: GroupStream, id: bytes, fields: list[bytes], deliveries: int, touched: float
@@ -27,6 +27,8 @@ class Delivery:
         self.touched = touched
         """When its idle time last began anew, by the monotonic clock."""
         self.nacks = 0
+        self.acked = False
+        """A transaction on the same server acked it with its EXEC: settling it sends nothing."""
 
     @property
     def place(self) -> tuple[int, int, bytes]:

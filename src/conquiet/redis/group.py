@@ -43,6 +43,9 @@ class GroupStream:
         self.own_from: bytes | None = None
         """From where our own pending entries are still to be read; None when they have been."""
         self.scan_from = FIRST
+        self.deletes = False
+        """Whether acked entries are deleted, so that a missing one is no surprise."""
+        self.client = wire.client
         self._wire = wire
         self._origin = b"0-0"
         self._leases = beside(name, "conquiet:leases:").encode()
@@ -142,13 +145,16 @@ class GroupStream:
     def ack_deleted(self, ids: Iterable[bytes]) -> int:
         """Of these, ack the entries that are not in the stream any more; how many there were."""
         deleted = [i for i in ids if not self.call(b"XRANGE", self.key, i, i)]
-        if deleted:
-            self.call(b"XACK", self.key, self.group, *deleted)
-            logger.warning(
-                "%d entries of stream %r were deleted while they were pending in group %r: %s",
-                *(len(deleted), self.name, self.group.decode()),
-                b", ".join(deleted[:20]).decode(),
-            )
+        if not deleted:
+            return 0
+        self.call(b"XACK", self.key, self.group, *deleted)
+        if self.deletes:
+            return 0
+        logger.warning(
+            "%d entries of stream %r were deleted while they were pending in group %r: %s",
+            *(len(deleted), self.name, self.group.decode()),
+            b", ".join(deleted[:20]).decode(),
+        )
         return len(deleted)
 
     def settle(self, ids: Sequence[bytes], *, delete: bool) -> None:

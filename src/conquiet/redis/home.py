@@ -51,7 +51,7 @@ class Home:
                 return pack(arguments)
             except TypeError:
                 pass
-        return pack(tuple(self._encode(item) for item in arguments))
+        return pack(tuple(bytes(self._encode(item)) for item in arguments))
 
     def flags(self, name: str) -> frozenset[str]:
         """What the server says about a command: `write`, `readonly`, …; empty if unknown."""

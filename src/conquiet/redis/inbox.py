@@ -14,6 +14,7 @@ from conquiet.errors import ConfigError, InvalidMessage
 from conquiet.handler import NOTHING, Process, Result
 from conquiet.message import Message, describe
 from conquiet.ordering import Turns
+from conquiet.redis.acks import ack_with_commit
 from conquiet.redis.ambient import current
 from conquiet.redis.lease import State, Terms
 from conquiet.redis.outcome import InProgress
@@ -152,6 +153,7 @@ class Inbox(inbox.Inbox):
                 unit.leases.confirmed.append(key)
                 unit.fresh.add(self.entry(message))
                 states[key] = State.DONE  # for its twin in this batch
+        ack_with_commit(unit, passing)
         return passing
 
 

@@ -12,25 +12,34 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from redis.exceptions import AskError, MovedError
+from redis.exceptions import (
+    AskError,
+    BusyLoadingError,
+    ClusterDownError,
+    MasterDownError,
+    MovedError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    TryAgainError,
+)
 
 from conquiet.errors import Blameless, ConquietError, PermanentError, StoreError
 from conquiet.handler import NOTHING, Result
 from conquiet.message import Message, describe
 from conquiet.redis.queued import Queued
 
-_STORE = (
-    "OOM",
-    "LOADING",
-    "READONLY",
-    "MASTERDOWN",
-    "CLUSTERDOWN",
-    "TRYAGAIN",
-    "MISCONF",
-    "NOREPLICAS",
-    "BUSY",
-    "NOAUTH",
+_STORE_ERRORS = (
+    AskError,
+    BusyLoadingError,
+    ClusterDownError,
+    MasterDownError,
+    MovedError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    TryAgainError,
 )
+_STORE_WORDS = ("MISCONF", "NOREPLICAS", "BUSY", "NOAUTH", "LOADING")
+"""For these redis-py has no class; where it has one, it takes the word off the text."""
 
 
 class UnknownOutcome(Blameless):
@@ -93,7 +102,7 @@ class PartlyApplied(Exception):
 
 def is_store_failure(error: object) -> bool:
     """Whether Redis as such is at fault, and not what was asked of it."""
-    return isinstance(error, (MovedError, AskError)) or str(error).startswith(_STORE)
+    return isinstance(error, _STORE_ERRORS) or str(error).startswith(_STORE_WORDS)
 
 
 def refusal(

@@ -34,7 +34,7 @@ from conquiet.redis.group import GroupStream, Start
 from conquiet.redis.letter import letter
 from conquiet.redis.topic import Streams, streams_of
 from conquiet.redis.waiting import Waiter, Waiting
-from conquiet.redis.wire import TROUBLE, Argument, Wire
+from conquiet.redis.wire import TROUBLE, UNWILLING, Argument, Wire
 
 logger = logging.getLogger("conquiet.redis")
 
@@ -46,6 +46,14 @@ _REPLAY_PAGE = 500
 
 class StreamSource:
     """Reads streams as a member of a consumer group.
+
+    >>> source = StreamSource(client, "orders", group="billing")
+    >>> client.xadd("orders", {"specversion": "1.0", "id": "1", "type": "sold", "data": "{}"}) != ""
+    True
+    >>> [message] = source.read(limit=10, timeout=1.0)
+    >>> message.type, message.data, message.ack()
+    ('sold', b'{}', True)
+    >>> source.close()
 
     `consumer` is best left out, unless the name is stable and used by one process at a time,
     as that of a StatefulSet's pod: then what a crashed process held is read again at once.
@@ -97,6 +105,7 @@ class StreamSource:
         ]
         for stream in self._streams:
             stream.own_from = b"0" if consumer else None  # nobody had a name that is new
+            stream.deletes = delete
         self._is_ours = consumer is None
         self._fetch = Fetch(self._wire, self._streams, start, lease)
         self._claims = Claims(self._streams, lease, claim_interval or lease / 2)
@@ -145,8 +154,11 @@ class StreamSource:
         end = time.monotonic() + timeout
         while not self._closed:
             batch = self._read(limit, end)
+            if self._closed:
+                break
             if batch or time.monotonic() >= end:
                 return batch
+        self._release()  # what a read brought that was still under way when we were closed
         return ()
 
     def _read(self, limit: int, end: float) -> list[Message[Any]]:
@@ -185,8 +197,9 @@ class StreamSource:
             wait = 0.0 if found or has_some else self._longest_wait(end)
             self._fetch.new(found, room - len(found), wait)
         elif room <= 0 and not has_some:
-            with self._changed:
-                self._changed.wait(max(0.0, self._longest_wait(end)))
+            with self._changed:  # only a settlement makes room
+                now = time.monotonic()
+                self._changed.wait(max(0.0, min(end, self._waiting.next_due(now)) - now))
 
     def _longest_wait(self, end: float) -> float:
         """Until the read must end, the block time is over, or something else is to be done."""
@@ -291,24 +304,30 @@ class StreamSource:
     def _ack(self, deliveries: Sequence[Delivery]) -> None:
         by_stream: dict[GroupStream, list[bytes]] = {}
         for delivery in deliveries:
+            if delivery.acked and not self._delete:
+                delivery.stream.held.pop(delivery.id, None)
+                continue
             ids = by_stream.get(delivery.stream)
             if ids is None:
                 ids = by_stream[delivery.stream] = []
             ids.append(delivery.id)
+        failure: redis.RedisError | None = None
         for stream, ids in by_stream.items():
             try:
                 stream.settle(ids, delete=self._delete)
-            except TROUBLE as error:
+            except (*TROUBLE, *UNWILLING) as error:
                 # XACK does no harm twice, so it may be said again when the server is back.
-                logger.warning(
-                    "%d acks on %r wait for the server: %r", len(ids), stream.name, error
-                )
+                logger.warning("%d acks to %r wait for Redis: %r", len(ids), stream.name, error)
                 with self._changed:
                     self._owed.setdefault(stream, []).extend(ids)
                 continue
+            except redis.RedisError as error:
+                failure = error  # out of hand all the same: they return when the lease has ended
             held = stream.held
             for entry_id in ids:
                 held.pop(entry_id, None)
+        if failure is not None:
+            raise StoreError(f"{self!r} cannot ack: {failure}") from failure
 
     def _pay(self) -> None:
         """Send the acks that could not be sent before."""
@@ -460,19 +479,23 @@ class StreamSource:
         with self._changed:
             for waiter in self._waiting:  # a nack that counts, counts
                 waiter.delivery.deliveries = waiter.deliveries
-            held = [delivery for stream in self._streams for delivery in stream.held.values()]
             self._changed.notify_all()
         try:
             self._pay()
         except (redis.RedisError, OSError) as error:
             count = sum(map(len, self._owed.values()))
             logger.warning("%r: %d acks could not be sent; delivered again: %r", self, count, error)
-        self._uncount(held, b"IDLE", max(1, round(self.lease * 1000)))
-        for stream in self._streams:
-            stream.held.clear()
+        self._release()
         if self._is_ours:
             self._remove_name()
         self._wire.close()
+
+    def _release(self) -> None:
+        """Let others claim at once what is in hand."""
+        held = [item for stream in self._streams for item in list(stream.held.values())]
+        self._uncount(held, b"IDLE", max(1, round(self.lease * 1000)))
+        for stream in self._streams:
+            stream.held.clear()
 
     def _remove_name(self) -> None:
         """Nobody will ever use a name again that we made up; if it holds nothing, it may go."""
