@@ -32,6 +32,12 @@ _IN_FAILED_TRANSACTION = "25P02"
 _SQLITE_STORE_CODES = {5, 6, 7, 9, 10, 13, 14, 15}
 
 
+class Own(tuple[Any, ...]):
+    """Parameters that are nobody else's: whoever made them will not change them."""
+
+    __slots__ = ()
+
+
 def engine(url: str | URL, **options: Any) -> Engine:
     """A SQLAlchemy engine as conquiet wants it.
 

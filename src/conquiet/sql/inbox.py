@@ -45,38 +45,45 @@ class Inbox(inbox.Inbox):
         connection = unit.connection
         # Two workers with the same messages must lock them in the same order.
         ordered = sorted(entries)
-        if dialect.uses_psycopg(connection.dialect):
-            columns = [name for name, _ in ordered], [identity for _, identity in ordered]
+        if dialect.is_sqlite(connection.dialect):
+            document = msgspec.json.encode(ordered).decode()
+            new = connection.exec_driver_sql(self._sqlite, (document,)).all()
+        elif dialect.uses_psycopg(connection.dialect):
             with (
                 dialect.translated(connection),
                 dialect.driver_connection(connection).cursor() as cursor,
             ):
-                new = cursor.execute(self._postgresql, columns).fetchall()
-        elif dialect.is_postgresql(connection.dialect):
-            columns = [name for name, _ in ordered], [identity for _, identity in ordered]
-            new = connection.exec_driver_sql(self._postgresql, columns).all()
+                new = cursor.execute(*self._postgresql(ordered)).fetchall()
         else:
-            document = msgspec.json.encode(ordered).decode()
-            new = connection.exec_driver_sql(self._sqlite, (document,)).all()
+            new = connection.exec_driver_sql(*self._postgresql(ordered)).all()
         unit.wrote = True
         return entries if len(new) == len(entries) else [(name, id_) for name, id_ in new]
 
+    def _postgresql(self, entries: Sequence[inbox.Entry]) -> tuple[str, tuple[Any, ...]]:
+        if len(entries) == 1:  # arrays pay from the second on
+            return self._one, entries[0]
+        return self._many, ([name for name, _ in entries], [identity for _, identity in entries])
+
     @cached_property
-    def _postgresql(self) -> str:
-        return (
-            f"INSERT INTO {self.table} (subscriber, message_id)"
-            " SELECT * FROM unnest(%s::text[], %s::text[])"
-            " ON CONFLICT DO NOTHING RETURNING subscriber, message_id"
-        )
+    def _one(self) -> str:
+        return self._insert("VALUES (%s, %s)")
+
+    @cached_property
+    def _many(self) -> str:
+        return self._insert("SELECT * FROM unnest(%s::text[], %s::text[])")
 
     @cached_property
     def _sqlite(self) -> str:
         # One parameter for all: a row of VALUES each would meet SQLite's limit of variables.
         # WHERE true, or ON CONFLICT would be read as a join condition.
-        return (
-            f"INSERT INTO {self.table} (subscriber, message_id)"
-            " SELECT json_extract(value, '$[0]'), json_extract(value, '$[1]')"
+        return self._insert(
+            "SELECT json_extract(value, '$[0]'), json_extract(value, '$[1]')"
             " FROM json_each(?) WHERE true"
+        )
+
+    def _insert(self, rows: str) -> str:
+        return (
+            f"INSERT INTO {self.table} (subscriber, message_id) {rows}"
             " ON CONFLICT DO NOTHING RETURNING subscriber, message_id"
         )
 

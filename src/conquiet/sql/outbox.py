@@ -113,7 +113,7 @@ class Outbox(outbox.Outbox):
 
     def for_psycopg(self, events: Iterable[Any], *, source: str = "") -> tuple[str, Any]:
         """Text and arguments: `await connection.execute(*outbox.for_psycopg(events))`."""
-        return self._postgresql, _by_column(self._rows(events, source))
+        return self._query(self._rows(events, source))
 
     # --- rows -------------------------------------------------------------------------------
 
@@ -177,7 +177,7 @@ class Outbox(outbox.Outbox):
             with dialect.translated(connection):
                 self._insert_by_driver(dialect.driver_connection(connection), rows)
         elif dialect.is_postgresql(connection.dialect):
-            connection.exec_driver_sql(self._postgresql, tuple(_by_column(rows)))
+            connection.exec_driver_sql(*self._query(rows))
         elif len(rows) == 1:
             connection.exec_driver_sql(self._sqlite, rows[0])
         else:
@@ -187,7 +187,7 @@ class Outbox(outbox.Outbox):
         psycopg = sys.modules.get("psycopg")  # if it is not loaded, this is none of its own
         if psycopg is not None and isinstance(connection, psycopg.Connection):
             with connection.cursor() as cursor:
-                cursor.execute(self._postgresql, _by_column(rows))
+                cursor.execute(*self._query(rows))
         elif isinstance(connection, sqlite3.Connection):
             connection.executemany(self._sqlite, rows)
         else:
@@ -196,12 +196,24 @@ class Outbox(outbox.Outbox):
                 " Session and Connection, and connections of psycopg and sqlite3"
             )
 
+    def _query(self, rows: Sequence[Row]) -> tuple[str, tuple[Any, ...]]:
+        if len(rows) == 1:  # arrays pay from the second on
+            return self._one, tuple(rows[0])
+        return self._many, dialect.Own(_by_column(rows))
+
     @cached_property
     def _name(self) -> str:
         return self.table.fullname
 
     @cached_property
-    def _postgresql(self) -> str:
+    def _one(self) -> str:
+        return (
+            f"INSERT INTO {self._name} ({', '.join(_COLUMNS)})"
+            " VALUES (%s, %s, %s, nullif(%s, ''), %s, %b, %s::jsonb)"
+        )
+
+    @cached_property
+    def _many(self) -> str:
         return self._unnest(["%b"] * len(_COLUMNS))
 
     def _unnest(self, marks: Sequence[str]) -> str:

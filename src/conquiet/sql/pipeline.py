@@ -1,11 +1,11 @@
 """Statements that return nothing wait, and are sent together, without a round trip for each.
 
     INSERT ──▶ queued ┐
-    INSERT ──▶ queued ├──▶ anything else, or COMMIT: they are sent before it, and answered
+    INSERT ──▶ queued ├──▶ anything else, or COMMIT: they are sent and answered before it
     INSERT ──▶ queued ┘
 
 Adapters notice nothing: what reads (a SELECT, RETURNING, a row count) finds them done. An error of
-a queued statement is raised at the latest by COMMIT, which PostgreSQL then skips.
+a queued statement is raised by whatever waits for it, at the latest before COMMIT.
 """
 
 from __future__ import annotations
@@ -22,8 +22,13 @@ import psycopg
 from psycopg.abc import Params
 from psycopg.pq import TransactionStatus
 
+from conquiet.sql.dialect import Own
+
 MOST_QUEUED = 1000
 """They are sent after this many, so that they never pile up."""
+
+FEWEST_TOGETHER = 3
+"""Fewer are executed one by one: entering and leaving psycopg's pipeline costs as much."""
 
 _FROZEN = frozenset(
     (str, int, float, bool, bytes, type(None), Decimal, UUID, date, datetime, time, timedelta)
@@ -92,6 +97,16 @@ class Pipeline:
         if runs:
             self._send_runs(last, runs)
 
+    def _execute_plainly(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for query, params, cursor in waiting:
+            self._sent.add(query)
+            holder = cursor()
+            if holder is not None:
+                holder.send(query, params)
+            else:
+                self._send_runs(query, [params])
+
     def _send_runs(self, query: Any, runs: list[Any]) -> None:
         self._sent.add(query)
         cursor = psycopg.Cursor(self._connection)
@@ -103,7 +118,9 @@ class Pipeline:
     def wait(self) -> None:
         """Send what waits and take the answers; raises the first error among them."""
         try:
-            if self._waiting:
+            if self._mode is None and len(self._waiting) < FEWEST_TOGETHER:
+                self._execute_plainly()
+            elif self._waiting:
                 self.send()
             mode, self._mode = self._mode, None
             if mode is not None:
@@ -164,7 +181,7 @@ class QueueingCursor(psycopg.Cursor[Any]):
         return self
 
     def send(self, query: Any, params: Any) -> None:
-        """Execute what was queued, in the driver's pipeline mode."""
+        """Execute what was queued."""
         super().execute(query, params)
 
     @property
@@ -216,6 +233,8 @@ def is_silent(query: str) -> bool:
 
 def _frozen(params: Any) -> Any:
     """A copy of parameters that nobody can change any more; None if some value can be."""
+    if type(params) is Own:
+        return params
     if params is None:
         return ()
     if type(params) is dict:

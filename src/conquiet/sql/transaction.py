@@ -84,9 +84,6 @@ class Transaction(transaction.Transaction):
             with self._entered(unit):
                 yield connection
                 self._flush(unit, root)
-            if unit.pipeline is not None:
-                with dialect.translated(connection):
-                    unit.pipeline.send()  # COMMIT follows without a round trip between
             Connection.commit(connection)
         except BaseException as error:
             self._give_up(unit, error)
@@ -145,6 +142,9 @@ class Transaction(transaction.Transaction):
         """Write what is still held, then make sure that a commit would commit it."""
         unit.flush()
         connection = unit.connection
+        if unit.pipeline is not None:
+            with dialect.translated(connection):
+                unit.pipeline.wait()
         if not began.is_active or connection.invalidated:
             raise _lost_inside(unit, "was rolled back inside, by session.rollback() or an error")
         if dialect.is_aborted(connection):
