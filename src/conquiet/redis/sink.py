@@ -5,23 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from redis import exceptions
-
 from conquiet.acking import Error
 from conquiet.errors import ConfigError, ConquietError, SinkUnavailable
 from conquiet.message import Message, describe
 from conquiet.redis.entry import Mode, encoder
 from conquiet.redis.topic import Topic
-from conquiet.redis.wire import TROUBLE, Command, Wire
+from conquiet.redis.wire import TROUBLE, UNWILLING, Command, Wire
 
-_NOT_ITS_FAULT = (
-    exceptions.ClusterDownError,
-    exceptions.MasterDownError,
-    exceptions.OutOfMemoryError,
-    exceptions.ReadOnlyError,
-    exceptions.TryAgainError,
-)
-_NOT_ITS_FAULT_CODES = ("MISCONF", "NOREPLICAS", "BUSY ", "CLUSTERDOWN")
+_UNWILLING_CODES = ("MISCONF", "NOREPLICAS", "BUSY ", "CLUSTERDOWN")
 
 
 class Refused(ConquietError):
@@ -29,7 +20,11 @@ class Refused(ConquietError):
 
 
 class StreamSink:
-    """Adds each message to the stream of its topic; never trims (see `conquiet.redis.trim`).
+    """Adds each message to the stream of its topic; never trims (see `trim_stream`).
+
+    >>> sink = StreamSink(client, "orders")
+    >>> sink.publish([Message(b"{}", {"id": "1", "type": "sold", "source": "/shop"})])
+    [None]
 
     A topic is a stream of the same name, unless `streams` maps it to another name or to a
     partitioned `Topic`; `partitions` partitions every topic that is not mapped. `topic` is for
@@ -101,6 +96,6 @@ def _answer(message: Message[Any], reply: object) -> Exception:
     name = describe(message.attributes)
     if isinstance(reply, TROUBLE):
         return SinkUnavailable(f"{name}: the answer of Redis was lost: {reply}")
-    if isinstance(reply, _NOT_ITS_FAULT) or str(reply).startswith(_NOT_ITS_FAULT_CODES):
+    if isinstance(reply, UNWILLING) or str(reply).startswith(_UNWILLING_CODES):
         return SinkUnavailable(f"{name}: Redis takes nothing now: {reply}")
     return Refused(f"{name}: Redis refused it: {reply}")

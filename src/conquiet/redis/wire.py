@@ -20,6 +20,7 @@ try:
 except ImportError as error:  # pragma: no cover - told by the first import of this room
     raise ImportError("conquiet.redis needs redis-py: pip install 'conquiet[redis]'") from error
 
+from redis import exceptions
 from redis.exceptions import AskError, MovedError
 
 from conquiet.errors import ConfigError
@@ -29,6 +30,15 @@ Command: TypeAlias = Sequence[Argument]
 
 TROUBLE = (redis.ConnectionError, redis.TimeoutError, OSError)
 """The server was not reached, or did not answer: the outcome is unknown."""
+
+UNWILLING = (
+    exceptions.ClusterDownError,
+    exceptions.MasterDownError,
+    exceptions.OutOfMemoryError,
+    exceptions.ReadOnlyError,
+    exceptions.TryAgainError,
+)
+"""The server answered that it takes no writes now; the same command may succeed later."""
 
 REPLY_SECONDS = 30.0
 """How long a reply may take if the client sets no `socket_timeout`."""
@@ -192,11 +202,10 @@ def _bounded(client: Any) -> Any:
     in the greeting of a new connection.
     """
     pool = client.connection_pool
-    kind = type(pool)
     settings = pool.connection_kwargs
     if (
         client.connection is not None
-        or kind not in (redis.ConnectionPool, redis.BlockingConnectionPool)
+        or type(pool) not in (redis.ConnectionPool, redis.BlockingConnectionPool)
         or settings.get("socket_timeout") is not None
     ):
         return client
@@ -207,8 +216,7 @@ def _bounded(client: Any) -> Any:
         if not name.startswith(("orig_", "maint_", "himport_"))
     }
     known |= {"socket_timeout": REPLY_SECONDS, "connection_class": pool.connection_class}
-    known["max_connections"] = pool.max_connections
-    return redis.Redis(connection_pool=kind(**known))
+    return redis.Redis(connection_pool=redis.ConnectionPool(**known))
 
 
 @contextmanager

@@ -118,7 +118,7 @@ def test_what_an_acl_forbids_fails_alone(redis_client):
             messages = numbered(2)
             messages[0].topic = "secret"
             answers = StreamSink(client, "orders").publish(messages)
-        assert "NOPERM" in str(answers[0]) or "No permissions" in str(answers[0])
+        assert "no permissions" in str(answers[0]).lower()
         assert answers[1] is None
     finally:
         redis_client.acl_deluser("shop")
