@@ -6,15 +6,19 @@ called directly with data that was decoded the same way.
 
 from __future__ import annotations
 
+import sys
+
+sys.path[0] = sys.path[0].removesuffix("/bench")  # see bench/__init__.py
+
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
+from bench.harness import Case, arguments, compare, measure, report
 from conquiet import Acking, Message, Router
 from conquiet.acking import Error
 from conquiet.middleware import Correlation, Required, per_message
-from harness import Case, arguments, compare, measure, report
 
 DATA = msgspec.json.encode({"id": 7, "note": "x" * 250})
 ATTRIBUTES = {"id": "1", "type": "place.order", "source": "/bench", "subject": "7"}

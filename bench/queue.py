@@ -9,26 +9,18 @@ its checks, its metrics and its way to the connection.
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
 import sys
-import sysconfig
+
+sys.path[0] = sys.path[0].removesuffix("/bench")  # see bench/__init__.py
+
 from typing import Any
 
-if __name__ == "queue":
-    # A script of this directory has imported redis-py, which means the standard library's queue.
-    _spec = importlib.machinery.PathFinder.find_spec("queue", [sysconfig.get_path("stdlib")])
-    assert _spec is not None
-    assert _spec.loader is not None
-    sys.modules["queue"] = importlib.util.module_from_spec(_spec)
-    _spec.loader.exec_module(sys.modules["queue"])
-else:
-    import msgspec
-    import redis
+import msgspec
+import redis
 
-    from conquiet import embedded
-    from conquiet.queue import QueueConfig, RedisStreamsQueue
-    from harness import Case, Seconds, arguments, compare, measure, report
+from bench.harness import Case, Seconds, arguments, compare, measure, report
+from conquiet import embedded
+from conquiet.queue import QueueConfig, RedisStreamsQueue
 
 STREAM, GROUP, CONSUMER = "bench", "readers", "reader"
 BLOCK_MS = 1_000

@@ -7,6 +7,10 @@ time; the floor is redis-py's pipeline of XADDs.
 
 from __future__ import annotations
 
+import sys
+
+sys.path[0] = sys.path[0].removesuffix("/bench")  # see bench/__init__.py
+
 import json
 from collections.abc import Callable
 from typing import Any, cast
@@ -14,9 +18,9 @@ from typing import Any, cast
 import msgspec
 import redis
 
+from bench.harness import Seconds, arguments, compare, measure, report
 from conquiet import Message, Router, Worker, embedded
 from conquiet.redis import StreamSink, StreamSource
-from harness import Seconds, arguments, compare, measure, report
 
 BATCH = 100
 DATA = json.dumps({"order": 1234567, "customer": "customer-17", "text": "x" * 240}).encode()

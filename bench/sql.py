@@ -12,6 +12,10 @@ fsync and synchronous_commit are on. Messages have 300 bytes of JSON.
 
 from __future__ import annotations
 
+import sys
+
+sys.path[0] = sys.path[0].removesuffix("/bench")  # see bench/__init__.py
+
 import gc
 import itertools
 import resource
@@ -30,13 +34,13 @@ import redis
 from sqlalchemy import Column, Engine, Integer, MetaData, Table, Text
 from sqlalchemy.dialects.postgresql import insert
 
+from bench.harness import Case, Options, Seconds, arguments, compare, measure, report
 from conquiet import Acking, Message, Router, Worker, embedded
 from conquiet.acking import settle
 from conquiet.errors import GivenBack, SinkUnavailable
 from conquiet.relay import publish_batch
 from conquiet.source import EndOfSource
 from conquiet.sql import Inbox, Outbox, OutboxSource, Transaction, connection, engine, schema
-from harness import Case, Options, Seconds, arguments, compare, measure, report
 
 UPSERT = (
     "INSERT INTO orders (id, total) VALUES (%s, %s)"
