@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import redis
@@ -45,21 +45,20 @@ class TestStreamSourceUnderWorker(OnRedis, WorkerContract):
 
 
 class TestStreamSink(SinkContract):
-    mode: Any = "binary"
+    settings: ClassVar[dict[str, Any]] = {}
 
     @pytest.fixture(autouse=True)
     def _through_a_proxy(self, redis_client: Any) -> Iterator[None]:
         settings = redis_client.connection_pool.connection_kwargs
         self.direct = redis_client
         with Proxy(settings["port"]) as self.proxy:
-            self.client = redis.Redis(
-                port=self.proxy.port, db=settings.get("db", 0), retry=Retry(NoBackoff(), 0)
-            )
-            with self.client:
+            once = Retry(NoBackoff(), 0)
+            db = settings.get("db", 0)
+            with redis.Redis(port=self.proxy.port, db=db, retry=once) as self.client:
                 yield
 
     def open(self) -> StreamSink:
-        return StreamSink(self.client, "orders", mode=self.mode)
+        return StreamSink(self.client, "orders", **self.settings)
 
     def published(self) -> Sequence[Message[Any]]:
         source = StreamSource(self.direct, "orders", "published")
@@ -73,4 +72,8 @@ class TestStreamSink(SinkContract):
 
 
 class TestStructuredStreamSink(TestStreamSink):
-    mode = "structured"
+    settings: ClassVar[dict[str, Any]] = {"mode": "structured"}
+
+
+class TestOrderedStreamSink(TestStreamSink):
+    settings: ClassVar[dict[str, Any]] = {"ordered": True}

@@ -5,14 +5,33 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import redis
+
 from conquiet.acking import Error
-from conquiet.errors import ConfigError, ConquietError, SinkUnavailable
+from conquiet.errors import ConfigError, ConquietError, GivenBack, SinkUnavailable
 from conquiet.message import Message, describe
 from conquiet.redis.entry import Mode, encoder
 from conquiet.redis.topic import Topic
 from conquiet.redis.wire import TROUBLE, UNWILLING, Command, Wire
 
 _UNWILLING_CODES = ("MISCONF", "NOREPLICAS", "BUSY ", "CLUSTERDOWN")
+
+
+class _Turns:
+    """Remembers, within one batch, the keys of which a message failed."""
+
+    def __init__(self) -> None:
+        self._lost: set[str] = set()
+
+    def take(self, message: Message[Any]) -> None:
+        """Raises if an earlier message of the same key failed."""
+        if self._lost and message.key in self._lost:
+            raise GivenBack(f"{describe(message.attributes)}: an earlier one of its key failed")
+
+    def failed(self, message: Message[Any]) -> None:
+        key = message.attributes.get("partitionkey") or message.attributes.get("subject")
+        if isinstance(key, str):
+            self._lost.add(key)
 
 
 class Refused(ConquietError):
@@ -28,7 +47,8 @@ class StreamSink:
 
     A topic is a stream of the same name, unless `streams` maps it to another name or to a
     partitioned `Topic`; `partitions` partitions every topic that is not mapped. `topic` is for
-    messages that name none. Order holds within a stream.
+    messages that name none. Order holds within a stream; with `ordered` also when a message
+    fails: later ones of its key, or of its stream if Redis refused it, fail too.
     """
 
     def __init__(
@@ -39,8 +59,10 @@ class StreamSink:
         streams: Mapping[str, str | Topic] | None = None,
         partitions: int = 1,
         mode: Mode = "binary",
+        ordered: bool = False,
     ) -> None:
         Topic("any", partitions)  # refuses what is no number of partitions
+        self.keeps_order = ordered
         self._wire = Wire(client)
         self._topic = topic
         self._partitions = partitions
@@ -55,23 +77,45 @@ class StreamSink:
         commands: list[tuple[bytes, Command]] = []
         places: list[int] = []
         encode, stream_of = self._encode, self._stream
+        turns = _Turns() if self.keeps_order else None
         for index, message in enumerate(messages):
             try:
+                if turns is not None:
+                    turns.take(message)
                 key = stream_of(message)
                 commands.append((key, (b"XADD", key, b"*", *encode(message))))
                 places.append(index)
             except ConquietError as error:
                 answers[index] = error
+                if turns is not None:
+                    turns.failed(message)
         if not commands:
             return answers
         try:
-            replies = self._wire.send(commands)
+            replies = (self._send_whole if self.keeps_order else self._wire.send)(commands)
         except TROUBLE as error:
             raise SinkUnavailable(f"Redis cannot be reached: {error}") from error
         for index, reply in zip(places, replies, strict=True):
             if type(reply) is not bytes:
                 answers[index] = _answer(messages[index], reply)
         return answers
+
+    def _send_whole(self, commands: Sequence[tuple[bytes, Command]]) -> list[Any]:
+        """The entries of a stream all or none, so that none overtakes one that failed."""
+        replies: list[Any] = [None] * len(commands)
+        streams: dict[bytes, list[int]] = {}
+        for index, (key, _) in enumerate(commands):
+            streams.setdefault(key, []).append(index)
+        for key, indexes in streams.items():
+            try:
+                got = self._wire.atomically(key, [commands[index][1] for index in indexes])
+            except (redis.RedisError, OSError) as error:
+                got = [error] * len(indexes)
+            for index, reply in zip(indexes, got, strict=True):
+                replies[index] = reply
+        if all(isinstance(reply, TROUBLE) for reply in replies):
+            raise replies[0]
+        return replies
 
     def _stream(self, message: Message[Any]) -> bytes:
         name = message.topic or self._topic

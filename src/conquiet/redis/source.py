@@ -336,11 +336,13 @@ class StreamSource:
         for stream in list(owed):
             try:
                 stream.settle(owed[stream], delete=self._delete)
-            except BaseException:
+            except (*TROUBLE, *UNWILLING):
                 with self._changed:
                     for late, ids in owed.items():
                         self._owed.setdefault(late, []).extend(ids)
                 raise
+            except redis.RedisError as error:  # as in _ack: they return when the lease has ended
+                logger.error("%d acks to %r: %r", len(owed[stream]), stream.name, error)
             for entry_id in owed.pop(stream):
                 stream.held.pop(entry_id, None)
 

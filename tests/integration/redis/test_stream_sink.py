@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.integration.redis.conftest import numbered
 
-from conquiet.errors import ConfigError, SinkUnavailable
+from conquiet.errors import ConfigError, GivenBack, SinkUnavailable
 from conquiet.redis import StreamSink, Topic
 from conquiet.redis.topic import beside, streams_of
 
@@ -132,6 +132,26 @@ def test_a_full_server_is_nobodys_fault(redis_client):
         redis_client.config_set("maxmemory", 0)
     assert all(isinstance(answer, SinkUnavailable) for answer in answers)
     assert "maxmemory" in str(answers[0])
+
+
+def test_an_ordered_sink_lets_nothing_overtake_a_message_that_failed(redis_client):
+    sink = StreamSink(redis_client, "orders", partitions=4, ordered=True)
+    assert sink.keeps_order
+    messages = [m for n in range(5) for key in "abc" for m in numbered(1, n, partitionkey=key)]
+    messages[3].attributes["price"] = 1.5  # the second of `a` can never be written
+    answers = sink.publish(messages)
+    failed = [m.key for m, answer in zip(messages, answers, strict=True) if answer is not None]
+    assert failed == ["a"] * 4
+    assert [isinstance(a, GivenBack) for a in answers if a is not None] == [False, True, True, True]
+
+
+def test_an_ordered_sink_publishes_a_stream_whole_or_not_at_all(redis_client):
+    redis_client.set("broken", "text")
+    messages = numbered(4)
+    messages[1].topic = messages[3].topic = "broken"
+    answers = StreamSink(redis_client, "orders", ordered=True).publish(messages)
+    assert [answer is None for answer in answers] == [True, False, True, False]
+    assert redis_client.xlen("orders") == 2
 
 
 @pytest.mark.parametrize("settings", [{"partitions": 0}, {"partitions": 1.5}, {"mode": "xml"}])

@@ -1,0 +1,103 @@
+"""Seed 000, task 5: the outbox stream is forwarded to where each message goes."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+from tests.integration.redis.conftest import numbered
+from tests.waiting import eventually
+
+from conquiet.redis import StreamSink, StreamSource, outbox_source
+from conquiet.redis.entry import TOPIC_FIELD, to_fields
+from conquiet.relay import Relay
+
+
+@pytest.fixture
+def outbox(redis_client):
+    """Puts messages into the outbox stream, as the Outbox middleware does."""
+
+    def put(count, topic, first=0):
+        for message in numbered(count, first):
+            fields = [*to_fields(message), TOPIC_FIELD, topic.encode()]
+            redis_client.execute_command("XADD", "outbox", "*", *fields)
+
+    return put
+
+
+def arrived(client, stream):
+    return [fields[b"id"].decode() for _, fields in client.xrange(stream)]
+
+
+def test_messages_go_to_their_topics_and_leave_the_outbox(outbox, redis_client):
+    outbox(3, "orders")
+    outbox(2, "sales", first=3)
+    source = outbox_source(redis_client, "outbox")
+    Relay(source, StreamSink(redis_client)).run_once()
+    assert arrived(redis_client, "orders") == ["m-0", "m-1", "m-2"]
+    assert arrived(redis_client, "sales") == ["m-3", "m-4"]
+    assert redis_client.xlen("outbox") == 0
+    source.close()
+
+
+def test_the_defaults_are_those_of_the_seed(outbox, redis_client):
+    outbox(1, "orders")
+    source = outbox_source(redis_client, "outbox")
+    assert (source.group, source.consumer) == ("outbox-publisher", socket.gethostname())
+    assert source.lease == 60.0
+    source.close()
+
+
+def test_a_batch_is_no_larger_than_asked(outbox, redis_client):
+    outbox(5, "orders")
+    source = outbox_source(redis_client, "outbox", batch_size=2)
+    assert len(source.read(100, 0.1)) == 2
+    source.close()
+
+
+def test_a_message_that_its_sink_refuses_stays_and_then_goes_to_the_dead_letters(
+    outbox, redis_client
+):
+    redis_client.set("orders", "not a stream")
+    outbox(1, "orders")
+    outbox(1, "sales", first=1)
+    source = outbox_source(redis_client, "outbox", max_deliveries=2)
+    relay = Relay(source, StreamSink(redis_client))
+    relay.run_once(0.1)
+    assert arrived(redis_client, "sales") == ["m-1"]
+    assert arrived(redis_client, "outbox") == ["m-0"]
+
+    def buried():  # alone it would look like an outage, which costs nothing
+        outbox(1, "sales", first=2)
+        relay.run_once(0.05)
+        return source.dead
+
+    eventually(buried)
+    assert arrived(redis_client, "outbox:dead") == ["m-0"]
+    assert redis_client.xlen("outbox") == 0
+    source.close()
+
+
+def test_what_a_relay_held_when_it_died_is_taken_over(outbox, redis_client):
+    outbox(3, "orders")
+    dead = outbox_source(redis_client, "outbox", consumer="dead", max_idle=0.1)
+    assert len(dead.read(10, 0.1)) == 3
+    alive = outbox_source(
+        redis_client, "outbox", consumer="alive", max_idle=0.1, claim_interval=0.02
+    )
+    relay = Relay(alive, StreamSink(redis_client))
+
+    eventually(lambda: relay.run_once(0.05) and redis_client.xlen("outbox") == 0)
+    assert arrived(redis_client, "orders") == ["m-0", "m-1", "m-2"]
+    alive.close()
+    dead.close()
+
+
+def test_several_streams_may_be_outboxes_of_one_relay(redis_client):
+    for stream in ("a", "b"):
+        StreamSink(redis_client, stream).publish(numbered(2))
+    source = StreamSource(redis_client, ["a", "b"], "relay", delete=True)
+    for message in source.read(10, 0.1):
+        message.ack()
+    assert redis_client.xlen("a") == redis_client.xlen("b") == 0
+    source.close()
