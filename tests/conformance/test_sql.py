@@ -5,20 +5,22 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from datetime import timedelta
+from functools import cached_property
 
 import psycopg
 import pytest
 from psycopg import sql as quoted
-from sqlalchemy import Engine, text
+from sqlalchemy import Column, Engine, Insert, Integer, MetaData, Table, Text, select
+from sqlalchemy.dialects import postgresql, sqlite
 
 from conquiet.embedded import PostgresServer
-from conquiet.source import Source
-from conquiet.sql import Inbox, Outbox, Transaction, connection, schema
+from conquiet.sql import Cleanup, Inbox, Outbox, OutboxSource, Transaction, connection, schema
 from conquiet.sql import engine as make_engine
 from conquiet.testing.contracts import InboxContract, OutboxContract, TransactionContract
 
-COUNT = (
-    "INSERT INTO counts VALUES (:key, 1) ON CONFLICT (key) DO UPDATE SET value = counts.value + 1"
+COUNTS = Table(
+    "counts", MetaData(), Column("key", Text, primary_key=True), Column("value", Integer)
 )
 
 
@@ -29,24 +31,29 @@ class OverDatabase:
 
     def prepare(self) -> None:
         schema.init(self.engine)
-        with self.engine.begin() as begun:
-            begun.execute(text("CREATE TABLE counts (key TEXT PRIMARY KEY, value INTEGER)"))
+        COUNTS.create(self.engine)
 
     def transaction(self) -> Transaction:
         return Transaction(self.engine)
 
     def note(self, key: str) -> None:
         with connection(self.engine) as found:
-            found.execute(text(COUNT), {"key": key})
+            found.execute(self.count_up, {"key": key, "value": 1})
 
     def noted(self, key: str) -> int:
         with connection(self.engine) as found:
-            row = found.execute(text("SELECT value FROM counts WHERE key = :key"), {"key": key})
-            return row.scalar() or 0
+            return found.execute(select(COUNTS.c.value).where(COUNTS.c.key == key)).scalar() or 0
 
     def handle(self) -> Callable[[], object]:
         with connection(self.engine) as found:
-            return lambda: found.execute(text(COUNT), {"key": "late"})
+            return lambda: found.execute(self.count_up, {"key": "late", "value": 1})
+
+    @cached_property
+    def count_up(self) -> Insert:
+        dialect = postgresql if self.engine.name == "postgresql" else sqlite
+        return dialect.insert(COUNTS).on_conflict_do_update(
+            index_elements=["key"], set_={"value": COUNTS.c.value + 1}
+        )
 
     def inbox(self, subscriber: str) -> Inbox:
         return Inbox(subscriber)
@@ -54,13 +61,14 @@ class OverDatabase:
     def outbox(self, topic: str) -> Outbox:
         return Outbox(topic)
 
-    def relay(self, **options: bool) -> Source:
-        from conquiet.sql.claim import OutboxSource
+    def clean(self, retention: float) -> None:
+        Cleanup(self.engine, retention=timedelta(seconds=retention or 1e-6)).run_once()
 
-        return OutboxSource(self.engine, **options)
+    def relay(self) -> OutboxSource:
+        return OutboxSource(self.engine)
 
-    def ordered_relay(self) -> Source:
-        return self.relay(ordered=True)
+    def ordered_relay(self) -> OutboxSource:
+        return OutboxSource(self.engine, ordered=True)
 
 
 class OverSqlite(OverDatabase):
@@ -114,11 +122,16 @@ class TestSqliteInbox(OverSqlite, InboxContract):
 
 
 class TestSqliteOutbox(OverSqlite, OutboxContract):
-    pass
+    one_relay_at_a_time = True
 
 
 class TestPostgresqlTransaction(OverPostgresql, TransactionContract):
     pass
+
+
+class TestPostgresqlTransactionWithoutPipeline(OverPostgresql, TransactionContract):
+    def transaction(self) -> Transaction:
+        return Transaction(self.engine, pipeline=False)
 
 
 class TestPostgresqlInbox(OverPostgresql, InboxContract):
