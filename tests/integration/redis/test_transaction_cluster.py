@@ -1,0 +1,139 @@
+"""Transactions in a real cluster of three nodes: one slot each, or refused (R11)."""
+
+from __future__ import annotations
+
+import pytest
+import redis
+from redis.cluster import ClusterNode
+from tests.integration.redis.conftest import ids, numbered
+from tests.integration.redis.servers import cluster
+
+from conquiet.message import Message
+from conquiet.redis import Inbox, Outbox, StreamSink, StreamSource, Transaction, commands
+from conquiet.redis.home import CrossSlot
+from conquiet.router import Router
+from conquiet.testing import deliver
+
+
+@pytest.fixture(scope="module")
+def ports():
+    with cluster() as ports:
+        yield ports
+
+
+@pytest.fixture(params=[2, 3], ids=["RESP2", "RESP3"])
+def client(ports, request):
+    nodes = [ClusterNode("127.0.0.1", port) for port in ports]
+    client = redis.RedisCluster(startup_nodes=nodes, protocol=request.param)
+    yield client
+    client.flushall(target_nodes=redis.RedisCluster.PRIMARIES)
+    client.close()
+
+
+@pytest.fixture
+def router(client):
+    def make(write, *middlewares):
+        made = Router()
+        made.use(Transaction(client), *(middlewares or [Inbox("billing")]))
+
+        @made.raw(name="handler", source="/billing")
+        def handle(item: Message[bytes]) -> list[Message[bytes]]:
+            write(item)
+            return [Message(b"", {"type": "billed", "id": f"{item.id}/billed"})]
+
+        return made
+
+    return make
+
+
+def everything(client):
+    return set(client.keys("*", target_nodes=redis.RedisCluster.PRIMARIES))
+
+
+def test_keys_with_the_tag_of_the_inbox_commit_together(client, router):
+    made = router(
+        lambda item: commands(client).hset(f"order:{{billing}}:{item.id}", "status", "billed"),
+        Inbox("billing"),
+        Outbox("sales", "outbox:{billing}"),
+    )
+    for _ in range(2):
+        assert len(deliver(made, *numbered(5)).acked) == 5
+    assert client.xlen("outbox:{billing}") == 5
+    assert client.hget("order:{billing}:m-3", "status") == b"billed"
+
+
+def test_r11_two_slots_in_one_transaction_are_refused_before_anything_is_sent(client, router):
+    made = router(
+        lambda item: commands(client).set(f"order:{item.id}", 1), Inbox("billing"), Outbox("sales")
+    )
+    [error] = deliver(made, *numbered(1)).errors
+    assert isinstance(error, CrossSlot)
+    assert "{billing}" in str(error)
+    assert everything(client) == set()
+
+
+def test_r11_one_command_over_two_slots_is_refused_too(client):
+    with pytest.raises(CrossSlot), Transaction(client).scope(()):
+        commands(client).execute_command("MSET", "a", 1, "b", 2)
+    assert everything(client) == set()
+
+
+def test_r11_an_outbox_stream_in_another_slot_is_refused(client, router):
+    made = router(lambda item: None, Inbox("billing"), Outbox("sales", "outbox:{elsewhere}"))
+    [error] = deliver(made, *numbered(1)).errors
+    assert isinstance(error, CrossSlot)
+    assert everything(client) == set()
+
+
+def test_a_batch_over_several_slots_runs_one_by_one(client, router):
+    made = router(
+        lambda item: commands(client).incr(f"effect:{{{item.id}}}"),
+        Inbox("billing", tag=lambda item: item.id),
+        Outbox("sales", "outbox"),
+    )
+    delivered = deliver(made, *numbered(4))
+    assert len(delivered.nacked) == 4  # the outbox lies in one slot only
+    made = Router()
+    made.use(Transaction(client), Inbox("billing", tag=lambda item: item.id))
+
+    @made.raw(name="handler")
+    def handle(item: Message[bytes]) -> None:
+        commands(client).incr(f"effect:{{{item.id}}}")
+
+    for _ in range(2):
+        assert ids(deliver(made, *numbered(4)).acked) == ["m-0", "m-1", "m-2", "m-3"]
+    assert [client.get(f"effect:{{m-{n}}}") for n in range(4)] == [b"1"] * 4
+
+
+def test_the_ack_rides_in_the_exec_where_the_stream_shares_the_slot(client, router):
+    for stream in ("orders:{billing}", "orders"):
+        StreamSink(client, stream).publish(numbered(3, subject=stream))
+        source = StreamSource(client, stream, "billing")
+        made = Router()
+        made.use(Transaction(client), Inbox("billing"))
+
+        @made.raw(name=f"handler-{stream}")
+        def handle(item: Message[bytes]) -> None:
+            commands(client).incr("effects:{billing}")
+
+        batch = source.read(10, 1)
+        handled = made.run(batch)
+        rides = stream == "orders:{billing}"
+        assert [message.acking.token.acked for message in batch] == [rides] * 3
+        assert client.xpending(stream, "billing")["pending"] == (0 if rides else 3)
+        made.settle(handled)
+        assert client.xpending(stream, "billing")["pending"] == 0
+        source.close()
+    assert client.get("effects:{billing}") == b"6"
+
+
+def test_a_message_published_in_a_transaction_needs_no_slot(client):
+    with Transaction(client).scope(()):
+        commands(client).set("k", 1)
+        commands(client).publish("channel", "hello")
+    assert client.get("k") == b"1"
+
+
+def test_a_command_without_a_key_has_no_place_in_a_cluster(client):
+    with pytest.raises(CrossSlot), Transaction(client).scope(()):
+        commands(client).flushdb()
