@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 from sqlalchemy import Connection, Insert, Table, insert
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session
 
 from conquiet import outbox
@@ -82,7 +81,7 @@ class Outbox(outbox.Outbox):
             if not transaction.in_transaction():
                 transaction.begin()  # as SQLAlchemy would: it does not see the driver's statements
             self._insert(transaction, rows)
-        elif isinstance(transaction, (AsyncSession, AsyncConnection)):
+        elif _is_async(transaction):
             raise ConfigError(
                 f"add() cannot await {type(transaction).__name__};"
                 " use: await session.execute(outbox.statement(events))"
@@ -236,6 +235,12 @@ class Outbox(outbox.Outbox):
 
 def _by_column(rows: Sequence[Row]) -> list[list[Any]]:
     return [list(column) for column in zip(*rows, strict=True)]
+
+
+def _is_async(transaction: Any) -> bool:
+    # Not by isinstance: importing SQLAlchemy's asyncio needs greenlet.
+    kinds = type(transaction).__mro__
+    return any(kind.__module__.startswith("sqlalchemy.ext.asyncio") for kind in kinds)
 
 
 def _is_event(data: Any) -> bool:

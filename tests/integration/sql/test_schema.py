@@ -176,6 +176,23 @@ def test_constructors_touch_no_database() -> None:
     Outbox("orders")
 
 
+IMPORT = """
+import sys
+for name in ("psycopg", "asyncpg", "greenlet", "aiosqlite"):
+    sys.modules[name] = None
+from conquiet.sql import Transaction, connection, schema
+transaction = Transaction(sys.argv[1])
+schema.init(transaction.engine)
+with transaction.scope(()), connection(transaction.engine) as found:
+    assert found.exec_driver_sql("SELECT 1").scalar() == 1
+transaction.engine.dispose()
+"""
+
+
+def test_sqlite_needs_no_driver_of_another_database(sqlite_url: str) -> None:
+    subprocess.run([sys.executable, "-W", "error", "-c", IMPORT, sqlite_url], check=True)
+
+
 def test_an_unknown_dialect_is_refused() -> None:
     with pytest.raises(ConfigError, match="postgresql, sqlite"):
         schema.ddl("oracle")
