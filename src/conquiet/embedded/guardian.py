@@ -41,7 +41,7 @@ def guarded(command: list[str]) -> list[str]:
 
 
 class Guardian:
-    """A process that, once we are gone, ends the server of a directory and removes the directory."""
+    """A process that ends a server and removes its directory, once we are gone."""
 
     def __init__(self, directory: Path, signal: str) -> None:
         self._process = subprocess.Popen(
