@@ -1,0 +1,217 @@
+"""The supervisor: starts the children, replaces those that die, and stops them together."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from conquiet.backoff import Backoff
+from conquiet.errors import ConfigError
+from conquiet.processes.child import CANNOT_WORK, FAILED, FINISHED, in_child
+from conquiet.processes.target import name_of
+from conquiet.stopping import Signals
+from conquiet.worker import Worker
+
+logger = logging.getLogger("conquiet.processes")
+
+_LOOK_SECONDS = 0.05
+_SLACK_SECONDS = 2.0
+"""What a child gets beyond its grace time to give messages back, before SIGKILL."""
+_HEALTHY_SECONDS = 10.0
+"""A child that ran this long dies of something new: the backoff begins anew."""
+
+# -P: a file of the working directory must not shadow a module before sys.path is set.
+_COMMAND = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[2]);"
+    " from conquiet.processes.child import serve; serve(int(sys.argv[3]))"
+)
+
+
+def run_processes(
+    target: Callable[..., Worker] | str,
+    count: int,
+    grace: float = 30.0,
+    *,
+    arguments: Mapping[str, Any] | None = None,
+) -> int:
+    """Run `count` workers, each in a process of its own, until SIGTERM or SIGINT; an exit code.
+
+    `target` makes the worker in the child: a function at the top of a module, or its name as
+    `module:function`; `arguments`, as JSON, are passed to it. A child that dies, or whose
+    handler exceeds `Worker.stuck_after`, is replaced; one whose source has ended is not. The
+    first signal stops all children softly, a second one ends their grace time.
+
+    Returns 0 if everything in flight was finished, 1 if something was abandoned or killed,
+    2 if no worker could be made.
+    """
+    if in_child():
+        raise ConfigError(
+            "run_processes() was called by a module while a child process imports it;"
+            ' move the call below: if __name__ == "__main__":'
+        )
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ConfigError(f"count={count!r}: must be a whole number of at least 1")
+    if not 0 <= grace < float("inf"):
+        raise ConfigError(f"grace={grace!r}: must be 0 seconds or more")
+    name = target if isinstance(target, str) else name_of(target)
+    settings = {"target": name, "arguments": dict(arguments or {}), "grace": grace}
+    return _Supervisor(name, json.dumps(settings).encode() + b"\n", count, grace).run()
+
+
+class _Child:
+    """A running child, its lifeline, and whether its worker has started."""
+
+    def __init__(self, name: str, settings: bytes) -> None:
+        self._ready, theirs = os.pipe()
+        os.set_blocking(self._ready, False)
+        command = [sys.executable, "-P", "-c", _COMMAND, name, json.dumps(sys.path), str(theirs)]
+        try:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                pass_fds=(theirs,),
+                process_group=0,  # Ctrl-C is for the supervisor, who passes it on once
+            )
+        except BaseException:
+            os.close(self._ready)
+            raise
+        finally:
+            os.close(theirs)
+        self.born = time.monotonic()
+        self.ran = False
+        self.tell(settings)
+
+    def tell(self, words: bytes) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):  # dead: the next look will see it
+            self.process.stdin.write(words)
+            self.process.stdin.flush()
+
+    def listen(self) -> None:
+        if not self.ran:
+            with contextlib.suppress(BlockingIOError):
+                self.ran = bool(os.read(self._ready, 1))
+
+    def kill(self) -> None:
+        """End it, and what its handlers have started, at once."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        self.process.wait()
+        os.close(self._ready)
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+
+
+class _Slot:
+    """The place of one child: who runs in it, or when the next one will."""
+
+    def __init__(self) -> None:
+        self.child: _Child | None = None
+        self.next_start: float | None = 0.0
+        self.backoff = Backoff(first=0.1, cap=30.0)
+
+
+class _Supervisor:
+    def __init__(self, name: str, settings: bytes, count: int, grace: float) -> None:
+        self._name = name
+        self._settings = settings
+        self._grace = grace
+        self._slots = [_Slot() for _ in range(count)]
+        self._deadline: float | None = None
+        self._hurried = False
+        self._some_ran = False
+        self._code = FINISHED
+
+    def run(self) -> int:
+        with Signals() as signals:
+            try:
+                while self._busy():
+                    now = time.monotonic()
+                    self._obey(signals.count, now)
+                    for slot in self._slots:
+                        self._look_after(slot, now)
+                    time.sleep(_LOOK_SECONDS)
+            finally:
+                for slot in self._slots:
+                    if slot.child is not None:
+                        slot.child.kill()
+                        slot.child.close()
+        return self._code
+
+    def _busy(self) -> bool:
+        return any(slot.child or slot.next_start is not None for slot in self._slots)
+
+    def _obey(self, signals: int, now: float) -> None:
+        if signals and self._deadline is None:
+            logger.info("stopping %d processes", len(self._slots))
+            self._stop(now)
+        if signals > 1 and not self._hurried:
+            logger.warning("hurrying: what is not finished now will be delivered again")
+            self._hurried = True
+            self._deadline = min(self._deadline or now, now + _SLACK_SECONDS)
+            self._tell_all(b"hurry\n")
+
+    def _stop(self, now: float) -> None:
+        self._deadline = now + self._grace + _SLACK_SECONDS
+        for slot in self._slots:
+            slot.next_start = None
+        self._tell_all(b"stop\n")
+
+    def _tell_all(self, words: bytes) -> None:
+        for slot in self._slots:
+            if slot.child is not None:
+                slot.child.tell(words)
+
+    def _look_after(self, slot: _Slot, now: float) -> None:
+        child = slot.child
+        if child is None:
+            if slot.next_start is not None and now >= slot.next_start and self._may_start():
+                self._start(slot, now)
+            return
+        child.listen()
+        self._some_ran = self._some_ran or child.ran
+        if self._deadline is not None and now > self._deadline:
+            logger.error("process %d did not stop in time: killed", child.process.pid)
+            child.kill()
+        code = child.process.poll()
+        if code is not None:
+            child.close()
+            slot.child = None
+            self._ended(slot, child, code, now)
+
+    def _may_start(self) -> bool:
+        """The first child goes ahead: a fault that all would share is reported once."""
+        return self._some_ran or not any(slot.child for slot in self._slots)
+
+    def _start(self, slot: _Slot, now: float) -> None:
+        slot.next_start = None
+        try:
+            slot.child = _Child(self._name, self._settings)
+        except OSError as error:  # no memory, no process left: as good as a death
+            slot.next_start = now + slot.backoff.next()
+            logger.error("no process could be started: %s", error)
+
+    def _ended(self, slot: _Slot, child: _Child, code: int, now: float) -> None:
+        if self._deadline is not None:
+            self._code = self._code or (FINISHED if code == FINISHED else FAILED)
+        elif code == CANNOT_WORK and not self._some_ran:
+            self._code = CANNOT_WORK
+            self._stop(now)
+        elif code != FINISHED:
+            if now - child.born > _HEALTHY_SECONDS:
+                slot.backoff.reset()
+            wait = slot.backoff.next()
+            slot.next_start = now + wait
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            logger.error("process %d %s; the next in %.1f s", child.process.pid, how, wait)
