@@ -44,6 +44,13 @@ REPLY_SECONDS = 30.0
 """How long a reply may take if the client sets no `socket_timeout`."""
 _LEAST_SLACK_SECONDS = 1.1  # an idle server ends blocking reads `hz` times a second: maybe once
 _REDIRECTIONS = 5
+_PIECE_BYTES = 256 * 1024
+
+_pack: Any
+try:
+    from hiredis import pack_command as _pack
+except ImportError:  # pragma: no cover - the extra installs it
+    _pack = None
 
 # Since redis-py 8; before, the public way to wait for a reply with a limit is can_read().
 _takes_timeout = "timeout" in inspect.signature(redis.Connection.read_response).parameters
@@ -115,7 +122,7 @@ class Wire:
             try:
                 # Packed here: a connection with redis-py's client-side cache would otherwise
                 # answer some commands by itself.
-                connection.send_packed_command(connection.pack_commands(commands))
+                connection.send_packed_command(_packed(connection, commands))
                 for _ in commands:
                     try:
                         replies.append(read_reply(connection, wait))
@@ -232,6 +239,25 @@ def _connection(client: Any) -> Iterator[Any]:
         yield connection
     finally:
         pool.release(connection)
+
+
+def _packed(connection: Any, commands: Sequence[Command]) -> list[bytes]:
+    """The commands in few large pieces; redis-py looks at each argument, and sends 6 kB at once."""
+    if _pack is None:
+        return cast("list[bytes]", connection.pack_commands(commands))
+    pieces: list[bytes] = []
+    piece: list[bytes] = []
+    size = 0
+    for command in commands:
+        packed = _pack(tuple(command))
+        piece.append(packed)
+        size += len(packed)
+        if size > _PIECE_BYTES:
+            pieces.append(b"".join(piece))
+            piece, size = [], 0
+    if piece:
+        pieces.append(b"".join(piece))
+    return pieces
 
 
 def read_reply(connection: Any, wait: float = 0.0) -> Any:
