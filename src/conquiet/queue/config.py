@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from conquiet.queue.errors import InvalidSettingError
 
+_LARGEST_INT = 2**63 - 1  # of Redis
+
 
 @dataclass
 class QueueConfig:
@@ -49,8 +51,12 @@ def require_block_ms(value: object) -> None:
 
 def require_int(name: str, value: object, *, at_least: int, because: str = "") -> None:
     # bool is an int to Python, and True would pass for 1
-    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-        allowed = f"an integer of at least {at_least}"
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int)
+        or not at_least <= value <= _LARGEST_INT
+    ):
+        allowed = f"an integer of at least {at_least} that fits in 64 bits"
         raise _refused(name, value, f"{allowed} ({because})" if because else allowed)
 
 

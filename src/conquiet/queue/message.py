@@ -14,6 +14,9 @@ from conquiet.queue.errors import InvalidPayloadError
 
 FIELD = b"data"
 
+# of foreign field names in an error: they can be of any number and length
+_NAMES_SHOWN = 200
+
 _ALWAYS_FINE = frozenset({str, int, bool, NoneType})
 
 
@@ -45,7 +48,10 @@ def decode(fields: Sequence[bytes] | None) -> dict[str, Any]:
     """The payload of an entry from its names and values in turn; ValueError says what is wrong."""
     if not fields or len(fields) != 2 or fields[0] != FIELD:
         names = b", ".join(fields[::2]).decode(errors="backslashreplace") if fields else "none"
-        raise ValueError(f"it must have exactly one field, data, and has: {names}")
+        more = " …" if len(names) > _NAMES_SHOWN else ""
+        raise ValueError(
+            f"it must have exactly one field, data, and has: {names[:_NAMES_SHOWN]}{more}"
+        )
     try:
         return _decoder.decode(fields[1])
     except UnicodeDecodeError as error:

@@ -67,10 +67,10 @@ def _metric(kind: str, name: str, help_text: str, **options: Any) -> Any:
 
 
 def _registered(registry: Any, kind: str, name: str) -> Any:
-    """The metric of this name in the registry, if it is one that we could have made."""
+    """The metric of this name in the registry, if it is of our kind."""
     with suppress(Exception):
         known = registry._names_to_collectors[name]  # there is no public way to ask
-        if type(known).__name__ == kind and known._labelnames == ("stream",):
+        if type(known).__name__ == kind:
             return known
     return None
 

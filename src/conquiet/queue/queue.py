@@ -49,10 +49,11 @@ class RedisStreamsQueue:
         self._stream = config.stream_key.encode()
         self._group = config.consumer_group.encode()
         self._consumer = config.consumer_name.encode()
-        self._metrics = StreamMetrics(config.stream_key)
         self._unreported: deque[MalformedEntryError] = deque()
         self._scan_from = _FIRST
         self._create_group()
+        # only now: a stream that Redis refused gets no metrics, not even at zero
+        self._metrics = StreamMetrics(config.stream_key)
 
     def enqueue(self, payload: dict[str, Any]) -> str:
         """Add a message, and return its id."""
@@ -117,14 +118,13 @@ class RedisStreamsQueue:
             try:
                 messages.append(QueueMessage(entry_id.decode(), decode(fields)))
             except ValueError as error:
-                self._found_malformed(entry_id.decode(), error)
+                self._found_malformed(entry_id.decode(), str(error))
         if not messages:
             self._raise_unreported()
         return messages
 
-    def _found_malformed(self, entry_id: str, flaw: ValueError) -> None:
-        error = MalformedEntryError(self.config.stream_key, entry_id, str(flaw))
-        error.__cause__ = flaw
+    def _found_malformed(self, entry_id: str, reason: str) -> None:
+        error = MalformedEntryError(self.config.stream_key, entry_id, reason)
         _log.warning("%s", error)  # at once: the process may end before the next call
         self._unreported.append(error)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import redis
@@ -84,6 +85,16 @@ def test_a_pool_of_one_connection_is_enough(redis_url, config):
     queue.ack(queue.read(1_000)[0])
     assert queue.read(1) == []
     pool.disconnect()
+
+
+def test_a_single_connection_is_shared_by_threads_and_no_other_is_opened(redis_url, config):
+    options = {"single_connection_client": True, "max_connections": 1}
+    with redis.Redis.from_url(redis_url, **options) as client:
+        queue = RedisStreamsQueue(client, config)
+        with ThreadPoolExecutor(8) as threads:
+            sent = dict(enumerate(threads.map(lambda n: queue.enqueue({"n": n}), range(400))))
+        got = {message.payload["n"]: message.id for message in queue.read(1_000, count=400)}
+    assert got == sent
 
 
 def test_a_unix_socket_is_as_good(tmp_path, config):

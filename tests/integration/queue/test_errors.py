@@ -123,6 +123,15 @@ def test_8_2_retriable_and_fatal_errors_are_not_told_apart(queue, redis_client):
     assert type(fatal.value) is type(passing.value) is QueueError
 
 
+@pytest.fixture
+def _sigint_interrupts():
+    """SIGINT is ignored where a shell has started the tests in its background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_sigint_interrupts")
 def test_an_interrupted_read_leaves_no_reply_behind_for_the_next_command(
     queue, redis_client, blocked_clients
 ):

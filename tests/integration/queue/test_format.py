@@ -82,6 +82,16 @@ def test_3_1_a_report_costs_no_message(queue, malformed):
     assert [message.id for message in queue.read(1_000)] == [next_id]
 
 
+def test_3_1_claim_stale_reports_what_a_read_has_found(queue, malformed, calls):
+    queue.enqueue({"n": 1})
+    entry_id = malformed()
+    queue.read(1_000, count=2)
+    with pytest.raises(MalformedEntryError, match=entry_id):
+        queue.claim_stale(60_000)
+    assert calls("xpending") == 0
+    assert queue.claim_stale(60_000) == []
+
+
 def test_3_1_a_report_is_logged_at_once(queue, malformed, caplog):
     queue.enqueue({"n": 1})
     entry_id = malformed()

@@ -7,7 +7,13 @@ import pytest
 from tests.integration.queue.names import STREAM
 from tests.waiting import eventually
 
-from conquiet.queue import MalformedEntryError, QueueError, QueueMessage
+from conquiet.queue import (
+    MalformedEntryError,
+    QueueConfig,
+    QueueError,
+    QueueMessage,
+    RedisStreamsQueue,
+)
 from conquiet.queue import metrics as metrics_module
 
 
@@ -43,12 +49,21 @@ def test_7_reads_acks_and_claims_are_counted(queue, grown):
 def test_7_read_latency_includes_the_wait(queue, grown):
     queue.read(200)
     assert grown("read_latency_seconds_count") == 1
-    assert grown("read_latency_seconds_sum") >= 0.2
+    assert 0.2 <= grown("read_latency_seconds_sum") < 20
 
 
 def test_7_an_ack_that_settles_nothing_counts_nothing(queue, grown):
     queue.ack(QueueMessage("1-0", {}))
     assert grown("messages_ack_total") == 0
+
+
+def test_7_an_entry_that_xclaim_left_where_it_is_does_not_count(make_queue, grown, monkeypatch):
+    first, second = make_queue("b-1"), make_queue("b-2")
+    entry_id = first.enqueue({"n": 1})
+    first.read(1_000)
+    monkeypatch.setattr(second, "_stale_ids", lambda *_: [entry_id.encode()])
+    assert second.claim_stale(60_000) == []
+    assert grown("messages_claimed_total") == 0
 
 
 def test_7_a_malformed_entry_was_read_too(queue, redis_client, grown):
@@ -69,6 +84,15 @@ def test_7_nothing_is_emitted_if_redis_refuses(queue, redis_client, grown):
     for name in ("messages_read_total", "messages_ack_total", "messages_claimed_total"):
         assert grown(name) == 0
     assert grown("read_latency_seconds_count") == 0
+
+
+def test_7_a_stream_that_redis_refused_has_no_metrics(redis_client):
+    redis_client.set("refused", "not a stream")
+    with pytest.raises(QueueError):
+        RedisStreamsQueue(redis_client, QueueConfig("refused", "billing", "b-1"))
+    label = {"stream": "refused"}
+    value = prometheus_client.REGISTRY.get_sample_value("conquiet_queue_messages_read_total", label)
+    assert value is None
 
 
 def test_7_a_broken_metric_costs_no_message(make_queue, monkeypatch):

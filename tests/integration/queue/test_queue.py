@@ -18,9 +18,7 @@ from conquiet.queue import (
 )
 from conquiet.queue import queue as queue_module
 
-NOT_A_COUNT = [0, -1, True, 1.0, "1", None]
-
-
+NOT_A_COUNT = [0, -1, 2**63, True, 1.0, "1", None]
 HOUR_MS = 3_600_000
 
 
@@ -109,7 +107,7 @@ def test_5_4_block_zero_is_rejected(queue, calls):
     assert calls("xreadgroup") == 0
 
 
-@pytest.mark.parametrize("block_ms", [-1, True, 1.5, "100", None])
+@pytest.mark.parametrize("block_ms", [-1, 2**63, True, 1.5, "100", None])
 def test_5_4_block_ms_must_be_a_positive_integer(queue, block_ms):
     with pytest.raises(InvalidSettingError, match=f"block_ms={block_ms!r}"):
         queue.read(block_ms)
@@ -214,7 +212,15 @@ def test_5_6_one_call_looks_at_a_bounded_part_and_the_next_goes_on(make_queue, a
     assert [message.id for message in second.claim_stale(HOUR_MS, count=10)] == sent[-1:]
 
 
-def test_5_6_a_call_that_begins_in_the_middle_comes_round_to_the_start(make_queue, age):
+def test_5_6_a_larger_count_looks_at_a_larger_part(make_queue, monkeypatch):
+    monkeypatch.setattr(queue_module, "_PENDING_PAGE", 10)
+    queue = make_queue()
+    sent = [queue.enqueue({"n": n}) for n in range(15)]
+    queue.read(1_000, count=15)
+    assert [message.id for message in queue.claim_stale(0, count=15)] == sent
+
+
+def test_5_6_a_call_that_begins_in_the_middle_comes_round_to_the_start(make_queue, age, calls):
     first, second = make_queue("b-1"), make_queue("b-2")
     sent = [first.enqueue({"n": n}) for n in range(4)]
     first.read(1_000, count=4)
@@ -223,6 +229,9 @@ def test_5_6_a_call_that_begins_in_the_middle_comes_round_to_the_start(make_queu
     age("b-1", sent[0], sent[3])
     got = second.claim_stale(HOUR_MS, count=10)
     assert [message.id for message in got] == [sent[3], sent[0]]
+    assert calls("xpending") == 1 + 2
+    assert second.claim_stale(HOUR_MS) == []
+    assert calls("xpending") == 3 + 1  # after a whole round it begins at the start again
 
 
 def test_5_6_an_entry_that_was_deleted_meanwhile_does_not_break_it(make_queue, redis_client):
@@ -247,10 +256,10 @@ def test_5_6_r12_an_entry_that_was_deleted_while_pending_is_settled(
 
 def test_5_6_nothing_pending_is_nothing_claimed(queue, calls):
     assert queue.claim_stale(0) == []
-    assert calls("xclaim") == 0
+    assert (calls("xpending"), calls("xclaim")) == (1, 0)
 
 
-@pytest.mark.parametrize("min_idle_ms", [-1, True, 1.5, "1", None])
+@pytest.mark.parametrize("min_idle_ms", [-1, 2**63, True, 1.5, "1", None])
 def test_5_6_min_idle_ms_must_be_an_integer(queue, min_idle_ms):
     with pytest.raises(InvalidSettingError, match=f"min_idle_ms={min_idle_ms!r}"):
         queue.claim_stale(min_idle_ms)

@@ -34,7 +34,7 @@ def test_4_1_a_name_must_be_text_that_is_not_empty(name, value):
 
 
 @pytest.mark.parametrize("name", ["block_ms", "max_read_count", "claim_idle_ms"])
-@pytest.mark.parametrize("value", [0, -1, True, False, 1.0, "1", None])
+@pytest.mark.parametrize("value", [0, -1, 2**63, True, False, 1.0, "1", None])
 def test_4_1_a_number_must_be_a_positive_integer(name, value):
     with pytest.raises(InvalidSettingError, match=rf"^{name}=.* an integer of at least 1"):
         config(**{name: value})

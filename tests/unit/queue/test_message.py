@@ -152,6 +152,13 @@ def test_3_1_an_entry_that_is_no_message_says_why(fields, reason):
         decode(fields)
 
 
+@pytest.mark.parametrize("names", [[b"x" * 10_000], [b"%d" % n for n in range(10_000)]])
+def test_3_1_foreign_field_names_are_cut_short_in_the_error(names):
+    with pytest.raises(ValueError, match=r"has: .* …$") as caught:
+        decode([part for name in names for part in (name, b"1")])
+    assert len(str(caught.value)) < 300
+
+
 def test_a_message_is_frozen():
     message = QueueMessage("1-0", {"a": 1})
     with pytest.raises(dataclasses.FrozenInstanceError):

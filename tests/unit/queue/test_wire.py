@@ -70,3 +70,14 @@ def test_8_1_no_reply_in_time_is_a_timeout_and_the_connection_is_not_used_again(
     with pytest.raises(redis.TimeoutError, match="no reply within 65 s"):
         exchange(connection, 60.0)
     assert not connection.connected
+
+
+def test_8_1_a_connection_that_brought_an_error_of_redis_is_used_again(monkeypatch):
+    def refuse(**_):
+        raise redis.ResponseError("BUSYGROUP")
+
+    connection = Connection(5.0)
+    monkeypatch.setattr(connection, "read_response", refuse)
+    with pytest.raises(redis.ResponseError):
+        exchange(connection, 0.0)
+    assert connection.connected
