@@ -82,12 +82,12 @@ class Opened:
 
     def __init__(self, rows: Sequence[Row], store: Rows, connection: Connection | None) -> None:
         self.rows = rows
+        self.connection = connection
         self._store = store
-        self._connection = connection
 
     def settle(self, published: Sequence[int], failures: Sequence[Failure]) -> Sequence[int]:
         """Mark and commit; returns the rows that could not be marked."""
-        return self._store.settle(self._connection, published, failures)
+        return self._store.settle(self, published, failures)
 
 
 class Rows:
@@ -210,11 +210,9 @@ class Rows:
     # --- settling
 
     def settle(
-        self,
-        connection: Connection | None,
-        published: Sequence[int],
-        failures: Sequence[Failure],
+        self, opened: Opened, published: Sequence[int], failures: Sequence[Failure]
     ) -> Sequence[int]:
+        connection = opened.connection
         assert connection is not None
         try:
             unmarked = self._mark(connection, published, failures)
@@ -385,6 +383,8 @@ class SqliteRows(Rows):
     def __init__(self, engine: Engine, table: Table, ordered: bool) -> None:
         super().__init__(engine, table, ordered)
         self._turn = _turn_of(engine, table)
+        self._changing = threading.Lock()
+        self._in_flight: dict[int, Row] = {}
         parked = table.alias("parked")
         stuck = select(parked.c.id).where(
             parked.c.parked_at.is_not(None), parked.c.key == table.c.key
@@ -398,36 +398,33 @@ class SqliteRows(Rows):
         self._turn.release()
 
     def claim(self, limit: int, resting: Resting) -> Opened | None:
-        if not self._turn.take():
-            return None
-        try:
-            with self.engine.connect() as connection:
-                rows = self._select(connection, limit, resting)
-        except self._errors as error:
-            self._turn.release()
-            raise self._store_error(error) from error
-        except BaseException:
-            self._turn.release()
-            raise
-        if not rows:
-            self._turn.release()
-            return None
-        return Opened(rows, self, None)
+        with self._changing:
+            if not self._in_flight and not self._turn.take():
+                return None
+            try:
+                with self.engine.connect() as connection:
+                    rows = self._select(connection, limit, resting)
+                self._in_flight.update((row.id, row) for row in rows)
+            except self._errors as error:
+                raise self._store_error(error) from error
+            finally:
+                if not self._in_flight:
+                    self._turn.release()
+        return Opened(rows, self, None) if rows else None
 
     def _select(self, connection: Connection, limit: int, resting: Resting) -> list[Row]:
-        query = self._query(resting.ids(), unkeyed=False).limit(limit)
+        held = [*resting.ids(), *self._in_flight]
+        query = self._query(held, unkeyed=False).limit(limit)
         if self.ordered:
+            key = self.table.c.key
+            keys = {*resting.keys(), *(row.key for row in self._in_flight.values())} - {None}
             query = query.where(self._not_stuck)
-            held = resting.keys()
-            if held:
-                query = query.where(or_(self.table.c.key.is_(None), self.table.c.key.not_in(held)))
+            if keys:
+                query = query.where(or_(key.is_(None), key.not_in(keys)))
         return _as_rows(connection.execute(query))
 
     def settle(
-        self,
-        connection: Connection | None,
-        published: Sequence[int],
-        failures: Sequence[Failure],
+        self, opened: Opened, published: Sequence[int], failures: Sequence[Failure]
     ) -> Sequence[int]:
         try:
             if not published and not failures:
@@ -438,7 +435,11 @@ class SqliteRows(Rows):
         except self._errors as error:
             raise self._store_error(error) from error
         finally:
-            self._turn.release()
+            with self._changing:
+                for row in opened.rows:
+                    self._in_flight.pop(row.id, None)
+                if not self._in_flight:
+                    self._turn.release()
 
 
 class _Turn:
