@@ -6,22 +6,36 @@ import json
 import subprocess
 import sys
 
-IMPORT_AND_LIST = """
-import json, sys
-before = set(sys.modules)
 import conquiet
-print(json.dumps(sorted({name.partition(".")[0] for name in set(sys.modules) - before})))
-"""
+
+LIST = "import json, sys; print(json.dumps(sorted(set(sys.modules) - before)))"
 
 
-def imported_with_conquiet() -> set[str]:
+def imported_by(statement: str) -> set[str]:
     run = subprocess.run(
-        [sys.executable, "-c", IMPORT_AND_LIST], capture_output=True, text=True, check=True
+        [sys.executable, "-c", f"import sys; before = set(sys.modules)\n{statement}\n{LIST}"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return set(json.loads(run.stdout))
 
 
 def test_importing_conquiet_needs_msgspec_and_the_standard_library_alone() -> None:
-    foreign = imported_with_conquiet() - sys.stdlib_module_names
+    everything = f"from conquiet import {', '.join(conquiet.__all__)}"
+    foreign = {name.partition(".")[0] for name in imported_by(everything)}
     by_msgspec_if_present = {"typing_extensions"}
-    assert foreign - by_msgspec_if_present == {"conquiet", "msgspec"}
+    expected = {"conquiet", "msgspec"}
+    assert foreign - sys.stdlib_module_names - by_msgspec_if_present == expected
+
+
+def test_the_queue_loads_no_other_part_of_conquiet() -> None:
+    loaded = {name for name in imported_by("import conquiet.queue") if name.startswith("conquiet.")}
+    assert {name for name in loaded if not name.startswith("conquiet.queue")} == set()
+
+
+def test_the_public_names_are_there_and_no_others() -> None:
+    for name in conquiet.__all__:
+        assert getattr(conquiet, name).__name__ == name
+    assert set(conquiet.__all__) <= set(dir(conquiet))
+    assert not hasattr(conquiet, "Rooter")
