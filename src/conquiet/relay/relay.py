@@ -130,40 +130,46 @@ def publish_batch(
     answers = _publish_in_order(sink, messages) if ordered else _publish(sink, messages)
     acked: list[Acking] = []
     nacked: list[tuple[Acking, Error]] = []
-    outage = _outage(messages, answers)
+    outage = _outage(answers)
     for message, answer in zip(messages, answers, strict=True):
         if message.acking is None:
             continue
         if answer is None:
             acked.append(message.acking)
+        elif outage is None or isinstance(answer, Blameless):
+            _log(message, answer)
+            nacked.append((message.acking, answer))
         else:
-            if not isinstance(answer, Blameless):
-                logger.warning(
-                    "not published, attempt %d: %s: %r",
-                    message.deliveries,
-                    describe(message.attributes),
-                    answer,
-                )
-            nacked.append((message.acking, outage or answer))
+            nacked.append((message.acking, outage))
     settle(acked, nacked)
     failed = sum(1 for _, error in nacked if not isinstance(error, Blameless))
     return Outcome(len(acked), failed, outage)
 
 
-def _outage(messages: Sequence[Message[Any]], answers: Sequence[Error]) -> Exception | None:
-    """The reason why nothing went out, if it is not the fault of a single message."""
-    if None in answers:
+def _outage(answers: Sequence[Error]) -> Exception | None:
+    """Why nothing went out, if it is not the fault of the one message that was tried."""
+    tried = [answer for answer in answers if not isinstance(answer, GivenBack)]
+    if None in tried:
         return None
-    reasons = [answer for answer in answers if not isinstance(answer, GivenBack)]
-    first = reasons[0] if reasons else answers[0]
+    first = tried[0] if tried else answers[0]
     assert first is not None
     if isinstance(first, Blameless):
         return first
-    if len(messages) == 1:
+    if len(tried) == 1:
         return None
-    outage = SinkUnavailable(f"none of {len(messages)} messages went out: {first!r:.300}")
+    outage = SinkUnavailable(f"none of {len(tried)} messages went out: {first!r:.300}")
     outage.__cause__ = first
     return outage
+
+
+def _log(message: Message[Any], answer: Exception) -> None:
+    if not isinstance(answer, Blameless):
+        logger.warning(
+            "not published, attempt %d: %s: %r",
+            message.deliveries,
+            describe(message.attributes),
+            answer,
+        )
 
 
 def _publish(sink: Sink, messages: Sequence[Message[Any]]) -> Sequence[Error]:
