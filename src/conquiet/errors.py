@@ -35,6 +35,13 @@ class DeadlineExceeded(ConquietError):
     """A handler ran longer than it was allowed to."""
 
 
+class Interrupt(BaseException):
+    """Raised inside a call that exceeds its time; whoever set the limit catches it.
+
+    Not an `Exception`: a handler's `except Exception` must not keep it from ending.
+    """
+
+
 class Blameless(ConquietError):
     """A failure that is not the message's fault: it is given back and costs no attempt."""
 

@@ -6,10 +6,10 @@ router decodes a message's data into it. What a command handler returns becomes 
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import re
 import sys
+import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import is_dataclass
@@ -20,7 +20,7 @@ from typing import Any, TypeAlias, get_args, get_origin, get_type_hints, is_type
 import msgspec
 
 from conquiet.codec import SPEC_VERSION, Decode, decoder
-from conquiet.errors import ConfigError, HandlerError
+from conquiet.errors import ConfigError, HandlerError, Interrupt
 from conquiet.matcher import Matcher
 from conquiet.message import Message, describe, new_id, now_text
 
@@ -118,19 +118,27 @@ class Handler:
             AROUND.reset(token)
 
     def _call(self, messages: Sequence[Message[Any]], run_async: RunAsync) -> Sequence[Result]:
+        try:
+            return self._results(messages, run_async)
+        except (Exception, Interrupt):
+            raise
+        except BaseException as error:
+            # Python raises Ctrl-C in the main thread; elsewhere it is the handler's own.
+            if isinstance(error, KeyboardInterrupt) and _is_main_thread():
+                raise
+            raise HandlerError(
+                f"handler {self.name} tried to end the process ({error!r:.100})"
+                f" on {describe(messages[0].attributes)}"
+            ) from error
+
+    def _results(self, messages: Sequence[Message[Any]], run_async: RunAsync) -> Sequence[Result]:
         values = [message.decoded for message in messages]
         arguments = (values if self.is_batch else values[0],)
         if self._wants_message:
             arguments += (list(messages) if self.is_batch else messages[0],)  # type: ignore[assignment]
-        try:
-            returned = self.function(*arguments)
-            if self.is_async:
-                returned = run_async(returned)
-        except (SystemExit, GeneratorExit, asyncio.CancelledError) as error:
-            raise HandlerError(
-                f"handler {self.name} tried to end the process ({error!r})"
-                f" on {describe(messages[0].attributes)}"
-            ) from error
+        returned = self.function(*arguments)
+        if self.is_async:
+            returned = run_async(returned)
         if returned is None:
             return [NOTHING] * len(messages)
         if not self.is_batch:
@@ -143,7 +151,8 @@ class Handler:
         if not isinstance(returned, (list, tuple)) or len(returned) != len(messages):
             got = f"{len(returned)} items" if hasattr(returned, "__len__") else repr(returned)
             raise HandlerError(
-                f"batch handler {self.name} got {len(messages)} messages and returned {got[:100]};"
+                f"batch handler {self.name} got {len(messages)} messages, the first of them"
+                f" {describe(messages[0].attributes)}, and returned {got[:100]};"
                 " return one item per message, in order: an event, a list of events or None"
             )
         return [
@@ -154,8 +163,9 @@ class Handler:
     def _outputs(self, returned: Any, message: Message[Any]) -> Outputs:
         if self.kind is Kind.EVENT:
             raise HandlerError(
-                f"event handler {self.name} returned {type(returned).__name__};"
-                " only command handlers return events: use @router.command(source=…)"
+                f"event handler {self.name} returned {type(returned).__name__} for"
+                f" {describe(message.attributes)}; only command handlers return events:"
+                " use @router.command(source=…)"
             )
         many = isinstance(returned, Iterable) and not isinstance(
             returned, (msgspec.Struct, dict, str, bytes, Message)
@@ -166,8 +176,7 @@ class Handler:
 
     def _output(self, item: Any, message: Message[Any]) -> Message[Any]:
         if isinstance(item, Message):
-            # The input itself keeps its acking and its topic; what goes out is another message.
-            return self._complete(item.copy() if item is message else item)
+            return self._complete(item, message)
         if self.kind is Kind.RAW:
             raise self._wrong(item, message, "a raw handler returns Message objects")
         kind = type(item)
@@ -210,20 +219,31 @@ class Handler:
             "datacontenttype": "application/json",
         }
 
-    def _complete(self, output: Message[Any]) -> Message[Any]:
-        """Give an output what it lacks; what the handler set stays."""
-        attributes = output.attributes
-        if not attributes.get("type") and self._is_event_class(type(output.data)):
-            attributes["type"] = type_name(type(output.data))
-        if not attributes.get("type"):
-            raise HandlerError(
-                f"handler {self.name} returned a message without type;"
-                " set attributes['type'] or give it data of an event class"
+    def _complete(self, given: Message[Any], message: Message[Any]) -> Message[Any]:
+        """The output as the handler gave it, with what it lacks; what the handler set stays.
+
+        Always another message: an input keeps its acking and its topic, and one object that is
+        returned twice, or for every input, is as many events, each with an id of its own.
+        """
+        attributes = {
+            name: value for name, value in given.attributes.items() if value not in ("", None)
+        }
+        kind = attributes.get("type")
+        if kind is None and self._is_event_class(type(given.data)):
+            kind = type_name(type(given.data))
+        if kind is None:
+            raise self._wrong(
+                given, message, "it needs a type: set attributes['type'], or give it an event"
             )
-        missing = self._new_attributes(attributes["type"])
-        if isinstance(output.data, bytes):
+        missing = self._new_attributes(kind)
+        if isinstance(given.data, bytes):
             missing.pop("datacontenttype")  # bytes may be anything: only the handler knows
-        output.attributes = {**missing, **{k: v for k, v in attributes.items() if v != ""}}
+        is_input = given.handler is not None
+        output = Message(
+            given.data, {**missing, **attributes}, topic=None if is_input else given.topic
+        )
+        if given.has_locals:
+            output.locals.update(given.locals)
         return output
 
     def _type_from_class(self) -> str | None:
@@ -240,6 +260,10 @@ class Handler:
 
     def __repr__(self) -> str:
         return f"<Handler {self.name} for {self.type or 'what it matches'}>"
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def _is_plain(kind: Any) -> bool:

@@ -6,6 +6,7 @@ handler or sink slows the reading down: that is the back-pressure.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import zlib
@@ -13,10 +14,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from conquiet.acking import Acking, settle
-from conquiet.errors import GivenBack
-from conquiet.message import Message
+from conquiet.acking import Acking, Error, settle
+from conquiet.errors import GivenBack, InvalidMessage
+from conquiet.message import Message, describe
 from conquiet.source import Source
+
+logger = logging.getLogger("conquiet.worker")
 
 KeyOf = Callable[[Message[Any]], str]
 
@@ -161,16 +164,26 @@ class ByKey:
 
     def _hand_out(self, batch: Sequence[Message[Any]]) -> None:
         for message in batch:
-            try:
-                key = self._key(message) if message.identity else ""
-            except Exception:  # noqa: BLE001 - the router refuses such a message, with the reason
-                key = ""
+            key = self._key_of(message)
             message.order_key = key or None
             # crc32, because hash() of a string differs from process to process
-            lane = zlib.crc32(key.encode()) if key else id(message) >> 4
+            lane = zlib.crc32(key.encode(errors="replace")) if key else id(message) >> 4
             self._lanes[lane % len(self._lanes)].append(message)
         if len(self._returned) > _MAX_KEYS:
             self._returned = {k: r for k, r in self._returned.items() if not r.is_forgotten}
+
+    def _key_of(self, message: Message[Any]) -> str:
+        try:
+            key: object = self._key(message) if message.identity else None
+            return "" if key is None else str(key)
+        except InvalidMessage:  # the router refuses such a message, with the reason
+            return ""
+        except Exception:
+            logger.exception(
+                "the function that names keys failed; the order of this one is not kept: %s",
+                describe(message.attributes),
+            )
+            return ""
 
     def _take(
         self, lane: deque[Message[Any]], limit: int
@@ -193,11 +206,8 @@ class ByKey:
         return taken, overtaking
 
     def _give_back(self, messages: Sequence[Message[Any]], reason: str) -> None:
-        pending: list[tuple[Acking, Exception | None]] = [
-            (message.acking, GivenBack(reason)) for message in messages if message.acking
-        ]
         self._in_flight.remove(messages)
-        settle((), pending)
+        give_back(messages, GivenBack(reason))
 
 
 class _Returned:
@@ -232,6 +242,17 @@ class _Returned:
         if identity not in self._identities:
             self._identities.append(identity)
         return False
+
+
+def give_back(messages: Sequence[Message[Any]], error: Exception) -> None:
+    """Nack them all. Never raises: a source that cannot hear it delivers them again by itself."""
+    pending: list[tuple[Acking, Error]] = [
+        (message.acking, error) for message in messages if message.acking is not None
+    ]
+    try:
+        settle((), pending)
+    except Exception:
+        logger.exception("messages could not be given back; they return by themselves")
 
 
 def read_batch(source: Source, limit: int, timeout: float, wait: float) -> list[Message[Any]]:

@@ -82,7 +82,7 @@ class LoopThread:
 def _serve(loop: asyncio.AbstractEventLoop) -> None:
     asyncio.set_event_loop(loop)
     try:
-        loop.run_forever()
+        _run(loop)
         tasks = asyncio.all_tasks(loop)
         for task in tasks:
             task.cancel()
@@ -90,6 +90,17 @@ def _serve(loop: asyncio.AbstractEventLoop) -> None:
         loop.run_until_complete(loop.shutdown_asyncgens())
     finally:
         loop.close()
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    """Run until the loop is stopped by us, and by nobody else."""
+    while True:
+        try:
+            return loop.run_forever()
+        except (SystemExit, KeyboardInterrupt):
+            # asyncio gives it to the task that raised it, and ends the loop as well: whoever
+            # waits for that task, or for another one, would wait for ever.
+            continue
 
 
 def _hand_over(task: asyncio.Task[T], done: Future[T]) -> None:

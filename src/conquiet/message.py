@@ -160,7 +160,8 @@ class Message(Generic[T]):
         value = self.attributes.get(name, "")
         if type(value) is not str:
             raise InvalidMessage(
-                f"attribute {name!r} must be a string, not {type(value).__name__} ({value!r:.60})"
+                f"{describe(self.attributes)}: attribute {name!r} must be a string,"
+                f" not {type(value).__name__} ({value!r:.60})"
             )
         return value
 
@@ -172,7 +173,7 @@ class Message(Generic[T]):
             moment = datetime.fromisoformat(text)
         except ValueError:
             raise InvalidMessage(
-                f"attribute {name!r} must be an RFC 3339 time such as"
+                f"{describe(self.attributes)}: attribute {name!r} must be an RFC 3339 time such as"
                 f" 2026-01-31T12:00:00Z, not {text!r:.60}"
             ) from None
         return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
@@ -191,6 +192,11 @@ TEXT_ATTRIBUTES = frozenset(
 def check_kinds(attributes: Mapping[str, Any]) -> None:
     """Refuse attributes that CloudEvents does not know: lists, floats, a number as id."""
     for name, value in attributes.items():
+        if type(name) is not str:
+            raise InvalidMessage(
+                f"{describe(attributes)}: the name of an attribute must be a string,"
+                f" not {type(name).__name__} ({name!r:.60})"
+            )
         if type(value) is str:
             continue
         if name in TEXT_ATTRIBUTES:

@@ -20,7 +20,7 @@ from conquiet.acking import Acking, Error, settle
 from conquiet.backoff import Backoff
 from conquiet.errors import Blameless, ConfigError, GivenBack, HandlerError, SinkUnavailable
 from conquiet.handler import Result
-from conquiet.intake import AnyOrder, ByKey, InFlight, Intake, KeyOf
+from conquiet.intake import AnyOrder, ByKey, InFlight, Intake, KeyOf, give_back
 from conquiet.message import Message, describe
 from conquiet.router import Handled, Router
 from conquiet.sink import Sink
@@ -143,12 +143,12 @@ class Worker:
     ) -> bool:
         """Stop softly; after the grace time, hard. True if everything in flight was finished.
 
-        `hurry` is asked while it waits, and ends the grace time by True. A handler may call
-        `stop` to ask for the end of `run()`; it then returns at once.
+        `hurry` is asked while it waits, and ends the grace time by True. A handler, async ones
+        too, may call `stop` to ask for the end of `run()`; it then returns at once.
         """
         grace = self.grace if grace is None else grace
         self._stopping.set()
-        if threading.current_thread() in self._threads:
+        if STOPPING.get() is self._stopping:  # the work itself asks: it cannot wait for its end
             return False
         with self._state_lock:
             former = self._state
@@ -158,10 +158,7 @@ class Worker:
             return self._finished.wait(grace) and not self._abandoned
         if former == "running":
             self._wait_for_threads(grace, hurry)
-        try:
-            self._intake.give_back()
-        except Exception:
-            logger.exception("messages could not be given back; they return by themselves")
+        self._intake.give_back()
         for item in (self.source, self.sink, self.router):
             try:
                 if item is not None:
@@ -191,11 +188,7 @@ class Worker:
                 "not finished within the grace time, will be delivered again: %s",
                 describe(message.attributes),
             )
-        stopped = GivenBack("the worker stopped before it was finished")
-        try:
-            settle((), [(message.acking, stopped) for message in unfinished if message.acking])
-        except Exception:
-            logger.exception("messages could not be given back; they return by themselves")
+        give_back(unfinished, GivenBack("the worker stopped before it was finished"))
 
     def health(self) -> Health:
         """A snapshot for probes and operators."""
@@ -265,8 +258,7 @@ class Worker:
             return len(failed) < len(handled.messages) or _is_new_poison(handled)
         except BaseException as error:
             logger.exception("a batch broke the chain; its messages are given back")
-            broken = HandlerError(f"the chain was left by {error!r}")
-            settle((), [(message.acking, broken) for message in batch if message.acking])
+            give_back(batch, HandlerError(f"the chain was left by {error!r}"))
             return False
         finally:
             self._in_flight.remove(batch)
@@ -334,9 +326,16 @@ class Worker:
                     health.oldest_seconds,
                     health.oldest,
                 )
-                if self.on_stuck is not None:
-                    self.on_stuck(health)
+                self._tell(health)
             reported = stuck
+
+    def _tell(self, health: Health) -> None:
+        if self.on_stuck is None:
+            return
+        try:
+            self.on_stuck(health)
+        except Exception:  # the leases must still be renewed
+            logger.exception("the hook `on_stuck` failed")
 
 
 def _is_new_poison(handled: Handled) -> bool:
@@ -349,6 +348,10 @@ def _is_new_poison(handled: Handled) -> bool:
 def _intake(source: Source, in_flight: InFlight, threads: int, ordered: bool | KeyOf) -> Intake:
     if ordered is False:
         return AnyOrder(source, in_flight)
+    if ordered is not True and not callable(ordered):
+        raise ConfigError(
+            f"ordered={ordered!r:.60}: True, False, or a function that gives a message's key"
+        )
     key: KeyOf = (lambda message: message.key) if ordered is True else ordered
     return ByKey(source, in_flight, threads, key)
 

@@ -104,7 +104,7 @@ def test_a_message_of_bytes_without_type_is_refused():
     def place(order: PlaceOrder) -> Message[bytes]:
         return Message(b"x")
 
-    with pytest.raises(HandlerError, match="a message without type"):
+    with pytest.raises(HandlerError, match=r"for place.order id=7.* it needs a type"):
         outputs_of(place)
 
 
@@ -243,7 +243,14 @@ def test_a_raw_handler_that_returns_data_is_told_so():
     assert "a raw handler returns Message objects" in str(result)
 
 
-@pytest.mark.parametrize("error", [SystemExit(1), GeneratorExit(), asyncio.CancelledError()])
+class Odd(BaseException):
+    """What a library might raise past `except Exception`."""
+
+
+LEAVING = [SystemExit(1), GeneratorExit(), asyncio.CancelledError(), Odd()]
+
+
+@pytest.mark.parametrize("error", LEAVING)
 def test_a_handler_cannot_end_the_process(error):
     router = Router()
 
@@ -254,6 +261,81 @@ def test_a_handler_cannot_end_the_process(error):
     [result] = router.process([Ledger().message(1)])
     assert isinstance(result, HandlerError)
     assert "tried to end the process" in str(result)
+    assert "id=1" in str(result)
+
+
+@pytest.mark.parametrize("error", LEAVING)
+def test_a_generator_cannot_end_the_process_either(error):
+    router = Router()
+
+    @router.command(source="/orders")
+    def leave(order: PlaceOrder) -> Any:
+        yield OrderPlaced(1)
+        raise error
+
+    [result] = router.process([Ledger().message(1)])
+    assert isinstance(result, HandlerError)
+
+
+@pytest.mark.parametrize("error", LEAVING)
+def test_an_async_handler_cannot_end_the_loop_that_the_others_run_on(error):
+    router = Router()
+
+    @router.event()
+    async def leave(order: PlaceOrder) -> None:
+        if order.id == 1:
+            raise error
+
+    ledger = Ledger()
+    [left], [stayed] = router.process([ledger.message(1)]), router.process([ledger.message(2)])
+    router.close()
+    assert isinstance(left, HandlerError)
+    assert stayed == ()
+
+
+def test_ctrl_c_in_the_main_thread_passes():
+    router = Router()
+
+    @router.event()
+    def interrupted(order: PlaceOrder) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        router.process([Ledger().message(1)])
+
+
+def test_one_message_object_returned_twice_is_two_events():
+    constant = Message(OrderPlaced(1), {"source": "/orders"}, topic="orders")
+    constant.locals["note"] = "kept"
+    router = Router()
+
+    @router.raw()
+    def repeat(message: Message) -> list[Message]:
+        return [constant, constant]
+
+    [first], [second] = router.process([Ledger().message(1)]), router.process([Ledger().message(2)])
+    events = [*first, *second]
+    assert len({event.id for event in events}) == 4
+    assert {event.topic for event in events} == {"orders"}
+    assert {event.locals["note"] for event in events} == {"kept"}
+    assert constant.attributes == {"source": "/orders"}
+
+
+def test_a_batch_handler_may_pass_on_the_inputs_of_its_neighbours():
+    ledger, router = Ledger(), Router(ack="forward")
+
+    @router.raw()
+    def swap(messages: list[Message]) -> list[Message]:
+        return messages[::-1]
+
+    inputs = [ledger.message(1), ledger.message(2)]
+    for message in inputs:
+        message.topic = "commands"
+    outputs = [output for result in router.process(inputs) for output in result]
+    assert [output.topic for output in outputs] == [None, None]
+    for output in outputs:
+        output.ack()
+    assert all(message.acking.settled for message in inputs)
 
 
 def test_what_a_handler_takes_is_checked_at_registration():

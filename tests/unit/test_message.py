@@ -41,8 +41,8 @@ def test_missing_attributes_are_empty():
 
 @pytest.mark.parametrize("value", [7, None, b"x", ["a"]])
 def test_an_attribute_of_the_wrong_kind_is_named(value):
-    with pytest.raises(InvalidMessage, match="'subject' must be a string"):
-        _ = Message(b"", {"subject": value}).subject
+    with pytest.raises(InvalidMessage, match=r"id=a-1 .*'subject' must be a string"):
+        _ = Message(b"", {"id": "a-1", "subject": value}).subject
 
 
 def test_a_time_that_is_none_is_named_with_an_example():

@@ -290,6 +290,12 @@ def test_a_handler_may_match_instead_of_naming_a_type():
 # --- bad input at the gate ---------------------------------------------------------------------
 
 
+def named_by_a_number() -> Message[Any]:
+    message = Ledger().message(1)
+    message.attributes[7] = "x"  # as a source might that decodes another format
+    return message
+
+
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
@@ -297,6 +303,7 @@ def test_a_handler_may_match_instead_of_naming_a_type():
         (Ledger().message(1, type=""), "no type"),
         (Ledger().message(1, type=7), "'type' must be a string, not int"),
         (Ledger().message(1, subject=7), "'subject' must be a string, not int"),
+        (named_by_a_number(), "the name of an attribute must be a string, not int"),
         (Ledger().message(1, shoe=["a"]), "'shoe' must be a string, a number .* not list"),
         (Ledger().message(1, b'{"id": "x"}'), r"not a valid PlaceOrder.*\$.id"),
         (Ledger().message(1, b"{"), "not a valid PlaceOrder"),

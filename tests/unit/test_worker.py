@@ -19,8 +19,10 @@ from tests.waiting import eventually
 
 from conquiet import Message, Router, Worker
 from conquiet.errors import ConfigError, GivenBack
+from conquiet.intake import ByKey, InFlight
 from conquiet.memory import Log
 from conquiet.message import new_id
+from conquiet.middleware import DeadLetter
 from conquiet.source import EndOfSource
 
 
@@ -241,7 +243,101 @@ def test_a_key_of_the_wrong_kind_is_refused_by_the_router_and_loses_nothing(work
     assert worker.health().ok
 
 
+def test_a_key_may_be_a_number(workers):
+    seen: list[int] = []
+    log = log_of(10, customer=7)
+    start(
+        workers,
+        log.source("g"),
+        recording(seen),
+        threads=3,
+        ordered=lambda message: message.attributes["customer"],
+    )
+    eventually(lambda: drained(log))
+    assert seen == list(range(10))
+
+
+def test_a_key_function_that_fails_is_logged_and_loses_nothing(workers, caplog):
+    log, seen = log_of(1), []
+    start(
+        workers, log.source("g"), recording(seen), ordered=lambda message: message.attributes["no"]
+    )
+    eventually(lambda: drained(log))
+    assert seen == [0]
+    assert "the order of this one is not kept: place.order" in caplog.text
+
+
+def test_a_source_that_does_not_hear_of_what_comes_back_loses_nothing_that_may_run():
+    log = Log()
+    log.append([order(0, id="early", subject="a"), order(1, subject="a"), order(2, subject="b")])
+    source = log.source("g")
+    in_flight = InFlight()
+    intake = ByKey(source, in_flight, 1, lambda message: message.key)
+    [early] = intake.read(0, 1, 0, 0)
+    intake.failed([early])
+    source.settle = refusing
+    taken = intake.read(0, 10, 0, 0)
+    assert [message.key for message in taken] == ["b"]
+    assert set(map(id, in_flight.messages())) == {id(early), id(taken[0])}
+
+
+def refusing(acked: Any, nacked: Any) -> None:
+    raise ConnectionError("away")
+
+
 # --- A8: nothing ends the worker ---------------------------------------------------------------
+
+
+class Odd(BaseException):
+    """What a library might raise past `except Exception`."""
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, Odd])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a8_whatever_a_handler_raises_costs_its_neighbours_nothing(workers, error, is_async):
+    log, dead, seen = log_of(3), Log(), []
+    router = Router()
+    router.use(DeadLetter(dead.sink(), after=2))
+
+    def plain(order: PlaceOrder) -> None:
+        if order.id == 1:
+            raise error
+        seen.append(order.id)
+
+    async def on_the_loop(order: PlaceOrder) -> None:
+        plain(order)
+
+    router.event()(on_the_loop if is_async else plain)
+    worker = start(workers, log.source("g"), router)
+    eventually(lambda: drained(log))
+    assert sorted(seen) == [0, 2]
+    [letter] = dead.replay()
+    assert "tried to end the process" in letter.attributes["deadreason"]
+    assert worker.health().ok
+
+
+def test_a8_a_broken_chain_and_a_source_that_is_away_do_not_end_the_worker(workers):
+    log, seen, left = log_of(1), [], []
+    source = log.source("g", lease=0.2)
+    settle, router = source.settle, recording(seen)
+    source.settle = refusing
+
+    def leave_once(next: Any) -> Any:
+        def process(batch: Any) -> Any:
+            if not left:
+                left.extend(batch)
+                raise SystemExit
+            return next(batch)
+
+        return process
+
+    router.use(leave_once)
+    worker = start(workers, source, router)
+    eventually(lambda: left and worker.health().in_flight == 0)
+    source.settle = settle
+    eventually(lambda: drained(log))
+    assert seen == [0]
+    assert worker.health().ok
 
 
 def test_a8_an_exception_in_a_handler_never_ends_the_worker(workers):
@@ -404,6 +500,19 @@ def test_a_handler_may_ask_the_worker_to_stop():
     assert len(log.unsettled("g")) == 4
 
 
+def test_an_async_handler_may_ask_it_too():
+    log = log_of(5)
+    router = Router()
+
+    @router.event()
+    async def last(order: PlaceOrder) -> None:
+        assert worker.stop() is False
+
+    worker = Worker(log.source("g"), router, batch_size=1, grace=60)
+    assert worker.run()
+    assert len(log.unsettled("g")) == 4
+
+
 def test_a_worker_is_started_once(workers):
     worker = start(workers, Log().source("g"), recording([]))
     with pytest.raises(ConfigError, match="started once"):
@@ -513,6 +622,20 @@ def test_a_handler_longer_than_its_lease_keeps_it(workers):
     assert ran == [0]
 
 
+def test_leases_are_kept_even_if_the_hook_for_stuck_handlers_fails(workers, caplog):
+    log, running, release = log_of(1), threading.Event(), threading.Event()
+    router = blocking_router(running, release)
+
+    def broken(health: Any) -> None:
+        raise RuntimeError("the pager is down")
+
+    start(workers, log.source("g", lease=0.3), router, stuck_after=0.1, on_stuck=broken)
+    eventually(lambda: "the hook `on_stuck` failed" in caplog.text)
+    assert list(log.source("g", lease=0.3).read(1, 1.0)) == []
+    release.set()
+    eventually(lambda: drained(log))
+
+
 def test_health_tells_what_is_going_on_and_what_is_stuck(workers):
     log, running, release = log_of(1), threading.Event(), threading.Event()
     router = blocking_router(running, release)
@@ -539,6 +662,7 @@ def test_health_tells_what_is_going_on_and_what_is_stuck(workers):
         {"batch_wait": -1},
         {"grace": float("nan")},
         {"stuck_after": 0},
+        {"ordered": "subject"},
     ],
 )
 def test_a_wrong_setting_is_named(setting):

@@ -16,14 +16,9 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from conquiet.errors import Interrupt
+
 T = TypeVar("T")
-
-
-class Interrupt(BaseException):
-    """Raised inside a call that exceeds its time.
-
-    Not an `Exception`: a handler's `except Exception` must not keep it from ending.
-    """
 
 
 class Alarm:
