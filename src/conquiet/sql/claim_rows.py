@@ -49,6 +49,7 @@ logger = logging.getLogger("conquiet.relay")
 MAX_ERROR_CHARACTERS = 2_000
 """How much of an error is kept in `last_error`."""
 
+_START_OVER_SECONDS = 1.0
 _COLUMNS = (
     *("id", "topic", "event_type", "event_id", "key", "content_type", "data"),
     *("attributes", "attempts"),
@@ -297,12 +298,14 @@ class PsycopgRows(Rows):
     def __init__(self, engine: Engine, table: Table, ordered: bool) -> None:
         super().__init__(engine, table, ordered)
         self._can_pipeline: bool = engine.dialect.loaded_dbapi.Pipeline.is_supported()
+        self._behind = 0
+        self._start_over_at = 0.0
         columns = ", ".join(
             "attributes::text" if name == "attributes" else name for name in _COLUMNS
         )
         query = (
             f"SELECT {columns} FROM {self.name}"
-            " WHERE published_at IS NULL AND parked_at IS NULL{}{}"
+            " WHERE published_at IS NULL AND parked_at IS NULL AND id > %s::bigint{}{}"
             " ORDER BY id LIMIT %s FOR UPDATE SKIP LOCKED"
         )
         rested = " AND id <> ALL(%s::bigint[])"
@@ -330,8 +333,19 @@ class PsycopgRows(Rows):
     def _any(
         self, connection: Connection, limit: int, held: Sequence[int], unkeyed: bool
     ) -> list[Row]:
-        given = (held, limit) if held else (limit,)
-        return self._fetch(connection, self._queries[unkeyed, bool(held)], given)
+        # While an old snapshot is open anywhere, vacuum leaves the index entries of published
+        # rows, and a claim from the start would walk over all of them. So go on behind the last
+        # claim, and once a second look from the start, for what failed or committed late.
+        now = time.monotonic()
+        behind = self._behind if now < self._start_over_at else 0
+        if not behind:
+            self._start_over_at = now + _START_OVER_SECONDS
+        sql = self._queries[unkeyed, bool(held)]
+        rows = self._fetch(connection, sql, (behind, *((held,) if held else ()), limit))
+        if not rows and behind:
+            rows = self._fetch(connection, sql, (0, *((held,) if held else ()), limit))
+        self._behind = rows[-1].id if len(rows) == limit else 0
+        return rows
 
     def _of_keys(self, connection: Connection, keys: Sequence[str], each: int) -> list[Row]:
         return self._fetch(connection, self._of_keys_sql, (keys, each))

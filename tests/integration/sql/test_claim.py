@@ -6,7 +6,7 @@ import threading
 import time
 
 import pytest
-from sqlalchemy import event, update
+from sqlalchemy import event, insert, update
 from tests.integration.sql.claiming import (
     OUTBOX,
     ListSink,
@@ -310,6 +310,24 @@ REFUSE_E3 = {
            BEGIN SELECT RAISE(ABORT, 'the row is refused'); END"""
     ],
 }
+
+
+def test_S8_a_row_that_commits_behind_the_last_claim_is_found_soon(postgres):
+    source = OutboxSource(postgres, wakeup=False)
+    with postgres.connect() as slow:
+        slow.execute(insert(OUTBOX).values(**row(1)))
+        fill(postgres, 200, 2)
+        assert len(source.read(5, 0)) == 5  # from now on claims go on behind this one
+        slow.commit()
+    seen = set()
+    began = time.monotonic()
+    while "e-1" not in seen and time.monotonic() < began + 10:
+        messages = source.read(5, 1)
+        seen |= {message.id for message in messages}
+        settle([message.acking for message in messages])
+        fill(postgres, 5, 1_000 + len(seen))  # there is always something newer
+    assert "e-1" in seen
+    source.close()
 
 
 def test_published_at_is_the_databases_clock_after_the_publish(engine, open_source):

@@ -81,7 +81,7 @@ def kinds(steps) -> set[str]:
 def test_S8_a_claim_enters_the_index_of_waiting_rows_and_sorts_nothing(engine):
     statements = PsycopgRows(engine, OUTBOX, ordered=False)
     for held in ((), ([5, 6],)):
-        steps = plan(engine, statements._queries[False, bool(held)], (*held, 100))
+        steps = plan(engine, statements._queries[False, bool(held)], (7, *held, 100))
         assert indexes(steps) == {"outbox_claimable"}
         assert kinds(steps).isdisjoint({"Sort", "Seq Scan", "Bitmap Heap Scan"})
 
