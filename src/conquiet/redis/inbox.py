@@ -73,7 +73,7 @@ class Inbox(inbox.Inbox):
         if isinstance(self._tag, str):
             _checked_tag(self._tag)
         self._terms = Terms(lease, retention)
-        self._names: dict[str, bytes] = {}
+        self._heads: dict[str, bytes] = {}
         self._claims: Claims | None = None
         if mode == "setnx":
             if client is None:
@@ -85,15 +85,6 @@ class Inbox(inbox.Inbox):
 
     # --- keys -------------------------------------------------------------------------------
 
-    def admit(self, message: Message[Any]) -> None:
-        super().admit(message)
-        try:
-            self.entry(message)[1].encode()
-        except UnicodeEncodeError as error:
-            raise InvalidMessage(
-                f"{describe(message.attributes)}: source and id must be text: {error}"
-            ) from error
-
     def entry(self, message: Message[Any]) -> inbox.Entry:
         if self._key is None:
             return super().entry(message)
@@ -101,14 +92,27 @@ class Inbox(inbox.Inbox):
 
     def redis_key(self, message: Message[Any]) -> bytes:
         """`conquiet:inbox:{tag}:subscriber/handler:source id` (R11)."""
-        name, identity = self.entry(message)
-        head = self._names.get(name)
-        if head is None:
-            # Without colons of its own the name ends at one, and two keys cannot be alike.
-            plain = name.replace("%", "%25").replace(":", "%3A")
-            head = self._names[name] = f":{plain}:".encode()
-        tag = self._tag if isinstance(self._tag, str) else _checked_tag(self._tag(message))
-        return b"%s{%s}%s%s" % (self.prefix.encode(), tag.encode(), head, identity.encode())
+        return self._redis_key(message, self.entry(message))
+
+    def _redis_key(self, message: Message[Any], entry: inbox.Entry) -> bytes:
+        name, identity = entry
+        try:
+            if isinstance(self._tag, str):
+                head = self._heads.get(name)
+                if head is None:
+                    head = self._heads[name] = self._head(self._tag, name)
+            else:
+                head = self._head(_checked_tag(self._tag(message)), name)
+            return head + identity.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidMessage(
+                f"{describe(message.attributes)}: source and id must be text: {error}"
+            ) from error
+
+    def _head(self, tag: str, name: str) -> bytes:
+        # Without colons of its own the name ends at one, and two keys cannot be alike.
+        plain = name.replace("%", "%25").replace(":", "%3A")
+        return f"{self.prefix}{{{tag}}}:{plain}:".encode()
 
     # --- the chain --------------------------------------------------------------------------
 
@@ -136,12 +140,13 @@ class Inbox(inbox.Inbox):
     def _lease(self, batch: Sequence[Message[Any]]) -> Sequence[Message[Any]]:
         """Lease the messages that are free; says which are ours to settle, now or before."""
         unit = current("the inbox")
-        keys = [self.redis_key(message) for message in batch]
+        entries = [self.entry(message) for message in batch]
+        keys = [self._redis_key(*pair) for pair in zip(batch, entries, strict=True)]
         unique = list(dict.fromkeys(keys))
         states = dict(zip(unique, unit.leases.acquire(unique, self._terms), strict=True))
         turns = Turns()
         passing: list[Message[Any]] = []
-        for message, key in zip(batch, keys, strict=True):
+        for message, key, entry in zip(batch, keys, entries, strict=True):
             state = states[key]
             error = turns.lost(message) or (_in_progress(message) if state is State.HELD else None)
             if error is not None:
@@ -151,7 +156,7 @@ class Inbox(inbox.Inbox):
             passing.append(message)
             if state is State.OURS:
                 unit.leases.confirmed.append(key)
-                unit.fresh.add(self.entry(message))
+                unit.fresh.add(entry)
                 states[key] = State.DONE  # for its twin in this batch
         ack_with_commit(unit, passing)
         return passing

@@ -57,7 +57,7 @@ class Claims:
         """None for what has no id: the gate, which stands further in, refuses it."""
         try:
             return self._key_of(message) if message.id else None
-        except (InvalidMessage, UnicodeEncodeError):
+        except InvalidMessage:
             return None
 
     def _seen(self, keys: Sequence[bytes | None]) -> set[int]:
