@@ -37,7 +37,6 @@ class OverOutbox(SourceContract):
         """Not for some of them: a claim is one transaction, and a crash undoes its marks."""
         super().test_acking_k_of_n_and_crashing_returns_the_other_n_minus_k(acked)
 
-
     def test_any_sequence_of_settlements_loses_nothing_and_repeats_nothing(self) -> None:
         pytest.skip("what is nacked returns when its whole claim is settled")
 
