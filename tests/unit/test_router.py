@@ -554,6 +554,15 @@ def test_outputs_go_into_the_outbox_and_no_further():
     assert ledger.acked == ["0", "1"]
 
 
+def test_an_output_that_names_its_topic_keeps_it():
+    def place(order: PlaceOrder) -> Message:
+        return Message(OrderPlaced(1), topic="audit")
+
+    transaction = ListTransaction()
+    router_with(place, transaction, ListOutbox(transaction)).process([Ledger().message(1)])
+    assert [output.topic for output in transaction.effects] == ["audit"]
+
+
 def test_outputs_of_a_failed_message_are_not_stored():
     ledger, transaction = Ledger(), ListTransaction()
 
@@ -595,6 +604,10 @@ class Retryish:
         return next
 
 
+class Claimish(Retryish):
+    stage = Stage.CLAIM
+
+
 class Correlationish:
     stage = Stage.OUTPUT
 
@@ -606,6 +619,8 @@ class Correlationish:
     ("chain", "right"),
     [
         (lambda t: (t, Retryish()), "Retryish, ListTransaction"),
+        (lambda t: (t, Claimish()), "Claimish, ListTransaction"),
+        (lambda t: (Claimish(), Retryish(), t), "Retryish, Claimish, ListTransaction"),
         (lambda t: (ListInbox(t), t), "ListTransaction, ListInbox"),
         (lambda t: (t, ListOutbox(t), ListInbox(t)), "ListTransaction, ListInbox, ListOutbox"),
         (

@@ -18,12 +18,14 @@ from tests.unit.chains import OrderPlaced, PlaceOrder
 from tests.waiting import eventually
 
 from conquiet import Message, Router, Worker
-from conquiet.errors import ConfigError, GivenBack
+from conquiet.backoff import Backoff
+from conquiet.errors import ConfigError, GivenBack, StoreError
 from conquiet.intake import ByKey, InFlight
 from conquiet.memory import Log
 from conquiet.message import new_id
 from conquiet.middleware import DeadLetter
 from conquiet.source import EndOfSource
+from conquiet.stopping import Signals
 
 
 def order(number: int, **attributes: Any) -> Message[PlaceOrder]:
@@ -599,6 +601,62 @@ def test_a7_a_second_signal_does_not_wait_for_the_handler():
         os.kill(process.pid, signal.SIGTERM)
         out, _ = process.communicate(timeout=30)
     assert out.splitlines()[-1] == "unclean 2"
+
+
+def test_signal_handlers_are_restored():
+    former = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    with Signals() as signals:
+        os.kill(os.getpid(), signal.SIGTERM)
+        eventually(lambda: signals.count == 1)
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == former
+
+
+def test_source_and_sink_are_closed_at_a_stop_even_if_one_of_them_fails():
+    closed: list[str] = []
+    source, sink = Log().source("g"), Log().sink()
+
+    def fail() -> None:
+        closed.append("source")
+        raise ConnectionError("away")
+
+    source.close = fail
+    sink.close = lambda: closed.append("sink")
+    worker = Worker(source, recording([]), sink)
+    worker.start()
+    assert worker.stop()
+    assert closed == ["source", "sink"]
+
+
+def test_a_sink_that_does_not_answer_for_every_message_has_confirmed_none(workers):
+    log, answers = log_of(1), [[], [None]]
+    router, sink = Router(), Log().sink()
+
+    @router.command(source="/orders")
+    def place(order: PlaceOrder, message: Message) -> OrderPlaced:
+        assert message.deliveries == 1  # it was not its fault
+        return OrderPlaced(order.id)
+
+    sink.publish = lambda messages: answers.pop(0)
+    worker = start(workers, log.source("g"), router, sink)
+    eventually(lambda: drained(log))
+    assert answers == []
+    assert "0 answers for 1 messages" in worker.health().last_error
+
+
+@pytest.mark.parametrize("error", [ValueError, StoreError])
+def test_a_batch_that_fails_again_and_again_is_not_asked_for_as_fast_as_possible(
+    workers, error, monkeypatch
+):
+    waits: list[Backoff] = []
+    monkeypatch.setattr(Backoff, "next", lambda backoff: waits.append(backoff) or 0.0)
+    router = Router()
+
+    @router.event()
+    def fail(order: PlaceOrder) -> None:
+        raise error
+
+    start(workers, log_of(1).source("g"), router)
+    eventually(lambda: len(waits) > 3)
 
 
 # --- leases, health, settings ------------------------------------------------------------------
