@@ -6,7 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 from sqlalchemy import Engine, text
+from tests import needs
+from tests.integration.sql.bouncer import PgBouncer
 
+from conquiet.embedded import PostgresServer
 from conquiet.sql import engine as make_engine
 from conquiet.sql import schema
 
@@ -40,3 +43,16 @@ def engine(request: pytest.FixtureRequest) -> Engine:
     """Each of the two databases in turn."""
     found: Engine = request.getfixturevalue(request.param)
     return found
+
+
+@pytest.fixture(scope="session")
+def pgbouncer(postgres_server: PostgresServer) -> Iterator[PgBouncer]:
+    """A PgBouncer in front of the worker's PostgreSQL; each database has a pool of its own."""
+    with needs.found("PgBouncer", lambda: PgBouncer(postgres_server.url)) as server:
+        yield server
+
+
+@pytest.fixture
+def bounced_url(pgbouncer: PgBouncer, database_url: str) -> str:
+    """The URL of a fresh database, through PgBouncer in transaction mode."""
+    return pgbouncer.in_front_of(database_url)
