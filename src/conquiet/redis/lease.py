@@ -33,6 +33,8 @@ DONE = b"done"
 _PROCESSING = b"processing:"
 _RENEWALS = 3
 """How often a lease is renewed before it would end."""
+_LONGEST_SLEEP = 1.0
+"""Seconds after which the keeper looks whether it still has something to do."""
 
 
 class State(Enum):
@@ -208,7 +210,7 @@ class Keeper:
 
     def _keep(self) -> None:
         while True:
-            time.sleep(self._every / 2)
+            time.sleep(min(self._every / 2, _LONGEST_SLEEP))
             with self._lock:
                 leases = list(self._leases)
                 if not leases:

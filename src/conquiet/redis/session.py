@@ -29,7 +29,8 @@ class Session:
         self.lock = threading.Lock()
         """Held while commands and replies are under way: a lease is renewed by another thread."""
         self.is_watching = False
-        self.is_open = True
+        self._is_open = True
+        self._is_lost = False
 
     def exchange(self, packed: Sequence[bytes]) -> list[Any]:
         """Send commands; a reply each, in order. One that failed gives its error."""
@@ -38,6 +39,8 @@ class Session:
 
     def send(self, packed: Sequence[bytes]) -> None:
         """If it raises, the last byte was not sent, and so the last command cannot take effect."""
+        if self._is_lost:
+            raise redis.ConnectionError("the connection of a transaction was lost")
         try:
             # No health check: it would reconnect, and forget what is watched.
             self._connection.send_packed_command((b"".join(packed),), check_health=False)
@@ -60,13 +63,15 @@ class Session:
 
     def drop(self) -> None:
         """End the connection: the server forgets what it watched, we what it had to say."""
+        self._is_lost = True
+        self.is_watching = False
         self._connection.disconnect()
 
     def close(self) -> None:
         """Give the connection back to its pool."""
-        if not self.is_open:
+        if not self._is_open:
             return
-        self.is_open = False
+        self._is_open = False
         if self.is_watching:
             self.drop()
         self._connection.deregister_connect_callback(self._replaced)

@@ -150,6 +150,17 @@ def test_a_message_is_forgotten_after_its_retention(router, effects):
     assert effects("m-0") == [2]
 
 
+@pytest.mark.parametrize("protocol", [2, 3])
+@pytest.mark.parametrize("decodes", [False, True])
+def test_any_client_will_do(redis_url, router, effects, protocol, decodes):
+    settings = {"protocol": protocol, "decode_responses": decodes, "health_check_interval": 1}
+    with redis.Redis.from_url(redis_url, **settings) as client:
+        made = router(client=client)
+        for _ in range(2):
+            assert len(deliver(made, *numbered(3)).acked) == 3
+    assert effects("m-0", "m-1", "m-2") == [1, 1, 1]
+
+
 # --- R2: the fence ------------------------------------------------------------------------------
 
 

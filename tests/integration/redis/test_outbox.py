@@ -31,6 +31,7 @@ from conquiet.testing import deliver, message
 from conquiet.worker import Worker
 
 EVENTS = "outbox:events"
+GREETINGS = ("HELLO", "CLIENT", "SELECT")
 
 
 class PlaceOrder(msgspec.Struct):
@@ -167,7 +168,7 @@ def test_the_trace_of_the_seed_step_by_step(redis_client, recorded, publish_comm
     source = StreamSource(redis_client, "commands", "orders")
     seen = recorded(lambda: router.process(source.read(1, 1)))
     source.close()
-    steps = [step.split()[0] for step in seen if step.split()[0] not in ("HELLO", "CLIENT")]
+    steps = [step.split()[0] for step in seen if step.split()[0] not in GREETINGS]
     assert steps[steps.index("SET") :] == [
         *("SET", "WATCH", "MGET"),  # the inbox: is it new, is it ours
         *("MULTI", "HSET", "XADD", "SET", "XACK", "EXEC"),  # effect, event, done, ack
