@@ -79,6 +79,8 @@ class Unit:
         self.ended = False
         self.wrote = False
         """Whether inbox or outbox wrote, so that the database must be in a transaction."""
+        self.filled: set[str] = set()
+        """The outbox tables that have new rows; their relays are told after the commit."""
         self.failure: BaseException | None = None
         """The last error of a statement, in case that a handler swallows it (S2)."""
         self.pipeline: Pipeline | None = None

@@ -19,8 +19,8 @@ from sqlalchemy import Connection, Insert, Table, insert
 from sqlalchemy.orm import Session
 
 from conquiet import outbox
-from conquiet.codec import SPEC_VERSION, encode_data
-from conquiet.errors import ConfigError, HandlerError
+from conquiet.codec import SPEC_VERSION, check_attributes, encode_data
+from conquiet.errors import ConfigError, HandlerError, InvalidMessage
 from conquiet.handler import type_name
 from conquiet.message import Message, describe, new_id, now_text
 from conquiet.sql import dialect
@@ -54,15 +54,21 @@ class Outbox(outbox.Outbox):
     `AsyncConnection`; `for_asyncpg` and `for_psycopg` for drivers that are awaited.
     """
 
-    def __init__(self, topic: str, table: str = OUTBOX_TABLE, *, source: str = "") -> None:
+    def __init__(
+        self, topic: str, table: str = OUTBOX_TABLE, *, source: str = "", notify: bool = True
+    ) -> None:
         super().__init__(topic)
         self.table: Table = outbox_table(table)
         self.source = source
+        self.notify = notify
+        """Whether relays are woken after a commit; without, they find the rows by polling."""
 
     def store(self, outputs: Sequence[Message[Any]]) -> None:
         unit = current("the outbox")
         self._insert(unit.connection, [self._row(output) for output in outputs])
         unit.wrote = True
+        if self.notify:  # of the whole transaction: a savepoint commits nothing by itself
+            unit.connection.unit.filled.add(self.table.fullname)
 
     # --- without a router -------------------------------------------------------------------
 
@@ -143,11 +149,10 @@ class Outbox(outbox.Outbox):
 
     def _row(self, message: Message[Any]) -> Row:
         """Check everything here: an error of the database would cost the whole transaction."""
-        for name in ("id", "source", "type"):
-            if not message.attributes.get(name):
-                raise HandlerError(
-                    f"{describe(message.attributes)}: no {name!r}, so no relay could publish it"
-                )
+        try:
+            check_attributes(message.attributes)
+        except InvalidMessage as error:
+            raise HandlerError(f"{error}; no relay could publish it") from error
         try:
             row = Row(
                 message.topic or self.topic,

@@ -143,6 +143,14 @@ def outbox_table(name: str = OUTBOX_TABLE, metadata: MetaData | None = None) -> 
             postgresql_where=claimable & key.is_not(None),
             sqlite_where=claimable & key.is_not(None),
         ),
+        # Whether a key is stuck, for those claims; and what waits for an operator.
+        Index(
+            f"{table}_parked",
+            key,
+            id_,
+            postgresql_where=parked_at.is_not(None),
+            sqlite_where=parked_at.is_not(None),
+        ),
         Index(
             f"{table}_published_at",
             published_at,

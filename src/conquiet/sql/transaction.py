@@ -18,6 +18,7 @@ from conquiet.errors import ConfigError, HandlerError, StoreError
 from conquiet.message import Message
 from conquiet.sql import dialect
 from conquiet.sql.ambient import UNITS, TransactionConnection, Unit, find
+from conquiet.sql.wakeup import written
 
 IsolationLevel = Literal["READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"]
 _LEVELS = ("READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE")
@@ -85,6 +86,8 @@ class Transaction(transaction.Transaction):
                 yield connection
                 self._flush(unit, root)
             Connection.commit(connection)
+            for table in unit.filled:
+                written(self.engine, table)
         except BaseException as error:
             self._give_up(unit, error)
             raise

@@ -20,8 +20,6 @@ SELECT 'orders', 'order.placed', 'e-' || n, CASE WHEN mod(n, 10) > 0 THEN 'k' ||
        'application/json', '{}', '{}', CASE WHEN n <= %s THEN now() - interval '1 day' END
   FROM generate_series(1, %s) AS n
 """
-# Wanted by ordered claims; to become part of the tables.
-PARKED = "CREATE INDEX IF NOT EXISTS outbox_parked ON outbox (key, id) WHERE parked_at IS NOT NULL"
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +34,6 @@ def engine(request, server):
     url = server.create_database()
     with made(url) as engine:
         with psycopg.connect(url, autocommit=True) as connection:
-            connection.execute(PARKED)
             waiting = 0 if request.param != "published" else ROWS - 10
             connection.execute(FILL, (waiting, ROWS))
             connection.execute("VACUUM ANALYZE outbox")

@@ -11,7 +11,8 @@ from tests.integration.sql.claiming import fill
 from tests.waiting import eventually
 
 from conquiet.errors import ConfigError
-from conquiet.sql import wakeup
+from conquiet.message import Message
+from conquiet.sql import Outbox, Transaction, wakeup
 from conquiet.sql.claim import OutboxSource
 from conquiet.sql.wakeup import Listener, Notifier, Timer, Watcher, notify_statement, written
 
@@ -38,6 +39,23 @@ def test_S13_a_waiting_read_is_woken_by_a_write(engine):
     assert len(found) == 3
     assert time.monotonic() - began < 5
     source.close()
+
+
+@pytest.mark.parametrize("outcome", ["committed", "rolled back", "not to be told"])
+def test_S13_a_transaction_that_filled_an_outbox_wakes_after_its_commit(
+    postgres, listener, outcome
+):
+    transaction, outbox = Transaction(postgres), Outbox("orders", notify=outcome == "committed")
+    event_ = Message(b"{}", {"id": "1", "type": "order.placed", "source": "/orders"})
+    try:
+        with transaction.scope([]), transaction.scope([]):  # the inner one is a savepoint
+            outbox.store([event_])
+            assert not listener.wait(0.1)
+            if outcome == "rolled back":
+                raise ValueError
+    except ValueError:
+        pass
+    assert listener.wait(5 if outcome == "committed" else 0.3) is (outcome == "committed")
 
 
 def test_S13_a_hundred_writes_are_a_few_notifications(postgres, listener):

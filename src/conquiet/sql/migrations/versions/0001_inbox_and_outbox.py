@@ -78,6 +78,7 @@ def _create_outbox(schema: str | None, table: str) -> None:
     for name, columns, where in (
         ("claimable", ["id"], waiting),
         ("claimable_key", ["key", "id"], f'{waiting} AND "key" IS NOT NULL'),
+        ("parked", ["key", "id"], "parked_at IS NOT NULL"),
         ("published_at", ["published_at"], "published_at IS NOT NULL"),
         ("log", ["xid", "id"], None),
     ):
