@@ -3,8 +3,8 @@
 python bench/redis.py [--quick] [--json FILE] [--no-peers]
 
 exactly once   read, inbox, one HSET by the handler, one event into the outbox, ack. By hand: the
-               same commands in redis-py's pipelines, with the lossy SET NX of the seed (two round
-               trips) or fenced by WATCH as ours.
+               same effects by redis-py's pipelines, with the lossy SET NX of the seed in two round
+               trips, or with the guarantee of ours, WATCH, for which its pipelines need four.
 no-op          what other libraries consume of a stream per second, with a handler that does
                nothing. They live in a virtual environment of their own, `.venv-peers`, which this
                script makes; with --quick they take part only if it exists.
