@@ -11,7 +11,7 @@ from typing import Any, cast, get_origin, is_typeddict
 import msgspec
 
 from conquiet.errors import ConfigError, HandlerError, InvalidMessage
-from conquiet.message import Attributes, Message, check_kinds, describe
+from conquiet.message import TEXT_ATTRIBUTES, Attributes, Message, check_kinds, describe
 
 SPEC_VERSION = "1.0"
 Decode = Callable[[Message[Any]], Any]
@@ -143,7 +143,7 @@ def to_json(message: Message[Any]) -> bytes:
     no byte is lost whatever the content type says.
     """
     attributes = {"specversion": SPEC_VERSION, **message.attributes}
-    _check_attributes(attributes)
+    check_attributes(attributes)
     event: dict[str, Any] = {
         name: b64encode(value).decode() if isinstance(value, bytes) else value
         for name, value in attributes.items()
@@ -178,7 +178,7 @@ def from_json(event: bytes) -> Message[bytes]:
                     attributes[name] = value
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidMessage(f"not a CloudEvents JSON object: {error}") from error
-    _check_attributes(attributes)
+    check_attributes(attributes)
     version = attributes.get("specversion")
     if version != SPEC_VERSION:
         raise InvalidMessage(
@@ -207,14 +207,14 @@ def _data_of(members: dict[str, msgspec.Raw], attributes: Attributes) -> bytes:
     return bytes(inline)
 
 
-def _check_attributes(attributes: Attributes) -> None:
+def check_attributes(attributes: Attributes) -> None:
     """CloudEvents' rules for the envelope: required names, their spelling, their kinds."""
     check_kinds(attributes)
     for name in ("id", "source", "type"):
         if not attributes.get(name):
             raise InvalidMessage(f"{describe(attributes)}: attribute {name!r} is missing or empty")
     for name in attributes:
-        if not _attribute_name.fullmatch(name):
+        if name not in TEXT_ATTRIBUTES and not _attribute_name.fullmatch(name):
             raise InvalidMessage(
                 f"{describe(attributes)}: attribute name {name!r:.60} must consist of a-z and 0-9"
             )

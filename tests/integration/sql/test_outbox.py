@@ -20,7 +20,7 @@ from sqlalchemy.orm import Session
 from conquiet import Router
 from conquiet.errors import ConfigError, HandlerError
 from conquiet.message import Message
-from conquiet.sql import Outbox, Transaction
+from conquiet.sql import Outbox, Transaction, connection
 from conquiet.testing.delivery import deliver
 from conquiet.testing.messages import message
 
@@ -88,6 +88,28 @@ def test_nul_is_refused_before_the_transaction_is_harmed_S9(engine: Engine, name
     delivered = stored(engine, bad)
     assert isinstance(delivered.errors[0], HandlerError)
     assert "NUL" in str(delivered.errors[0])
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"weight": 1.5}, {"tags": ["a"]}, {"subject": 7}, {"none": None}, {"Größe": "L"}]
+)
+def test_what_no_sink_could_send_is_refused_before_the_transaction_is_harmed(
+    engine: Engine, wrong: dict[str, Any]
+) -> None:
+    bad = Message(b"", {"type": "t", "id": "1", "source": "/mine", **wrong})
+    with Transaction(engine).scope(()), connection(engine) as found:
+        with pytest.raises(HandlerError, match=next(iter(wrong))):
+            Outbox("orders").store([bad])
+        with pytest.raises(HandlerError, match="no relay could publish it"):
+            OUTBOX.add(found, [bad])
+        OUTBOX.add(found, EVENTS)
+    assert len(rows(engine)) == len(EVENTS)
+
+
+def test_numbers_booleans_and_bytes_are_attributes_too(engine: Engine) -> None:
+    event = Message(b"", {"type": "t", "count": 3, "urgent": True, "digest": b"abc"})
+    assert len(stored(engine, event).acked) == 1
+    assert len(rows(engine)) == 1
 
 
 def test_a_backslash_before_u0000_is_no_nul_S9(engine: Engine) -> None:
