@@ -16,6 +16,7 @@ from sqlalchemy.exc import ResourceClosedError
 from sqlalchemy.orm import Session, sessionmaker
 
 from conquiet.errors import HandlerError
+from conquiet.sql.control import not_yours
 
 if TYPE_CHECKING:
     from conquiet.sql.pipeline import Pipeline
@@ -41,6 +42,8 @@ class TransactionConnection(Connection):
     """
 
     unit: Unit
+    begun = False
+    """Whether conquiet has sent its own BEGIN: nobody may send another, or a COMMIT."""
 
     def begin(self) -> NestedTransaction:  # type: ignore[override]
         """A savepoint: the transaction itself has begun."""
@@ -54,13 +57,13 @@ class TransactionConnection(Connection):
         return self.begin_nested()
 
     def commit(self) -> None:
-        raise _not_yours("commit")
+        raise not_yours("commit()")
 
     def rollback(self) -> None:
-        raise _not_yours("rollback")
+        raise not_yours("rollback()")
 
     def close(self) -> None:
-        raise _not_yours("close")
+        raise not_yours("close()")
 
     def _revalidate_connection(self) -> Any:
         # Reached when there is no driver connection any more: the transaction is over, or its
@@ -109,15 +112,21 @@ class Unit:
         for joined in self._sessions:
             joined.flush()
 
-    def stop_queueing(self) -> None:
-        """Leave the driver's connection as it was before."""
+    def finish_queueing(self) -> None:
+        """Execute what is queued, and queue no more; raises if any of it was lost."""
+        if self.pipeline is not None:
+            self.pipeline.finish()
+            self.pipeline = None
+
+    def drop_queued(self) -> None:
+        """Forget what is queued; the transaction is not committed."""
         if self.pipeline is not None:
             self.pipeline.close()
             self.pipeline = None
 
     def end(self) -> None:
         self.ended = True
-        self.stop_queueing()
+        self.drop_queued()  # if there was a commit, the queue was finished before it
         for joined in self._sessions:
             joined.close()
 
@@ -176,13 +185,6 @@ def session(factory: sessionmaker[S]) -> AbstractContextManager[S]:
     else:
         unit = current("a session without an engine of its own")
     return factory.begin() if unit is None else unit.session(factory)
-
-
-def _not_yours(verb: str) -> HandlerError:
-    return HandlerError(
-        f"{verb}() on the connection of a conquiet transaction, which the transaction alone may"
-        " end; raise an exception to roll back, use begin_nested() for a savepoint"
-    )
 
 
 def _ended(what: str) -> TransactionEnded:

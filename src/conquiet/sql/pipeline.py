@@ -22,6 +22,8 @@ import psycopg
 from psycopg.abc import Params
 from psycopg.pq import TransactionStatus
 
+from conquiet.errors import HandlerError
+from conquiet.sql.control import refuse_control
 from conquiet.sql.dialect import Own
 
 MOST_QUEUED = 1000
@@ -52,15 +54,37 @@ class Pipeline:
         self._mode: AbstractContextManager[psycopg.Pipeline] | None = None
         self._waiting: list[tuple[str, Any, ref[QueueingCursor]]] = []
         self._sent: set[str] = set()
+        self._finished = False
+        self._failure: BaseException | None = None
         self._former = connection.cursor_factory, connection.server_cursor_factory
         connection.cursor_factory = self._cursor  # type: ignore[assignment]
         connection.server_cursor_factory = self._server_cursor  # type: ignore[assignment]
 
+    def finish(self) -> None:
+        """Execute what waits, before COMMIT; from now on nothing is queued.
+
+        Raises if a queued statement ever failed, also if somebody caught that error since: the
+        statements behind it were lost with it, and PostgreSQL need not know of them.
+        """
+        self._finished = True
+        self.wait()
+        if self._failure is not None:
+            raise HandlerError(
+                "a queued statement failed and nobody raised its error, so that a COMMIT would"
+                " commit only a part; let SQL errors pass, or run the statement in"
+                f" begin_nested(): {self._failure!s:.300}"
+            ) from self._failure
+        self._restore()
+
     def close(self) -> None:
-        """Leave the connection as it was; what was not sent is dropped."""
+        """Forget what waits, before ROLLBACK, and leave the connection as it was."""
+        self._finished = True
         self._waiting.clear()
-        with suppress(psycopg.Error):
+        with suppress(psycopg.Error):  # of what was sent; it is rolled back
             self.wait()
+        self._restore()
+
+    def _restore(self) -> None:
         self._connection.cursor_factory, self._connection.server_cursor_factory = self._former
 
     def add(self, query: str, params: Any, cursor: QueueingCursor) -> None:
@@ -77,6 +101,13 @@ class Pipeline:
 
     def send(self) -> None:
         """Send what waits, in order, and do not wait for the answers."""
+        try:
+            self._send()
+        except BaseException as error:
+            self._failure = error
+            raise
+
+    def _send(self) -> None:
         if self._mode is None:
             self._mode = self._connection.pipeline()
             self._mode.__enter__()
@@ -121,12 +152,14 @@ class Pipeline:
             if self._mode is None and len(self._waiting) < FEWEST_TOGETHER:
                 self._execute_plainly()
             elif self._waiting:
-                self.send()
+                self._send()
             mode, self._mode = self._mode, None
             if mode is not None:
                 mode.__exit__(None, None, None)
-        except psycopg.Error as error:
-            self.explain(error)
+        except BaseException as error:
+            self._failure = error
+            if isinstance(error, psycopg.Error):
+                self.explain(error)
             raise
         finally:
             self._sent.clear()
@@ -142,7 +175,7 @@ class Pipeline:
     def may_queue(self) -> bool:
         # Before BEGIN psycopg has to wait anyway; in a failed transaction an error is due now. A
         # savepoint is there to catch errors, so they must come up inside it.
-        if self._in_savepoint():
+        if self._finished or self._in_savepoint():
             return False
         if self._waiting or self._mode is not None:
             return True
@@ -170,6 +203,8 @@ class QueueingCursor(psycopg.Cursor[Any]):
             type(query) is str and is_silent(query) and not options and pipeline.may_queue
         )
         if not self._queued:
+            if type(query) is str:
+                refuse_control(query)
             pipeline.wait()
             return super().execute(query, params, **options)
         frozen = _frozen(params)

@@ -18,6 +18,7 @@ from conquiet.errors import ConfigError, HandlerError, StoreError
 from conquiet.message import Message
 from conquiet.sql import dialect
 from conquiet.sql.ambient import UNITS, TransactionConnection, Unit, find
+from conquiet.sql.control import refuse_control
 from conquiet.sql.wakeup import written
 
 IsolationLevel = Literal["READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"]
@@ -80,20 +81,21 @@ class Transaction(transaction.Transaction):
         unit = connection.unit = Unit(connection)
         try:
             root = self._begin(connection)
+            connection.begun = True
             if self.pipeline:
                 unit.pipeline = _pipeline(connection)
             with self._entered(unit):
                 yield connection
                 self._flush(unit, root)
             Connection.commit(connection)
-            for table in unit.filled:
-                written(self.engine, table)
         except BaseException as error:
             self._give_up(unit, error)
             raise
         finally:
             unit.end()
             self._release(connection)
+        for table in unit.filled:
+            written(self.engine, table)
 
     @contextmanager
     def _savepoint(self, outer: Unit) -> Iterator[Connection]:
@@ -106,6 +108,7 @@ class Transaction(transaction.Transaction):
                 yield connection
                 self._flush(unit, savepoint)
             savepoint.commit()
+            outer.wrote = outer.wrote or unit.wrote
         except BaseException as error:
             if savepoint is not None and savepoint.is_active:
                 try:
@@ -145,9 +148,8 @@ class Transaction(transaction.Transaction):
         """Write what is still held, then make sure that a commit would commit it."""
         unit.flush()
         connection = unit.connection
-        if unit.pipeline is not None:
-            with dialect.translated(connection):
-                unit.pipeline.wait()
+        with dialect.translated(connection):
+            unit.finish_queueing()
         if not began.is_active or connection.invalidated:
             raise _lost_inside(unit, "was rolled back inside, by session.rollback() or an error")
         if dialect.is_aborted(connection):
@@ -160,7 +162,7 @@ class Transaction(transaction.Transaction):
     def _give_up(self, unit: Unit, error: BaseException) -> None:
         """Roll back, and say so if it was the store that failed."""
         connection = unit.connection
-        unit.stop_queueing()
+        unit.drop_queued()
         blamed = _first_failure(unit, error)
         store = dialect.is_store_failure(blamed, read_only=self.read_only)
         if dialect.is_lost(connection):
@@ -219,10 +221,19 @@ def _tell_pool(connection: Connection) -> None:
 
 
 def _watch(engine: Engine) -> None:
-    """Note the error of a statement in its unit, before a handler can swallow it."""
+    """See each statement before it is sent, and its error before a handler can swallow it."""
     if engine not in _watched:
         event.listen(engine, "handle_error", _note)
+        event.listen(engine, "before_cursor_execute", _refuse_control, retval=True)
         _watched.add(engine)
+
+
+def _refuse_control(
+    connection: Connection, cursor: Any, statement: str, parameters: Any, *unused: Any
+) -> tuple[str, Any]:
+    if isinstance(connection, TransactionConnection) and connection.begun:
+        refuse_control(statement)
+    return statement, parameters
 
 
 def _note(context: ExceptionContext) -> None:

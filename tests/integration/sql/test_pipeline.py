@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import psycopg
 import pytest
-from sqlalchemy import Column, Engine, Integer, MetaData, Table, Text, select, text, update
+from sqlalchemy import Column, Engine, Integer, MetaData, Table, Text, event, select, text, update
 from sqlalchemy.dialects.postgresql import JSONB, insert
 from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.orm import DeclarativeBase, Session, sessionmaker
+from tests.waiting import eventually
 
-from conquiet import Router
+from conquiet import Router, Worker
 from conquiet.errors import HandlerError
+from conquiet.memory import Log
 from conquiet.message import Message
 from conquiet.sql import Inbox, Outbox, Transaction, connection, session
 from conquiet.sql.pipeline import MOST_QUEUED, is_silent
@@ -342,3 +346,99 @@ def test_two_threads_queue_apart(postgres: Engine) -> None:
 )
 def test_only_inserts_that_return_nothing_are_queued(query: str, silent: bool) -> None:
     assert is_silent(query) is silent
+
+
+# --- nothing is lost ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 50])
+@pytest.mark.parametrize("pipeline", [True, False])
+def test_inbox_without_outbox_stores_every_effect(
+    postgres: Engine, batch_size: int, pipeline: bool
+) -> None:
+    count = 100
+    commands = Log()
+    commands.append([message(str(number % count), id=str(number)) for number in range(count)] * 2)
+    router = Router()
+    router.use(Transaction(postgres, pipeline=pipeline), Inbox("billing"))
+
+    @router.raw(source="/shop", type="test")
+    def handle(item: Message[Any]) -> None:
+        with connection(postgres) as found:
+            found.execute(UPSERT, {"id": item.id, "amount": 0})
+
+    worker = Worker(commands.source("billing"), router, batch_size=batch_size, threads=2)
+    worker.start()
+    try:
+        eventually(lambda: not commands.unsettled("billing"), timeout=60)
+    finally:
+        worker.stop(10)
+    assert amounts(postgres) == {str(number): 0 for number in range(count)}
+
+
+def in_transaction(engine: Engine, handle: Callable[[Any], object]) -> None:
+    with Transaction(engine).scope(()), connection(engine) as found:
+        handle(found)
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_value_that_the_driver_refuses_loses_no_neighbour_silently(
+    postgres: Engine, held: bool
+) -> None:
+    """Such an error never reaches PostgreSQL, whose transaction would commit the rest."""
+    kept: list[Any] = []
+
+    def handle(found: Any) -> None:
+        found.execute(select(ORDERS))
+        for name in ("a", "b", "nul\0", "c", "d"):
+            result = found.execute(SAVE, {"id": name})
+            if held:
+                kept.append(result)
+        with suppress(DBAPIError):
+            found.execute(select(ORDERS))
+        found.execute(SAVE, {"id": "e"})
+
+    with pytest.raises(HandlerError, match="queued statement failed"):
+        in_transaction(postgres, handle)
+    assert amounts(postgres) == {}
+
+
+def test_an_error_that_was_caught_with_a_row_count_is_not_forgotten(postgres: Engine) -> None:
+    def handle(found: Any) -> None:
+        found.execute(select(ORDERS))
+        found.execute(SAVE, {"id": "nul\0"})
+        last = found.execute(SAVE, {"id": "a"})
+        with suppress(psycopg.Error):
+            last.rowcount  # noqa: B018 - it waits
+
+    with pytest.raises(HandlerError, match="queued statement failed"):
+        in_transaction(postgres, handle)
+    assert amounts(postgres) == {}
+
+
+def test_what_a_listener_adds_at_the_commit_is_committed(postgres: Engine) -> None:
+    def add(ending: Any) -> None:
+        ending.execute(SAVE, {"id": "at the commit"})
+
+    event.listen(postgres, "commit", add)
+    with Transaction(postgres).scope(()), connection(postgres) as found:
+        found.execute(select(ORDERS))
+        found.execute(SAVE, {"id": "a"})
+    event.remove(postgres, "commit", add)
+    assert sorted(amounts(postgres)) == ["a", "at the commit"]
+
+
+def test_a_kept_cursor_queues_nothing_after_the_end(postgres: Engine) -> None:
+    with Transaction(postgres).scope(()), connection(postgres) as found:
+        found.execute(select(ORDERS))
+        driver = found.connection.driver_connection
+        cursor = driver.cursor()
+        cursor.execute("INSERT INTO orders (id) VALUES ('a')")
+    with psycopg.connect(driver.info.dsn) as other:
+        assert other.execute("SELECT id FROM orders").fetchall() == [("a",)]
+    with postgres.connect() as again:
+        assert again.connection.driver_connection is driver
+        again.execute(select(ORDERS))
+        cursor.execute("INSERT INTO orders (id) VALUES ('b')")
+        driver.commit()
+    assert sorted(amounts(postgres)) == ["a", "b"]

@@ -126,11 +126,74 @@ def test_a_failed_flush_that_is_swallowed_is_found_before_commit_S2(engine: Engi
     assert saved(engine) == []
 
 
-@pytest.mark.parametrize("statement", ["COMMIT", "ROLLBACK"])
-def test_a_transaction_ended_behind_our_back_is_an_error(engine: Engine, statement: str) -> None:
+@pytest.mark.parametrize(
+    "statement",
+    [
+        *("COMMIT", "commit work;", "ROLLBACK", "end", "ABORT", "begin", "Start  Transaction"),
+        *("PREPARE TRANSACTION 'x'", "-- done\n/* really */ ;COMMIT", "COMMIT AND CHAIN"),
+    ],
+)
+@pytest.mark.parametrize("pipeline", [True, False])
+def test_statements_that_end_the_transaction_are_refused_before_they_are_sent(
+    engine: Engine, statement: str, pipeline: bool
+) -> None:
+    factory = sessionmaker(engine)
+    ways = [
+        lambda found: found.exec_driver_sql(statement),
+        lambda found: found.execute(text(statement)),
+        lambda found: found.scalar(text(statement)),
+    ]
+    word = statement.split()[-1 if "--" in statement else 0].strip(";").upper()
+    with Transaction(engine, pipeline=pipeline).scope(()), connection(engine) as found:
+        save(engine, "a")
+        for way in ways:
+            with pytest.raises(HandlerError, match=word):
+                way(found)
+        with session(factory) as joined, pytest.raises(HandlerError, match=word):
+            joined.execute(text(statement))
+        assert saved(engine) == []  # another connection does not see it: nothing was committed
+        save(engine, "b")
+    assert saved(engine) == ["a", "b"]
+
+
+def test_a_handler_that_commits_by_text_leaves_nothing(engine: Engine) -> None:
+    def end() -> None:
+        save(engine, "a")
+        with connection(engine) as found:
+            found.exec_driver_sql("COMMIT")
+
+    assert isinstance(run(engine, end).errors[0], HandlerError)
+    assert (saved(engine), remembered(engine)) == ([], 0)
+
+
+def test_a_cursor_of_the_driver_refuses_to_commit_too(postgres: Engine) -> None:
+    with Transaction(postgres).scope(()), connection(postgres) as found:
+        save(postgres, "a")
+        driver = found.connection.driver_connection
+        with pytest.raises(HandlerError, match="COMMIT"):
+            driver.execute("COMMIT")
+        assert saved(postgres) == []
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        *("ROLLBACK TO SAVEPOINT mine", "rollback work to mine", "ROLLBACK TO mine"),
+        *("PREPARE transactions AS SELECT 1", "SELECT 1 AS commit", "/* COMMIT */ SELECT 1"),
+    ],
+)
+def test_savepoints_and_words_that_only_look_alike_are_let_through(
+    postgres: Engine, statement: str
+) -> None:
+    with Transaction(postgres).scope(()), connection(postgres) as found:
+        found.execute(text("SAVEPOINT mine"))
+        found.execute(text(statement))
+
+
+def test_a_transaction_ended_by_the_driver_is_an_error(engine: Engine) -> None:
     def end() -> None:
         with connection(engine) as found:
-            found.exec_driver_sql(statement)
+            found.connection.driver_connection.commit()
 
     assert isinstance(run(engine, end).errors[0], HandlerError)
 
