@@ -116,7 +116,7 @@ class Pipeline:
         last = ""
         for query, params, cursor in waiting:
             holder = cursor()
-            if runs and (query is not last or holder is not None):
+            if runs and (query != last or holder is not None):
                 self._send_runs(last, runs)
                 runs = []
             if holder is not None:  # somebody may still ask it for its row count
