@@ -7,22 +7,21 @@ router decodes a message's data into it. What a command handler returns becomes 
 from __future__ import annotations
 
 import inspect
-import re
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextvars import ContextVar
-from dataclasses import is_dataclass
 from enum import Enum
 from functools import partial
 from typing import Any, TypeAlias, get_args, get_origin, get_type_hints, is_typeddict
 
 import msgspec
 
-from conquiet.codec import SPEC_VERSION, Decode, decoder
+from conquiet.codec import Decode, decoder
 from conquiet.errors import ConfigError, HandlerError, Interrupt
+from conquiet.event import complete, is_event_class, new_attributes, type_name
 from conquiet.matcher import Matcher
-from conquiet.message import Message, describe, new_id, now_text
+from conquiet.message import Message, describe
 
 Outputs: TypeAlias = Sequence[Message[Any]]
 """What one message led to; often nothing."""
@@ -45,26 +44,21 @@ must happen while one message's handler runs (a limit, a span, a stopwatch) goes
 NOTHING: Outputs = ()
 
 
+class _Skipped(tuple[Message[Any], ...]):
+    """No outputs, because no handler ran."""
+
+
+SKIPPED: Outputs = _Skipped()
+"""The result of a message that took effect before: it is acked whatever the strategy says, since
+its handler does not run again and cannot do it."""
+
+
 class Kind(Enum):
     """What a handler may return: events, nothing, or messages."""
 
     COMMAND = "command"
     EVENT = "event"
     RAW = "raw"
-
-
-def type_name(kind: type) -> str:
-    """The message type of a class: its `__message_type__`, else its words joined by dots.
-
-    >>> class OrderPlaced: ...
-    >>> type_name(OrderPlaced)
-    'order.placed'
-    """
-    named = getattr(kind, "__message_type__", None)
-    if named is not None:
-        return str(named)
-    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", kind.__name__)
-    return ".".join(words).lower()
 
 
 class Handler:
@@ -170,7 +164,7 @@ class Handler:
         many = isinstance(returned, Iterable) and not isinstance(
             returned, (msgspec.Struct, dict, str, bytes, Message)
         )
-        if many and not self._is_event_class(type(returned)):
+        if many and not is_event_class(type(returned)):
             return [self._output(item, message) for item in returned]
         return [self._output(returned, message)]
 
@@ -183,10 +177,10 @@ class Handler:
         name = self._event_types.get(kind)
         if name is None:
             name = self._event_types[kind] = self._event_type(item, message)
-        return Message(item, self._new_attributes(name))
+        return Message(item, new_attributes(name, self.source))
 
     def _event_type(self, item: Any, message: Message[Any]) -> str:
-        if self._is_event_class(type(item)):
+        if is_event_class(type(item)):
             return type_name(type(item))
         if isinstance(item, dict) and len(self._emits) == 1 and is_typeddict(self._emits[0]):
             return type_name(self._emits[0])
@@ -203,47 +197,19 @@ class Handler:
             f" for {describe(message.attributes)}; {rule}"
         )
 
-    @staticmethod
-    def _is_event_class(kind: type) -> bool:
-        return (
-            issubclass(kind, msgspec.Struct) or is_dataclass(kind) or hasattr(kind, "model_fields")
-        )
-
-    def _new_attributes(self, name: str) -> dict[str, Any]:
-        return {
-            "specversion": SPEC_VERSION,
-            "id": new_id(),
-            "type": name,
-            "source": self.source,
-            "time": now_text(),
-            "datacontenttype": "application/json",
-        }
-
     def _complete(self, given: Message[Any], message: Message[Any]) -> Message[Any]:
         """The output as the handler gave it, with what it lacks; what the handler set stays.
 
         Always another message: an input keeps its acking and its topic, and one object that is
         returned twice, or for every input, is as many events, each with an id of its own.
         """
-        attributes = {
-            name: value for name, value in given.attributes.items() if value not in ("", None)
-        }
-        kind = attributes.get("type")
-        if kind is None and self._is_event_class(type(given.data)):
-            kind = type_name(type(given.data))
-        if kind is None:
+        output = complete(given, self.source)
+        if not output.attributes["type"]:
             raise self._wrong(
                 given, message, "it needs a type: set attributes['type'], or give it an event"
             )
-        missing = self._new_attributes(kind)
-        if isinstance(given.data, bytes):
-            missing.pop("datacontenttype")  # bytes may be anything: only the handler knows
-        is_input = given.handler is not None
-        output = Message(
-            given.data, {**missing, **attributes}, topic=None if is_input else given.topic
-        )
-        if given.has_locals:
-            output.locals.update(given.locals)
+        if given.handler is not None:  # an input: where it came from is not where it goes
+            output.topic = None
         return output
 
     def _type_from_class(self) -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, TypeAlias
 
 from conquiet.errors import ConfigError, HandlerError, InvalidMessage
-from conquiet.handler import NOTHING, Process, Result
+from conquiet.handler import SKIPPED, Process, Result
 from conquiet.message import Message, describe
 from conquiet.stage import Stage
 
@@ -55,7 +55,7 @@ class Inbox(ABC):
                 if entry in unseen:
                     unseen.remove(entry)
                     fresh.append(index)
-            results: list[Result] = [NOTHING] * len(batch)
+            results: list[Result] = [SKIPPED] * len(batch)
             if fresh:
                 handled = next([batch[index] for index in fresh])
                 for index, result in zip(fresh, handled, strict=True):

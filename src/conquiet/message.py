@@ -225,6 +225,7 @@ def now_text() -> str:
 
 _id_lock = threading.Lock()
 _last_id = 0
+_MOST_TICKS_AHEAD = 60_000 << 12
 
 
 def new_id() -> str:
@@ -232,12 +233,15 @@ def new_id() -> str:
 
     Rows that are made in one transaction share their time; ids made in order keep theirs.
     The 12 bits after the milliseconds count up within one millisecond, and borrow from the
-    future when they run out.
+    future when they run out. A clock that was set back by more than a minute is believed, or
+    one jump ahead would date all ids of this process wrongly until the time has come.
     """
     global _last_id
     with _id_lock:
         ticks = time.time_ns() // 1_000_000 << 12
-        _last_id = ticks = max(ticks, _last_id + 1)
+        if _last_id - ticks < _MOST_TICKS_AHEAD:
+            ticks = max(ticks, _last_id + 1)
+        _last_id = ticks
     tail = int.from_bytes(os.urandom(8)) & 0x3FFF_FFFF_FFFF_FFFF | 0x8000_0000_0000_0000
     head = (ticks >> 12) << 16 | 0x7000 | ticks & 0xFFF
     text = f"{head:016x}{tail:016x}"

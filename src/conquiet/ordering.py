@@ -25,6 +25,12 @@ class Turns:
             return None
         return GivenBack(f"an earlier message of key {message.order_key!r:.80} failed; it waits")
 
+    def take(self, message: Message[Any]) -> None:
+        """Raise if it has lost its turn."""
+        lost = self.lost(message)
+        if lost is not None:
+            raise lost
+
     def failed(self, message: Message[Any]) -> None:
         if message.order_key is not None:
             self._failed.add(message.order_key)

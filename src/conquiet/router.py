@@ -2,8 +2,7 @@
 
     acking → middlewares, first registered outermost → [gate] → … → handler
 
-The gate stands just outside the transaction: what nobody can handle, what is too large or
-does not fit its type is refused there, and costs its neighbours nothing.
+The gate stands just outside the transaction.
 """
 
 from __future__ import annotations
@@ -15,20 +14,14 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 
 from conquiet.acking import Acking, Error, settle
-from conquiet.errors import (
-    ConfigError,
-    ConquietError,
-    GivenBack,
-    HandlerError,
-    InvalidMessage,
-    NoHandler,
-)
-from conquiet.handler import Handler, Kind, Outputs, Process, Result
+from conquiet.errors import ConfigError, ConquietError, GivenBack, HandlerError
+from conquiet.gate import Gate
+from conquiet.handler import SKIPPED, Handler, Kind, Outputs, Process, Result
 from conquiet.loop import LoopThread
 from conquiet.matcher import Matcher
-from conquiet.message import Message, check_kinds, describe
+from conquiet.message import Message, describe
 from conquiet.ordering import Turns
-from conquiet.stage import Middleware, Stage, check_order, stage_of
+from conquiet.stage import Middleware, Stage, check_order, insert, stage_of
 from conquiet.transaction import ATOMIC
 
 logger = logging.getLogger("conquiet.router")
@@ -89,7 +82,6 @@ class Router:
         self.loop = LoopThread()
         self._handlers: list[Handler] = []
         self._middlewares: list[Middleware] = []
-        self._admissions: list[Callable[[Message[Any]], None]] = []
         self._routes: dict[str, list[Handler]] = {}
         self._chain: Process | None = None
         self._lock = threading.Lock()
@@ -171,13 +163,18 @@ class Router:
 
     # --- running ----------------------------------------------------------------------------
 
-    def start(self) -> Process:
-        """Check the chain and build it; called by the worker, or by the first message."""
+    def start(self, publish: Middleware | None = None) -> Process:
+        """Check the chain and build it; called by a worker, or by the first message.
+
+        A worker gives what publishes the outputs of its chain.
+        """
         with self._lock:
             if self._chain is None:
                 self._check()
-                self._chain = self._build()
-            return self._chain
+                self._chain = self._build(self._middlewares)
+            if publish is None:
+                return self._chain
+            return self._build(insert(self._middlewares, publish))
 
     def process(self, batch: Batch) -> Sequence[Result]:
         """Run a batch and settle it: commit first, then ack."""
@@ -185,9 +182,9 @@ class Router:
         self.settle(handled)
         return handled.results
 
-    def run(self, batch: Batch) -> Handled:
-        """Run a batch through the chain and leave it unsettled."""
-        chain = self._chain or self.start()
+    def run(self, batch: Batch, chain: Process | None = None) -> Handled:
+        """Run a batch through the chain, or one that `start` gave, and leave it unsettled."""
+        chain = chain or self._chain or self.start()
         messages = self._assign(batch)
         try:
             results = chain(messages)
@@ -221,7 +218,7 @@ class Router:
 
     def _acks(self, outputs: Outputs) -> bool:
         if self.ack == "manual":
-            return False
+            return outputs is SKIPPED
         return self.ack == "on_success" or not outputs
 
     def close(self) -> None:
@@ -233,7 +230,7 @@ class Router:
     def _check(self) -> None:
         check_order(self._middlewares)
         stages = {stage_of(item) for item in self._middlewares}
-        if Stage.INBOX in stages and Stage.OUTBOX not in stages:
+        if stages & {Stage.INBOX, Stage.CLAIM} and Stage.OUTBOX not in stages:
             for handler in self._handlers:
                 if handler.declares_outputs:
                     raise ConfigError(
@@ -242,20 +239,20 @@ class Router:
                         " router.use(Transaction, Inbox, Outbox)"
                     )
 
-    def _build(self) -> Process:
+    def _build(self, middlewares: Sequence[Middleware]) -> Process:
         chain: Process = self._handle
-        outside = [
+        inner = [
             index
-            for index, item in enumerate(self._middlewares)
+            for index, item in enumerate(middlewares)
             if (stage_of(item) or 0) >= Stage.TRANSACTION
         ]
-        gate_at = outside[0] if outside else len(self._middlewares)
-        for item in reversed(self._middlewares[gate_at:]):
+        gate_at = inner[0] if inner else len(middlewares)
+        for item in reversed(middlewares[gate_at:]):
             chain = item(chain)
-        chain = self._gate(chain)
-        for item in reversed(self._middlewares[:gate_at]):
+        admissions = [item.admit for item in middlewares if hasattr(item, "admit")]
+        chain = Gate(self._handlers, self.max_data_bytes, admissions)(chain)
+        for item in reversed(middlewares[:gate_at]):
             chain = item(chain)
-        self._admissions = [item.admit for item in self._middlewares if hasattr(item, "admit")]
         return chain
 
     def _assign(self, batch: Batch) -> Batch:
@@ -289,59 +286,6 @@ class Router:
                 return [item for item in handlers if _matches(item, message)]
         return handlers
 
-    def _gate(self, next: Process) -> Process:
-        def gate(batch: Batch) -> Sequence[Result]:
-            refused: dict[int, Exception] = {}
-            turns = Turns()
-            for index, message in enumerate(batch):
-                try:
-                    lost = turns.lost(message)
-                    if lost is not None:
-                        raise lost
-                    self._admit(message)
-                except Exception as error:  # noqa: BLE001 - becomes this message's result
-                    turns.failed(message)
-                    refused[index] = error
-            if not refused:
-                return next(batch)
-            admitted = [message for index, message in enumerate(batch) if index not in refused]
-            passed = iter(next(admitted) if admitted else ())
-            return [refused[i] if i in refused else _following(passed) for i in range(len(batch))]
-
-        return gate
-
-    def _admit(self, message: Message[Any]) -> None:
-        check_kinds(message.attributes)
-        handler = message.handler
-        if handler is None:
-            raise self._nobody(message)
-        data = message.data
-        if isinstance(data, bytes) and len(data) > self.max_data_bytes:
-            raise InvalidMessage(
-                f"{describe(message.attributes)}: {len(data):,} bytes of data; at most"
-                f" {self.max_data_bytes:,} are taken: raise Router(max_data_bytes=…) or send"
-                " a reference to the data instead"
-            )
-        for admit in self._admissions:
-            admit(message)
-        message.decoded = handler.decode(message)
-
-    def _nobody(self, message: Message[Any]) -> ConquietError:
-        if not message.type:
-            return InvalidMessage(
-                f"{describe(message.attributes)}: no type, so no handler can be found;"
-                " let the producer set the attribute 'type'"
-            )
-        same = [handler for handler in self._handlers if handler.type == message.type]
-        if same:
-            names = ", ".join(handler.name for handler in same)
-            return NoHandler(f"{describe(message.attributes)}: the matchers of {names} refused it")
-        known = sorted({handler.type for handler in self._handlers if handler.type})
-        return NoHandler(
-            f"{describe(message.attributes)}: no handler for this type; known are:"
-            f" {', '.join(known)[:300] or '(none)'}. Register one, or a catch-all by @router.raw()"
-        )
-
     def _handle(self, batch: Batch) -> Sequence[Result]:
         """The innermost step: every message to its handler, in order."""
         atomic = ATOMIC.get()
@@ -350,15 +294,12 @@ class Router:
         start = 0
         while start < len(batch):
             message = batch[start]
-            end = _run_end(batch, start)
-            lost = turns.lost(message)
-            if lost is not None:
-                results.append(lost)
-                start += 1
-                continue
             handler = message.handler
             assert handler is not None, "the gate lets nothing else pass"
+            end = _run_end(batch, start) if handler.is_batch else start + 1
             try:
+                if message.order_key is not None:
+                    turns.take(message)
                 results.extend(handler.run(batch[start:end], self.loop.run))
             except Exception as error:
                 if atomic:
@@ -382,17 +323,10 @@ def _matches(handler: Handler, message: Message[Any]) -> bool:
 
 def _run_end(batch: Batch, start: int) -> int:
     """Where the messages end that a batch handler takes in one call."""
-    handler = batch[start].handler
     end = start + 1
-    if handler is not None and handler.is_batch:
-        while end < len(batch) and batch[end].handler is handler:
-            end += 1
+    while end < len(batch) and batch[end].handler is batch[start].handler:
+        end += 1
     return end
-
-
-def _following(results: Any) -> Result:
-    result: Result = next(results, HandlerError("a middleware gave too few results"))
-    return result
 
 
 def _share_with_outputs(messages: Batch, results: Sequence[Result]) -> None:

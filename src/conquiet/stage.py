@@ -17,14 +17,15 @@ Middleware: TypeAlias = Callable[[Process], Process]
 class Stage(IntEnum):
     """The places that have an order, outermost first. A middleware without a stage fits anywhere.
 
-    Retry outside the transaction: a new try needs a new transaction. A claim outside it as well:
-    it is an inbox that cannot commit with the effects. Inbox and outbox inside
-    it: they commit with the handler's effects. What marks outputs, inside the outbox: the
-    outbox swallows them.
+    Retry outside the transaction: a new try needs a new transaction. Publishing outside it too:
+    what is rolled back must not go out. A claim outside it as well: it is an inbox that cannot
+    commit with the effects. Inbox and outbox inside it: they commit with the handler's effects.
+    What marks outputs, inside the outbox: the outbox swallows them.
     """
 
     DEAD_LETTER = 10
     RETRY = 20
+    PUBLISH = 22
     CLAIM = 25
     TRANSACTION = 30
     INBOX = 40
@@ -35,6 +36,15 @@ class Stage(IntEnum):
 def stage_of(middleware: Middleware) -> Stage | None:
     stage: Any = getattr(middleware, "stage", None)
     return stage if isinstance(stage, Stage) else None
+
+
+def insert(middlewares: Sequence[Middleware], item: Middleware) -> list[Middleware]:
+    """The chain with one more, just inside the last that must stand outside it."""
+    stage = stage_of(item)
+    assert stage is not None, "only what has a stage has a place"
+    outer = [i for i, other in enumerate(middlewares) if (stage_of(other) or stage) < stage]
+    place = outer[-1] + 1 if outer else 0
+    return [*middlewares[:place], item, *middlewares[place:]]
 
 
 def check_order(middlewares: Sequence[Middleware]) -> None:

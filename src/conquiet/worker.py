@@ -12,16 +12,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from conquiet.acking import Acking, Error, settle
 from conquiet.backoff import Backoff
-from conquiet.errors import Blameless, ConfigError, GivenBack, HandlerError, SinkUnavailable
-from conquiet.handler import Result
+from conquiet.errors import Blameless, ConfigError, GivenBack, HandlerError
+from conquiet.handler import Process
 from conquiet.intake import AnyOrder, ByKey, InFlight, Intake, KeyOf, give_back
 from conquiet.message import Message, describe
+from conquiet.publish import Publish
 from conquiet.router import Handled, Router
 from conquiet.sink import Sink
 from conquiet.source import EndOfSource, Leased, Source
@@ -103,6 +103,7 @@ class Worker:
             for number in range(threads)
         ]
         self._keeper = threading.Thread(target=self._keep, name="conquiet-keeper", daemon=True)
+        self._chain: Process | None = None
         self._state: State = "starting"
         self._state_lock = threading.Lock()
         self._stopping = threading.Event()
@@ -133,7 +134,8 @@ class Worker:
         with self._state_lock:
             if self._state != "starting":
                 raise ConfigError("a worker is started once; make a new one")
-            self.router.start()  # a chain that cannot work is refused here, before any read
+            # A chain that cannot work is refused here, before any read.
+            self._chain = self.router.start(Publish(self.sink))
             self._state = "running"
         for thread in (*self._threads, self._keeper):
             thread.start()
@@ -243,7 +245,7 @@ class Worker:
     def _handle(self, batch: list[Message[Any]]) -> bool:
         """Run, publish, settle; False if all of it failed, and not for the first time."""
         try:
-            handled = self._publish(self.router.run(batch))
+            handled = _without_leftovers(self.router.run(batch, self._chain))
             if self._abandoned:
                 return True
             self.router.settle(handled)
@@ -262,41 +264,6 @@ class Worker:
             return False
         finally:
             self._in_flight.remove(batch)
-
-    def _publish(self, handled: Handled) -> Handled:
-        """Publish the outputs; an input whose outputs were not confirmed has failed."""
-        outputs = handled.outputs
-        if not outputs:
-            return handled
-        answers = self._answers(outputs)
-        by_output = dict(zip(map(id, outputs), answers, strict=True))
-        if self.router.ack == "forward":
-            _settle_outputs(outputs, answers)
-        results: list[Result] = []
-        for result in handled.results:
-            if not isinstance(result, Exception):
-                errors = [error for out in result if (error := by_output[id(out)]) is not None]
-                result = errors[0] if errors else result
-            results.append(result)
-        return Handled(handled.messages, results)
-
-    def _answers(self, outputs: Sequence[Message[Any]]) -> Sequence[Error]:
-        if self.sink is None:
-            error = HandlerError(
-                f"{describe(outputs[0].attributes)} was returned by a handler and has nowhere to"
-                " go: give the worker a sink, or the router an outbox"
-            )
-            return [error] * len(outputs)
-        try:
-            answers = self.sink.publish(outputs)
-        except Exception as error:  # noqa: BLE001 - becomes the result of every input
-            return [error] * len(outputs)
-        if len(answers) != len(outputs):
-            wrong = SinkUnavailable(
-                f"{self.sink!r} gave {len(answers)} answers for {len(outputs)} messages"
-            )
-            return [wrong] * len(outputs)
-        return answers
 
     def _count(self, handled: Handled, failed: int) -> None:
         with self._state_lock:
@@ -338,6 +305,21 @@ class Worker:
             logger.exception("the hook `on_stuck` failed")
 
 
+def _without_leftovers(handled: Handled) -> Handled:
+    """Outputs that a middleware added outside the publishing would be lost: refuse them."""
+    if not handled.outputs:
+        return handled
+    error = HandlerError(
+        f"{describe(handled.outputs[0].attributes)} was added outside the place where outputs are"
+        " published: register the middleware that adds it after DeadLetter and Retry"
+    )
+    results = [
+        error if not isinstance(result, Exception) and result else result
+        for result in handled.results
+    ]
+    return Handled(handled.messages, results)
+
+
 def _is_new_poison(handled: Handled) -> bool:
     """Whether all of it fails by its own fault and for the first time: the next may be better."""
     return all(message.deliveries == 1 for message in handled.messages) and not any(
@@ -354,19 +336,3 @@ def _intake(source: Source, in_flight: InFlight, threads: int, ordered: bool | K
         )
     key: KeyOf = (lambda message: message.key) if ordered is True else ordered
     return ByKey(source, in_flight, threads, key)
-
-
-def _settle_outputs(outputs: Sequence[Message[Any]], answers: Sequence[Error]) -> None:
-    acked: list[Acking] = []
-    nacked: list[tuple[Acking, Error]] = []
-    for output, error in zip(outputs, answers, strict=True):
-        if output.acking is None:
-            continue
-        if error is None:
-            acked.append(output.acking)
-        else:
-            nacked.append((output.acking, error))
-    try:
-        settle(acked, nacked)
-    except Exception:
-        logger.exception("settling failed; the messages will be delivered again")

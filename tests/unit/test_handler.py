@@ -13,7 +13,8 @@ from tests.unit.chains import Ledger, OrderPlaced, PlaceOrder
 
 from conquiet import Message, Router
 from conquiet.errors import ConfigError, HandlerError
-from conquiet.handler import Handler, Kind, type_name
+from conquiet.event import type_name
+from conquiet.handler import Handler, Kind
 
 
 @dataclass

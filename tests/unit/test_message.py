@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
@@ -105,6 +106,18 @@ def test_ids_are_uuid7_in_the_order_they_were_made():
     first = uuid.UUID(ids[0])
     assert (first.version, first.variant) == (7, uuid.RFC_4122)
     assert abs((first.int >> 80) / 1000 - datetime.now(UTC).timestamp()) < 60
+
+
+def test_a_clock_that_jumps_ahead_and_back_again_is_believed(monkeypatch):
+    now = time.time_ns()
+    monkeypatch.setattr("conquiet.message.time.time_ns", lambda: now + 3600 * 10**9)
+    ahead = new_id()
+    monkeypatch.setattr("conquiet.message.time.time_ns", lambda: now)
+    back = [new_id() for _ in range(5_000)]
+    assert back[0] < ahead
+    assert back == sorted(back)
+    monkeypatch.setattr("conquiet.message.time.time_ns", lambda: now - 10**9)
+    assert new_id() > back[-1]  # a second is what clocks are set back by every day
 
 
 def test_ids_from_many_threads_are_all_different():

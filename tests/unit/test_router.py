@@ -517,6 +517,18 @@ def test_a_duplicate_is_skipped_and_acked():
     assert ledger.acked == ["1", "1"]
 
 
+def test_a_duplicate_is_acked_under_manual_too_since_its_handler_does_not_run():
+    ledger, transaction = Ledger(), ListTransaction()
+
+    def settle_it(order: PlaceOrder, message: Message) -> None:
+        message.ack()
+
+    router = router_with(settle_it, transaction, ListInbox(transaction), ack="manual")
+    router.process([ledger.message(1)])
+    router.process([ledger.message(1)])
+    assert ledger.acked == ["1", "1"]
+
+
 def test_a_message_that_stands_twice_in_one_batch_takes_effect_once():
     ledger, transaction = Ledger(), ListTransaction()
     handler = handler_failing_on(transaction=transaction)

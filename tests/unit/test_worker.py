@@ -133,6 +133,41 @@ def test_outputs_without_a_sink_are_an_error_that_names_the_fix(workers):
     assert not drained(log)
 
 
+def test_what_cannot_be_published_goes_to_the_dead_letters(workers):
+    log, letters = log_of(2), Log()
+
+    class Refusing:
+        def publish(self, messages: Sequence[Message[Any]]) -> list[Exception | None]:
+            return [ValueError("too large") if m.data.id == 0 else None for m in messages]
+
+        def close(self) -> None: ...
+
+    router = Router()
+    router.use(DeadLetter(letters.sink(), after=2))
+
+    @router.command(source="/orders")
+    def place(order: PlaceOrder) -> list[OrderPlaced]:
+        return [OrderPlaced(order.id)]
+
+    start(workers, log.source("g"), router, Refusing())
+    eventually(lambda: drained(log))
+    [letter] = letters.replay()
+    assert letter.data == b'{"id":0}'
+    assert "too large" in letter.attributes["deadreason"]
+
+
+def test_outputs_that_a_middleware_adds_outside_the_publishing_are_refused(workers):
+    def add_late(next: Any) -> Any:
+        return lambda batch: [[Message(b"", {"type": "late"})] for _ in next(batch)]
+
+    log, letters = log_of(1), Log()
+    router = recording([])
+    router.use(add_late, DeadLetter(letters.sink(), after=100))
+    worker = start(workers, log.source("g"), router, Log().sink("t"))
+    eventually(lambda: "after DeadLetter and Retry" in worker.health().last_error)
+    assert not drained(log)
+
+
 def test_batches_are_no_larger_than_asked_and_wait_for_more_if_asked(workers):
     sizes: list[int] = []
     router = Router()
@@ -640,7 +675,7 @@ def test_a_sink_that_does_not_answer_for_every_message_has_confirmed_none(worker
     worker = start(workers, log.source("g"), router, sink)
     eventually(lambda: drained(log))
     assert answers == []
-    assert "0 answers for 1 messages" in worker.health().last_error
+    assert "0 answers to 1 messages" in worker.health().last_error
 
 
 @pytest.mark.parametrize("error", [ValueError, StoreError])

@@ -13,6 +13,9 @@ from conquiet.queue.sigterm import SigtermHandler
 class QueueConsumer:
     """Hands out messages until `stop()`. It acks nothing, retries nothing and catches nothing.
 
+    >>> from conquiet.queue import QueueConfig, RedisStreamsQueue
+    >>> queue = RedisStreamsQueue(client, QueueConfig("orders", "billing", "billing-1"))
+    >>> _ = queue.enqueue({"order": 7})
     >>> consumer = QueueConsumer(queue)
     >>> for message in consumer.iter_messages():
     ...     print(message.payload)

@@ -13,7 +13,7 @@ from typing import Any
 import redis
 
 from conquiet.errors import InvalidMessage, StoreError
-from conquiet.handler import NOTHING, Process, Result
+from conquiet.handler import SKIPPED, Process, Result
 from conquiet.message import Message
 from conquiet.redis.lease import DONE
 from conquiet.redis.outcome import PartialExecError, UnknownOutcome
@@ -40,7 +40,7 @@ class Claims:
             seen = self._seen(keys)
             passing = [message for index, message in enumerate(batch) if index not in seen]
             if not passing:
-                return [NOTHING] * len(batch)
+                return [SKIPPED] * len(batch)
             ours = [key for index, key in enumerate(keys) if index not in seen]
             try:
                 results = next(passing)
@@ -49,7 +49,7 @@ class Claims:
                 raise
             self._release([k for k, r in zip(ours, results, strict=True) if _has_failed(r)])
             rest = iter(results)
-            return [NOTHING if i in seen else _following(rest) for i in range(len(batch))]
+            return [SKIPPED if i in seen else _following(rest) for i in range(len(batch))]
 
         return claimed
 

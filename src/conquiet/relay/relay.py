@@ -21,6 +21,7 @@ from conquiet.acking import Acking, Error, settle
 from conquiet.backoff import Backoff
 from conquiet.errors import Blameless, ConfigError, GivenBack, SinkUnavailable
 from conquiet.message import Message, describe
+from conquiet.publish import answers_of
 from conquiet.sink import Sink
 from conquiet.source import EndOfSource, Source
 
@@ -127,7 +128,7 @@ def publish_batch(
     messages = source.read(limit, timeout)
     if not messages:
         return Outcome()
-    answers = _publish_in_order(sink, messages) if ordered else _publish(sink, messages)
+    answers = _publish_in_order(sink, messages) if ordered else answers_of(sink, messages)
     acked: list[Acking] = []
     nacked: list[tuple[Acking, Error]] = []
     outage = _outage(answers)
@@ -172,21 +173,10 @@ def _log(message: Message[Any], answer: Exception) -> None:
         )
 
 
-def _publish(sink: Sink, messages: Sequence[Message[Any]]) -> Sequence[Error]:
-    try:
-        answers = sink.publish(messages)
-    except Exception as error:  # noqa: BLE001 - becomes the answer for every message
-        return [error] * len(messages)
-    if len(answers) != len(messages):
-        wrong = SinkUnavailable(f"{sink!r} gave {len(answers)} answers to {len(messages)} messages")
-        return [wrong] * len(messages)
-    return answers
-
-
 def _publish_in_order(sink: Sink, messages: Sequence[Message[Any]]) -> Sequence[Error]:
     """Publish in rounds, each with the next message of every key that has not failed."""
     if getattr(sink, "keeps_order", False):
-        return _publish(sink, messages)
+        return answers_of(sink, messages)
     answers: list[Error] = [GivenBack("an earlier message of its key failed")] * len(messages)
     waiting: dict[object, list[int]] = {}
     for index, message in enumerate(messages):
@@ -197,7 +187,7 @@ def _publish_in_order(sink: Sink, messages: Sequence[Message[Any]]) -> Sequence[
         keys = list(waiting)
         turn += 1
         for key, index, answer in zip(
-            keys, indexes, _publish(sink, [messages[index] for index in indexes]), strict=True
+            keys, indexes, answers_of(sink, [messages[index] for index in indexes]), strict=True
         ):
             answers[index] = answer
             if answer is not None or len(waiting[key]) == turn:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import sqlite3
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import is_dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -19,10 +18,10 @@ from sqlalchemy import Connection, Insert, Table, insert
 from sqlalchemy.orm import Session
 
 from conquiet import outbox
-from conquiet.codec import SPEC_VERSION, check_attributes, encode_data
+from conquiet.codec import check_attributes, encode_data
 from conquiet.errors import ConfigError, HandlerError, InvalidMessage
-from conquiet.handler import type_name
-from conquiet.message import Message, describe, new_id, now_text
+from conquiet.event import complete
+from conquiet.message import Message, describe
 from conquiet.sql import dialect
 from conquiet.sql.ambient import current
 from conquiet.sql.tables import OUTBOX_TABLE, outbox_table
@@ -128,24 +127,13 @@ class Outbox(outbox.Outbox):
         return [self._row(self._message(event, source or self.source)) for event in events]
 
     def _message(self, event: Any, source: str) -> Message[Any]:
-        data = event.data if isinstance(event, Message) else event
-        given = event.attributes if isinstance(event, Message) else {}
-        attributes = {
-            "specversion": SPEC_VERSION,
-            "id": new_id(),
-            "type": type_name(type(data)) if _is_event(data) else "",
-            "source": source,
-            "time": now_text(),
-            **({} if isinstance(data, bytes) else {"datacontenttype": "application/json"}),
-            **{name: value for name, value in given.items() if value != ""},
-        }
-        if not attributes["source"]:
+        message = complete(event if isinstance(event, Message) else Message(event), source)
+        if not message.attributes["source"]:
             raise ConfigError(
-                f"{describe(attributes)}: an event names its source; give add(…, source='/orders')"
-                " or Outbox(…, source='/orders')"
+                f"{describe(message.attributes)}: an event names its source;"
+                " give add(…, source='/orders') or Outbox(…, source='/orders')"
             )
-        topic = event.topic if isinstance(event, Message) else None
-        return Message(data, attributes, topic=topic)
+        return message
 
     def _row(self, message: Message[Any]) -> Row:
         """Check everything here: an error of the database would cost the whole transaction."""
@@ -246,11 +234,6 @@ def _is_async(transaction: Any) -> bool:
     # Not by isinstance: importing SQLAlchemy's asyncio needs greenlet.
     kinds = type(transaction).__mro__
     return any(kind.__module__.startswith("sqlalchemy.ext.asyncio") for kind in kinds)
-
-
-def _is_event(data: Any) -> bool:
-    kind = type(data)
-    return isinstance(data, msgspec.Struct) or is_dataclass(kind) or hasattr(kind, "model_fields")
 
 
 def _has_nul(message: Message[Any], row: Row) -> bool:

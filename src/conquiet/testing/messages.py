@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from conquiet.codec import SPEC_VERSION, encode_data
-from conquiet.handler import type_name
-from conquiet.message import Message, new_id, now_text
+from conquiet.codec import encode_data
+from conquiet.event import complete
+from conquiet.message import Message
 
 
 def message(data: Any = b"{}", **attributes: Any) -> Message[bytes]:
@@ -21,18 +21,10 @@ def message(data: Any = b"{}", **attributes: Any) -> Message[bytes]:
     >>> placed.type, placed.data, placed.subject
     ('order.placed', b'{"order":7}', 'order-7')
     """
-    typed: Message[Any] = Message(data, attributes)
-    plain = isinstance(data, (bytes, bytearray, memoryview, dict, list, str, int, float))
-    defaults: dict[str, Any] = {
-        "specversion": SPEC_VERSION,
-        "id": new_id(),
-        "source": "/test",
-        "time": now_text(),
-        "type": "test" if plain else type_name(type(data)),
-    }
-    if not isinstance(data, bytes):
-        defaults["datacontenttype"] = "application/json"
+    typed = complete(Message(data), source="/test")
+    if not typed.attributes["type"]:
+        typed.attributes["type"] = "test"
     # None takes a default away, to see what a router does without it.
-    complete = {**defaults, **attributes}
-    given = {name: value for name, value in complete.items() if value is not None}
+    chosen = {**typed.attributes, **attributes}
+    given = {name: value for name, value in chosen.items() if value is not None}
     return Message(encode_data(typed), given)

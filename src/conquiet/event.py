@@ -1,0 +1,63 @@
+"""Events: what a class is called as a message type, and what every new event carries."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import is_dataclass
+from typing import Any
+
+import msgspec
+
+from conquiet.codec import SPEC_VERSION
+from conquiet.message import Attributes, Message, new_id, now_text
+
+
+def type_name(kind: type) -> str:
+    """The message type of a class: its `__message_type__`, else its words joined by dots.
+
+    >>> class OrderPlaced: ...
+    >>> type_name(OrderPlaced)
+    'order.placed'
+    """
+    named = getattr(kind, "__message_type__", None)
+    if named is not None:
+        return str(named)
+    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", kind.__name__)
+    return ".".join(words).lower()
+
+
+def is_event_class(kind: type) -> bool:
+    """Whether instances are events by themselves: a Struct, a dataclass, a pydantic model."""
+    return issubclass(kind, msgspec.Struct) or is_dataclass(kind) or hasattr(kind, "model_fields")
+
+
+def new_attributes(type: str, source: str) -> Attributes:
+    """What an event carries from its birth; its data is written as JSON."""
+    return {
+        "specversion": SPEC_VERSION,
+        "id": new_id(),
+        "type": type,
+        "source": source,
+        "time": now_text(),
+        "datacontenttype": "application/json",
+    }
+
+
+def complete(given: Message[Any], source: str) -> Message[Any]:
+    """Another message with the same data, and with what attributes it lacks.
+
+    What was set stays; an empty value counts as not set. The type stays empty if neither the
+    attributes nor the class of the data names one.
+    """
+    data = given.data
+    kind = type_name(type(data)) if is_event_class(type(data)) else ""
+    attributes = new_attributes(kind, source)
+    if isinstance(data, bytes):
+        del attributes["datacontenttype"]  # bytes may be anything: only their author knows
+    for name, value in given.attributes.items():
+        if value is not None and value != "":
+            attributes[name] = value
+    output: Message[Any] = Message(data, attributes, topic=given.topic)
+    if given.has_locals:
+        output.locals.update(given.locals)
+    return output
