@@ -25,6 +25,9 @@ _STORE_CLASSES = ("08", "40", "53", "58")
 _STORE_CODES = {"55P03", "57P01", "57P02", "57P03"}
 # A handler that sits idle or works for too long loses its connection by its own fault.
 _HANDLER_CODES = {"25P03", "25P04"}
+# Names of prepared statements that PgBouncer has mixed up: they begin as psycopg's own do.
+_PREPARED_CODES = {"26000", "42P05"}
+_PREPARED_NAME = "_pg3_"
 _READ_ONLY = "25006"
 _IN_FAILED_TRANSACTION = "25P02"
 # Primary result codes of SQLite: busy, locked, no memory, interrupted, I/O, full, cannot open,
@@ -147,6 +150,18 @@ def translated(connection: Connection) -> Iterator[None]:
         ) from error
 
 
+def one_line(error: BaseException) -> str:
+    """What the driver says, and what to change where that is known."""
+    original = getattr(error, "orig", None) or error
+    told = " ".join(str(original).split()) or type(original).__name__
+    if _is_mixed_up(original):
+        told += (
+            " (behind PgBouncer, switch prepared statements off:"
+            " connect_args={'prepare_threshold': None})"
+        )
+    return told
+
+
 def is_consequence(error: BaseException) -> bool:
     """Whether a statement failed only because one before it had failed."""
     return _sqlstate(getattr(error, "orig", None) or error) == _IN_FAILED_TRANSACTION
@@ -195,7 +210,13 @@ def _driver_blames_store(error: BaseException, read_only: bool) -> bool:
         return name == "OperationalError" or "connection is " in str(error)
     if state == _READ_ONLY:
         return not read_only  # nobody asked for that: a failover is under way
+    if _is_mixed_up(error):
+        return True
     return state.startswith(_STORE_CLASSES) or state in _STORE_CODES
+
+
+def _is_mixed_up(error: BaseException) -> bool:
+    return _sqlstate(error) in _PREPARED_CODES and _PREPARED_NAME in str(error)
 
 
 def _sqlstate(error: BaseException) -> str | None:

@@ -182,9 +182,8 @@ class Transaction(transaction.Transaction):
         Connection.close(connection)
 
     def _store_error(self, error: BaseException) -> StoreError:
-        original = getattr(error, "orig", None) or error
-        text = " ".join(str(original).split()) or type(original).__name__
-        return StoreError(f"{self.engine.url.render_as_string()}: {text:.300}")
+        told = dialect.one_line(error)
+        return StoreError(f"{self.engine.url.render_as_string()}: {told:.300}")
 
 
 def _first_failure(unit: Unit, error: BaseException) -> BaseException:

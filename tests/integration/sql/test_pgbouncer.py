@@ -17,6 +17,7 @@ from tests.integration.sql.claiming import ListSink, fill, unpublished
 from tests.waiting import eventually
 
 from conquiet import Message, Router, Worker
+from conquiet.errors import StoreError
 from conquiet.memory import Log
 from conquiet.relay import Relay
 from conquiet.sql import (
@@ -165,6 +166,29 @@ def test_a_failing_message_costs_its_neighbours_nothing(bounced: Engine) -> None
     with running(service(bounced, commands, refuses_seven, batch_size=20)):
         eventually(lambda: len(commands.unsettled("billing")) == 1, timeout=60)
     assert sorted(amounts(bounced)) == sorted(f"o-{n}" for n in range(20) if n != 7)
+
+
+@pytest.mark.parametrize("clash", ["already exists", "does not exist"])
+def test_prepared_statements_that_were_mixed_up_blame_no_message(
+    postgres: Engine, clash: str
+) -> None:
+    """What a PgBouncer without prepared statements does to those who leave them on."""
+    ask = "SELECT count(*) FROM orders WHERE amount = %s"
+
+    def handle() -> None:
+        with Transaction(postgres).scope(()), connection(postgres) as found:
+            if clash == "already exists":
+                for number in range(3):
+                    found.exec_driver_sql(f"PREPARE _pg3_{number} AS SELECT 1")
+            for _ in range(10):
+                found.exec_driver_sql(ask, (1,))
+            # in a block, so that psycopg does not notice
+            found.exec_driver_sql("DO $$ BEGIN EXECUTE 'DEALLOCATE ALL'; END $$")
+            found.exec_driver_sql(ask, (1,))
+
+    with pytest.raises(StoreError, match=f"{clash}.*prepare_threshold"):
+        handle()
+    postgres.dispose()
 
 
 @pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
