@@ -256,6 +256,8 @@ def test_several_processes_run_a_worker_each(app: Path, started: Any) -> None:
     ("arguments", "says"),
     [
         (["app:rooter"], "app has no 'rooter'; did you mean router"),
+        (["app:zzz"], "app has no 'zzz'; there are: Greet, Greeted, Log"),
+        (["app:Greet"], "cannot be called without arguments"),
         (["apq:router"], "no module named 'apq'; did you mean app"),
         (["app.sub:router"], "no module named 'app.sub'"),
         (["app"], "write module:name"),

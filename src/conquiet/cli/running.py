@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import sys
 import threading
 import time
 from argparse import Namespace
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -69,7 +71,7 @@ def _make(options: dict[str, Any], files: ExitStack, shared: bool = False) -> Wo
     target = options["target"]
     found = resolve(target)
     if not isinstance(found, (Router, Worker)) and callable(found):
-        found = found()
+        found = _call(target, found)
     if isinstance(found, Router):
         return _make_from_router(found, options, files, shared)
     if not isinstance(found, Worker):
@@ -78,6 +80,17 @@ def _make(options: dict[str, Any], files: ExitStack, shared: bool = False) -> Wo
             " takes nothing and returns one"
         )
     return _adjust(found, options)
+
+
+def _call(target: str, factory: Callable[[], Any]) -> Any:
+    try:
+        inspect.signature(factory).bind()
+    except TypeError as error:
+        raise ConfigError(
+            f"{target} cannot be called without arguments ({error}); give a function that takes"
+            " nothing, as functools.partial makes one"
+        ) from None
+    return factory()
 
 
 def _make_from_router(

@@ -51,7 +51,9 @@ def _import(name: str) -> Any:
 def _similar(name: str, known: list[str]) -> str:
     public = [item for item in known if not item.startswith("_")]
     close = difflib.get_close_matches(name, public, n=3)
-    return f"; did you mean {' or '.join(close)}?" if close else ""
+    if close:
+        return f"; did you mean {' or '.join(close)}?"
+    return f"; there are: {', '.join(public)[:200]}" if public else ""
 
 
 def name_of(target: Callable[..., Any]) -> str:
