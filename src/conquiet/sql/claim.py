@@ -5,7 +5,7 @@
                          │ nack with a Blameless error: as before, costs nothing
                          └ crash: as before, at once; the lock went with the connection
 
-How the two databases claim is in `claim_rows`.
+How the databases claim is in `claim_rows`, `claim_psycopg` and `claim_sqlite`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from sqlalchemy import URL, Engine
+from sqlalchemy import URL, Engine, Table
 
 from conquiet.acking import Acking, Error
 from conquiet.errors import Blameless, ConfigError, GivenBack, InvalidMessage, StoreError
 from conquiet.message import Attributes, Message
 from conquiet.sql import dialect
-from conquiet.sql.claim_rows import Failure, Opened, Row, error_text, rows_of
+from conquiet.sql.claim_psycopg import PsycopgRows
+from conquiet.sql.claim_rows import Opened, Rows
+from conquiet.sql.claim_sqlite import SqliteRows
+from conquiet.sql.claimed import Failure, Row, error_text
 from conquiet.sql.resting import Resting
 from conquiet.sql.tables import OUTBOX_TABLE, outbox_table
 from conquiet.sql.wakeup import Wakeup, wakeup_of
@@ -72,7 +75,7 @@ class OutboxSource:
         self.late = 0
         """Settlements that came after their claim had ended; they do nothing."""
         self.resting = Resting(by_key=ordered)
-        self._rows = rows_of(self.engine, self.table, ordered)
+        self._rows = _rows_of(self.engine, self.table, ordered)
         self._wakeup: Wakeup = wakeup_of(self.engine, table, enabled=wakeup)
         self._claims: set[Claim] = set()
         self._lock = threading.Lock()
@@ -209,6 +212,18 @@ class Claim:
                 reason,
             )
         return Failure(row.id, reason, parks)
+
+
+def _rows_of(engine: Engine, table: Table, ordered: bool) -> Rows:
+    if dialect.is_sqlite(engine.dialect):
+        return SqliteRows(engine, table, ordered)
+    if not dialect.is_postgresql(engine.dialect) or engine.dialect.is_async:
+        raise ConfigError(
+            f"OutboxSource takes a sync Engine of PostgreSQL or SQLite, not {engine.dialect.name}"
+            f"+{engine.dialect.driver}; make one from the same URL"
+        )
+    kind = PsycopgRows if dialect.uses_psycopg(engine.dialect) else Rows
+    return kind(engine, table, ordered)
 
 
 def _costs(error: Error) -> bool:

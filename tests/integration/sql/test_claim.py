@@ -24,7 +24,7 @@ from conquiet.errors import ConfigError, GivenBack, SinkUnavailable, StoreError
 from conquiet.message import Message
 from conquiet.relay import Relay, publish_batch
 from conquiet.sql.claim import OutboxSource
-from conquiet.sql.claim_rows import MAX_ERROR_CHARACTERS, error_text
+from conquiet.sql.claimed import MAX_ERROR_CHARACTERS, error_text
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import pytest
 from sqlalchemy import text
 from tests.integration.sql.claiming import OUTBOX, made
 
-from conquiet.sql import claim_rows, cleanup, log
-from conquiet.sql.claim_rows import PsycopgRows
+from conquiet.sql import claim_keys, cleanup, log
+from conquiet.sql.claim_psycopg import PsycopgRows
 
 ROWS = 100_000
 
@@ -94,7 +94,7 @@ def test_S8_the_mark_goes_by_the_primary_key(engine):
 
 
 def test_S8_an_ordered_claim_steps_from_key_to_key(engine):
-    sql = claim_rows._LOCK_KEYS.format(table="outbox", beyond=">=")
+    sql = claim_keys.LOCK_KEYS.format(table="outbox", beyond=">=")
     for name, value in (("after", "''"), ("held", "'{}'"), ("seed", "7"), ("count", "100")):
         sql = sql.replace(f":{name}", value)
     steps = plan(engine, sql)
