@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from conquiet.errors import ConfigError, ConquietError
+from conquiet.gate import following
 from conquiet.handler import AROUND, Process, Result
 from conquiet.message import Message, describe
 from conquiet.ordering import Turns
@@ -80,7 +81,7 @@ class FailAtRandom:
                 results.append(fault)
             spared = [m for m, fault in zip(batch, results, strict=True) if fault is None]
             passed = iter(next(spared) if spared else ())
-            return [fault if fault is not None else _following(passed) for fault in results]
+            return [fault if fault is not None else following(passed) for fault in results]
 
         def after(batch: Sequence[Message[Any]]) -> Sequence[Result]:
             return [
@@ -142,8 +143,3 @@ def _second_delivery(message: Message[Any]) -> Message[Any]:
     twin.handler = message.handler
     twin.deliveries += 1
     return twin
-
-
-def _following(results: Any) -> Result:
-    result: Result = next(results)
-    return result

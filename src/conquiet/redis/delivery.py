@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -37,6 +38,13 @@ class Delivery:
 
     def __repr__(self) -> str:
         return f"<{self.stream.name} {self.id.decode()} delivery {self.deliveries}>"
+
+
+def by_stream(deliveries: Iterable[Delivery]) -> dict[GroupStream, list[Delivery]]:
+    streams: dict[GroupStream, list[Delivery]] = {}
+    for delivery in deliveries:
+        streams.setdefault(delivery.stream, []).append(delivery)
+    return streams
 
 
 def split_id(entry_id: bytes) -> tuple[int, int]:

@@ -27,9 +27,19 @@ class Fetch:
     """XREADGROUP over the streams of one consumer."""
 
     def __init__(
-        self, wire: Wire, streams: Sequence[GroupStream], start: Start, lease: float
+        self,
+        wire: Wire,
+        streams: Sequence[GroupStream],
+        start: Start,
+        lease: float,
+        *,
+        had_some: bool,
     ) -> None:
         self._streams = list(streams)
+        self.deleted = 0
+        if had_some:  # the name is not new, so that it may have had something in hand
+            for stream in streams:
+                stream.own_from = b"0"
         self._by_slot = _by_slot(wire, streams)
         self._start: Start = start
         self._lease_ms = max(1, round(lease * 1000))
@@ -67,7 +77,9 @@ class Fetch:
                     delivery = Delivery(stream, entry_id, fields, row.deliveries, now)
                     stream.held[entry_id] = delivery
                     found.append(delivery)
-            stream.ack_deleted([entry_id for entry_id, fields in entries if not fields])
+            self.deleted += stream.ack_deleted(
+                [entry_id for entry_id, fields in entries if not fields]
+            )
             stream.own_from = entries[-1][0]
         if len(entries) < count:
             stream.own_from = None

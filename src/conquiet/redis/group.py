@@ -33,7 +33,16 @@ class Pending(NamedTuple):
 class GroupStream:
     """A stream, a group and a consumer; `held` is what the consumer has in hand."""
 
-    def __init__(self, wire: Wire, name: str, topic: str, group: str, consumer: str) -> None:
+    def __init__(
+        self,
+        wire: Wire,
+        name: str,
+        topic: str,
+        group: str,
+        consumer: str,
+        *,
+        deletes: bool = False,
+    ) -> None:
         self.name = name
         self.topic = topic
         self.key = name.encode()
@@ -43,7 +52,7 @@ class GroupStream:
         self.own_from: bytes | None = None
         """From where our own pending entries are still to be read; None when they have been."""
         self.scan_from = FIRST
-        self.deletes = False
+        self.deletes = deletes
         """Whether acked entries are deleted, so that a missing one is no surprise."""
         self.client = wire.client
         self._wire = wire
@@ -157,10 +166,10 @@ class GroupStream:
         )
         return len(deleted)
 
-    def settle(self, ids: Sequence[bytes], *, delete: bool) -> None:
+    def settle(self, ids: Sequence[bytes]) -> None:
         """Ack; in an outbox also delete, so that the entry is gone if and only if it is acked."""
         ack = (b"XACK", self.key, self.group, *ids)
-        if delete:
+        if self.deletes:
             self._wire.atomically(self.key, [ack, (b"XDEL", self.key, *ids)])
         else:
             self.call(*ack)

@@ -6,11 +6,12 @@ same EXEC as its effects and its events. See `lease` for the states in between.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
 from conquiet import inbox
 from conquiet.errors import ConfigError, InvalidMessage
+from conquiet.gate import following
 from conquiet.handler import NOTHING, Process, Result
 from conquiet.message import Message, describe
 from conquiet.ordering import Turns
@@ -133,7 +134,7 @@ class Inbox(inbox.Inbox):
             held = current("the inbox").held
             results = iter(process(passing) if passing else ())
             # What is held has no part in this transaction; its error is its result afterwards.
-            return [NOTHING if id(m) in held else _following(results) for m in batch]
+            return [NOTHING if id(m) in held else following(results) for m in batch]
 
         return leased
 
@@ -167,10 +168,6 @@ def _in_progress(message: Message[Any]) -> InProgress:
         f"{describe(message.attributes)}: somebody else handles it, or died doing so; its lease"
         " ends by itself"
     )
-
-
-def _following(results: Iterator[Result]) -> Result:
-    return next(results)
 
 
 def _checked_tag(tag: str) -> str:

@@ -12,34 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from redis.exceptions import (
-    AskError,
-    BusyLoadingError,
-    ClusterDownError,
-    MasterDownError,
-    MovedError,
-    OutOfMemoryError,
-    ReadOnlyError,
-    TryAgainError,
-)
-
 from conquiet.errors import Blameless, ConquietError, PermanentError, StoreError
 from conquiet.handler import NOTHING, Result
 from conquiet.message import Message, describe
 from conquiet.redis.queued import Queued
-
-_STORE_ERRORS = (
-    AskError,
-    BusyLoadingError,
-    ClusterDownError,
-    MasterDownError,
-    MovedError,
-    OutOfMemoryError,
-    ReadOnlyError,
-    TryAgainError,
-)
-_STORE_WORDS = ("MISCONF", "NOREPLICAS", "BUSY", "NOAUTH", "LOADING")
-"""For these redis-py has no class; where it has one, it takes the word off the text."""
+from conquiet.redis.wire import is_unwilling
 
 
 class UnknownOutcome(Blameless):
@@ -100,11 +77,6 @@ class PartlyApplied(Exception):
         return results
 
 
-def is_store_failure(error: object) -> bool:
-    """Whether Redis as such is at fault, and not what was asked of it."""
-    return isinstance(error, _STORE_ERRORS) or str(error).startswith(_STORE_WORDS)
-
-
 def refusal(
     commands: Iterable[Queued | None], queued: Iterable[Any], reply: Exception
 ) -> Exception:
@@ -113,7 +85,7 @@ def refusal(
         if isinstance(answer, Exception):
             what = "a command of conquiet" if command is None else str(command)
             text = f"Redis refused {what}, and nothing was written: {answer}"
-            is_ours = command is None or is_store_failure(answer)
+            is_ours = command is None or is_unwilling(answer)
             return StoreError(text) if is_ours else ExecRefused(text)
     return StoreError(f"Redis refused the transaction, and nothing was written: {reply}")
 

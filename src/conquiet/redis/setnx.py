@@ -13,6 +13,7 @@ from typing import Any
 import redis
 
 from conquiet.errors import InvalidMessage, StoreError
+from conquiet.gate import following
 from conquiet.handler import SKIPPED, Process, Result
 from conquiet.message import Message
 from conquiet.redis.lease import DONE
@@ -49,7 +50,7 @@ class Claims:
                 raise
             self._release([k for k, r in zip(ours, results, strict=True) if _has_failed(r)])
             rest = iter(results)
-            return [SKIPPED if i in seen else _following(rest) for i in range(len(batch))]
+            return [SKIPPED if i in seen else following(rest) for i in range(len(batch))]
 
         return claimed
 
@@ -90,8 +91,3 @@ class Claims:
 
 def _has_failed(result: Result) -> bool:
     return isinstance(result, Exception) and not isinstance(result, _MAY_HAVE_TAKEN_EFFECT)
-
-
-def _following(results: Any) -> Result:
-    result: Result = next(results)
-    return result

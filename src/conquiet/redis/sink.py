@@ -12,9 +12,7 @@ from conquiet.errors import ConfigError, ConquietError, GivenBack, SinkUnavailab
 from conquiet.message import Message, describe
 from conquiet.redis.entry import Mode, encoder
 from conquiet.redis.topic import Topic
-from conquiet.redis.wire import TROUBLE, UNWILLING, Command, Wire
-
-_UNWILLING_CODES = ("MISCONF", "NOREPLICAS", "BUSY ", "CLUSTERDOWN")
+from conquiet.redis.wire import TROUBLE, Command, Wire, is_unwilling
 
 
 class _Turns:
@@ -140,6 +138,6 @@ def _answer(message: Message[Any], reply: object) -> Exception:
     name = describe(message.attributes)
     if isinstance(reply, TROUBLE):
         return SinkUnavailable(f"{name}: the answer of Redis was lost: {reply}")
-    if isinstance(reply, UNWILLING) or str(reply).startswith(_UNWILLING_CODES):
+    if is_unwilling(reply):
         return SinkUnavailable(f"{name}: Redis takes nothing now: {reply}")
     return Refused(f"{name}: Redis refused it: {reply}")

@@ -15,13 +15,8 @@ from conquiet.message import Message
 from conquiet.redis.ambient import UNITS, Unit, find
 from conquiet.redis.commands import Commands
 from conquiet.redis.home import Home
-from conquiet.redis.outcome import (
-    Fenced,
-    PartlyApplied,
-    UnknownOutcome,
-    is_store_failure,
-    with_held,
-)
+from conquiet.redis.outcome import Fenced, PartlyApplied, UnknownOutcome, with_held
+from conquiet.redis.wire import is_unwilling
 
 
 class Transaction(transaction.Transaction):
@@ -98,4 +93,4 @@ def _is_trouble(error: Exception) -> bool:
     """What a handler's own read may have met: no fault of its message."""
     if isinstance(error, (redis.ConnectionError, redis.TimeoutError)):
         return True
-    return isinstance(error, redis.ResponseError) and is_store_failure(error)
+    return isinstance(error, redis.ResponseError) and is_unwilling(error)

@@ -31,14 +31,17 @@ Command: TypeAlias = Sequence[Argument]
 TROUBLE = (redis.ConnectionError, redis.TimeoutError, OSError)
 """The server was not reached, or did not answer: the outcome is unknown."""
 
-UNWILLING = (
-    exceptions.ClusterDownError,
-    exceptions.MasterDownError,
+_UNWILLING = (
+    exceptions.AskError,  # MOVED too
+    exceptions.BusyLoadingError,
+    exceptions.ClusterDownError,  # MASTERDOWN too
+    exceptions.ExecAbortError,  # no command was refused when it was queued, and yet EXEC was
     exceptions.OutOfMemoryError,
     exceptions.ReadOnlyError,
     exceptions.TryAgainError,
 )
-"""The server answered that it takes no writes now; the same command may succeed later."""
+_UNWILLING_WORDS = ("MISCONF ", "NOREPLICAS ", "BUSY ")
+"""For these redis-py has no class; where it has one, it takes the word off the text."""
 
 REPLY_SECONDS = 30.0
 """How long a reply may take if the client sets no `socket_timeout`."""
@@ -54,6 +57,16 @@ except ImportError:  # pragma: no cover - the extra installs it
 
 # Since redis-py 8; before, the public way to wait for a reply with a limit is can_read().
 _takes_timeout = "timeout" in inspect.signature(redis.Connection.read_response).parameters
+
+
+def is_unwilling(error: object) -> bool:
+    """The server answered that it cannot do it now; the same command may succeed later."""
+    return isinstance(error, _UNWILLING) or str(error).startswith(_UNWILLING_WORDS)
+
+
+def may_pass(error: object) -> bool:
+    """Whether nobody is to blame who sent the command: it may be sent again later."""
+    return isinstance(error, TROUBLE) or is_unwilling(error)
 
 
 class Wire:
