@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import redis
+from redis.cluster import ClusterNode
+from tests.integration.redis.servers import cluster
 
 from conquiet.message import Message
 from conquiet.redis import StreamSink, StreamSource
@@ -57,30 +57,20 @@ def pending(redis_client):
     return ask
 
 
-@pytest.fixture
-def recorded(redis_url):
-    """Run a function, and return every command that the server got meanwhile, by MONITOR."""
+@pytest.fixture(scope="module")
+def cluster_ports():
+    """A real cluster of three nodes; a module may move its slots."""
+    with cluster() as ports:
+        yield ports
 
-    def record(run):
-        commands: list[str] = []
-        with redis.Redis.from_url(redis_url) as client, client.monitor() as monitor:
 
-            def listen():
-                for seen in monitor.listen():
-                    if seen["command"] == "ECHO recorded":
-                        return
-                    commands.append(seen["command"])
-
-            listener = threading.Thread(target=listen)
-            listener.start()
-            try:
-                run()
-            finally:
-                client.echo("recorded")
-                listener.join()
-        return commands
-
-    return record
+@pytest.fixture(params=[2, 3], ids=["RESP2", "RESP3"])
+def cluster_client(cluster_ports, request):
+    nodes = [ClusterNode("127.0.0.1", port) for port in cluster_ports]
+    client = redis.RedisCluster(startup_nodes=nodes, protocol=request.param)
+    yield client
+    client.flushall(target_nodes=redis.RedisCluster.PRIMARIES)
+    client.close()
 
 
 def ids(messages):

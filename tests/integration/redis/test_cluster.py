@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 import redis
-from redis.cluster import ClusterNode
 from tests.integration.redis.conftest import ids, numbered
-from tests.integration.redis.servers import cluster
 from tests.waiting import eventually
 
 from conquiet.message import Message
@@ -27,19 +25,9 @@ from conquiet.worker import Worker
 TOPIC = Topic("orders", partitions=8)
 
 
-@pytest.fixture(scope="module")
-def ports():
-    with cluster() as ports:
-        yield ports
-
-
-@pytest.fixture(params=[2, 3], ids=["RESP2", "RESP3"])
-def client(ports, request):
-    nodes = [ClusterNode("127.0.0.1", port) for port in ports]
-    client = redis.RedisCluster(startup_nodes=nodes, protocol=request.param)
-    yield client
-    client.flushall(target_nodes=redis.RedisCluster.PRIMARIES)
-    client.close()
+@pytest.fixture
+def client(cluster_client):
+    return cluster_client
 
 
 def publish(client, count, first=0, topic="orders", partitions=8):
@@ -140,14 +128,14 @@ def test_a_worker_on_a_partitioned_topic(client):
     assert sorted(seen) == list(range(100))
 
 
-def test_a_slot_that_moves_takes_its_stream_along(client, ports):
+def test_a_slot_that_moves_takes_its_stream_along(client, cluster_ports):
     """MOVED and ASK while a slot goes from one node to another."""
     publish(client, 3, topic="moving", partitions=1)
     source = StreamSource(client, "moving", "billing", backoff=0.0)
     [first, *_] = source.read(1, 1.0)
     slot = client.keyslot("moving")
     owner = client.get_node_from_key("moving")
-    port = next(port for port in ports if port != owner.port)
+    port = next(port for port in cluster_ports if port != owner.port)
     with redis.Redis(port=owner.port) as old, redis.Redis(port=port) as new:
         old_id, new_id = (c.execute_command("CLUSTER", "MYID").decode() for c in (old, new))
         new.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", old_id)

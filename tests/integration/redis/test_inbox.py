@@ -14,6 +14,7 @@ from tests.waiting import eventually
 from conquiet.errors import ConfigError, PermanentError
 from conquiet.message import Message
 from conquiet.redis import Inbox, InProgress, Outbox, Transaction, commands
+from conquiet.redis.session import Session
 from conquiet.router import Router
 from conquiet.testing import deliver, message
 from conquiet.testing.contracts.storing import elsewhere
@@ -244,6 +245,43 @@ def test_a_lease_lost_while_it_is_renewed_writes_nothing(redis_client, router, e
         [error] = deliver(router(long, lease=0.3), *numbered(1)).errors
     assert isinstance(error, InProgress)
     assert effects("m-0") == [0]
+
+
+@pytest.mark.parametrize("between", ["the handler and the renewal", "the EXEC and the WATCH"])
+def test_a_renewal_makes_nothing_good_that_happened_before_it(
+    redis_client, router, effects, monkeypatch, between
+):
+    """Whoever took the lease may be done, and gone, when the keys are watched again."""
+    exchange = Session.exchange
+
+    def interrupted(session, packed):
+        if b"PEXPIRE" not in b"".join(packed) or redis_client.incr("renewals") > 1:
+            return exchange(session, packed)
+        lease = redis_client.get(key("m-0"))
+        if between == "the handler and the renewal":
+            redis_client.set(key("m-0"), "processing:stolen")
+            redis_client.set(key("m-0"), lease, px=60_000)
+            return exchange(session, packed)
+        replies = exchange(session, packed[:-2])
+        redis_client.set(key("m-0"), "processing:stolen", px=60_000)
+        return replies + exchange(session, packed[-2:])
+
+    monkeypatch.setattr(Session, "exchange", interrupted)
+    runs = []
+
+    def long(item):
+        runs.append(item.id)
+        if len(runs) == 1:
+            eventually(lambda: int(redis_client.get("renewals") or 0) > 0)
+            time.sleep(0.05)
+
+    delivered = deliver(router(long, lease=0.3), *numbered(1))
+    if between == "the EXEC and the WATCH":
+        assert isinstance(delivered.errors[0], InProgress)
+        assert effects("m-0") == [0]
+    else:
+        assert len(runs) == 2  # nothing was written of the first
+        assert effects("m-0") == [1]
 
 
 def test_the_thread_that_renews_ends_when_there_is_nothing_to_renew(router):

@@ -6,11 +6,13 @@ import pytest
 import redis
 from hypothesis import given
 from hypothesis import strategies as st
+from redis._parsers.base import BaseParser
 from tests.integration.redis.conftest import numbered
 
 from conquiet.errors import ConfigError, GivenBack, SinkUnavailable
 from conquiet.redis import StreamSink, Topic
 from conquiet.redis.topic import beside, streams_of
+from conquiet.redis.wire import is_unwilling
 
 
 def fields(client, stream):
@@ -124,14 +126,40 @@ def test_what_an_acl_forbids_fails_alone(redis_client):
         redis_client.acl_deluser("shop")
 
 
-def test_a_full_server_is_nobodys_fault(redis_client):
-    redis_client.config_set("maxmemory", 1)
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("setting", ["maxmemory", "min-replicas-to-write"])
+def test_a_server_that_takes_no_writes_now_is_nobodys_fault(redis_client, setting, ordered):
+    redis_client.config_set(setting, 1)
     try:
-        answers = StreamSink(redis_client, "orders").publish(numbered(2))
+        answers = StreamSink(redis_client, "orders", ordered=ordered).publish(numbered(2))
     finally:
-        redis_client.config_set("maxmemory", 0)
+        redis_client.config_set(setting, 0)
     assert all(isinstance(answer, SinkUnavailable) for answer in answers)
-    assert "maxmemory" in str(answers[0])
+    assert "takes nothing now" in str(answers[0])
+
+
+@pytest.mark.parametrize(
+    ("line", "is_the_servers_fault"),
+    [
+        ("OOM command not allowed when used memory > 'maxmemory'.", True),
+        ("READONLY You can't write against a read only replica.", True),
+        ("LOADING Redis is loading the dataset in memory", True),
+        ("MASTERDOWN Link with MASTER is down", True),
+        ("CLUSTERDOWN The cluster is down", True),
+        ("TRYAGAIN Multiple keys request during rehashing of slot", True),
+        ("MOVED 3999 127.0.0.1:6381", True),
+        ("EXECABORT Transaction discarded because of: OOM command not allowed", True),
+        ("MISCONF Redis is configured to save RDB snapshots, but it cannot", True),
+        ("NOREPLICAS Not enough good replicas to write.", True),
+        ("BUSY Redis is busy running a script.", True),
+        ("BUSYGROUP Consumer Group name already exists", False),
+        ("BUSYKEY Target key name already exists.", False),
+        ("WRONGTYPE Operation against a key holding the wrong kind of value", False),
+        ("NOPERM User shop has no permissions", False),
+    ],
+)
+def test_whose_fault_an_error_is(line, is_the_servers_fault):
+    assert is_unwilling(BaseParser.parse_error(line)) is is_the_servers_fault
 
 
 def test_an_ordered_sink_lets_nothing_overtake_a_message_that_failed(redis_client):

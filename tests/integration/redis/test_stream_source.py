@@ -243,6 +243,78 @@ def test_an_ack_after_close_still_counts(source, publish, pending):
     assert pending() == []
 
 
+# --- a server that takes no writes now ----------------------------------------------------------
+
+
+@pytest.fixture
+def full(redis_client):
+    """The server is out of memory; call it to end that."""
+    redis_client.config_set("maxmemory", 1)
+    yield lambda: redis_client.config_set("maxmemory", 0)
+    redis_client.config_set("maxmemory", 0)
+
+
+@pytest.fixture
+def unwilling(redis_client):
+    """Make the server refuse every write, for want of replicas; and let it take them again."""
+
+    def refuse(replicas):
+        redis_client.config_set("min-replicas-to-write", replicas)
+
+    yield refuse
+    refuse(0)
+
+
+def test_a_full_server_lets_a_source_be_made_and_read_later(source, publish, full):
+    reader = source()
+    with pytest.raises(StoreError, match="maxmemory"):
+        reader.read(1, 0.01)
+    full()
+    publish(1)
+    assert ids(read(reader, 1)) == ["m-0"]
+
+
+def test_a_group_that_vanished_from_a_full_server_is_the_stores_fault(
+    source, publish, redis_client
+):
+    publish(1)
+    reader = source()
+    redis_client.xgroup_destroy(STREAM, GROUP)
+    redis_client.config_set("maxmemory", 1)
+    try:
+        with pytest.raises(StoreError, match="maxmemory"):
+            reader.read(1, 0.01)
+    finally:
+        redis_client.config_set("maxmemory", 0)
+    assert ids(read(reader, 1)) == ["m-0"]
+
+
+def test_acks_that_the_server_takes_not_now_are_sent_later(source, publish, pending, unwilling):
+    publish(3)
+    reader = source()
+    messages = read(reader, 3)
+    unwilling(1)
+    for message in messages:
+        message.ack()
+    assert len(pending()) == 3
+    unwilling(0)
+    eventually(lambda: list(reader.read(10, 0.01)) == [] and pending() == [])
+
+
+def test_a_dead_letter_that_the_server_takes_not_now_is_written_later(
+    source, publish, redis_client, pending, unwilling
+):
+    publish(1)
+    reader = source(max_deliveries=1)
+    [message] = read(reader, 1)
+    unwilling(1)
+    message.nack(ValueError("no"))
+    assert len(pending()) == 1
+    unwilling(0)
+    eventually(lambda: list(reader.read(10, 0.01)) == [] and pending() == [])
+    assert redis_client.xlen(f"{STREAM}:dead") == 1
+
+
 # --- R7, R12, R13: what is deleted ------------------------------------------------------------
 
 
@@ -264,6 +336,18 @@ def test_r7_an_acked_entry_of_an_outbox_is_gone(publish, redis_client):
     relay.close()
 
 
+def test_r7_the_entries_of_an_outbox_are_acked_and_deleted_in_one_multi(
+    redis_client, publish, recorded
+):
+    publish(2)
+    relay = outbox_source(redis_client, STREAM)
+    messages = read(relay, 2)
+    sent = recorded(lambda: relay.settle([m.acking.token for m in messages], ()))
+    relay.close()
+    names = " ".join(command.split()[0] for command in sent)
+    assert "MULTI XACK XDEL EXEC" in names
+
+
 def test_r12_an_entry_deleted_while_pending_is_acked_and_counted(
     source, publish, redis_client, pending, caplog
 ):
@@ -282,8 +366,10 @@ def test_r12_a_deleted_entry_of_our_own_is_acked_too(source, publish, redis_clie
     publish(2)
     read(source(consumer="pod-0"), 2)
     redis_client.xdel(STREAM, redis_client.xrange(STREAM)[0][0])
-    assert ids(read(source(consumer="pod-0"), 1)) == ["m-1"]
+    again = source(consumer="pod-0")
+    assert ids(read(again, 1)) == ["m-1"]
     assert len(pending()) == 1
+    assert again.deleted == 1
 
 
 def test_r13_undecodable_entries_go_to_the_dead_letters_and_the_rest_flow_on(

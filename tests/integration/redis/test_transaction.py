@@ -16,7 +16,15 @@ from conquiet.errors import Blameless, ConfigError, StoreError
 from conquiet.memory import Log
 from conquiet.message import Message
 from conquiet.middleware import DeadLetter
-from conquiet.redis import Inbox, PartialExecError, Transaction, UnknownOutcome, commands
+from conquiet.redis import (
+    Inbox,
+    PartialExecError,
+    StreamSink,
+    StreamSource,
+    Transaction,
+    UnknownOutcome,
+    commands,
+)
 from conquiet.redis.outcome import ExecRefused
 from conquiet.router import Router
 from conquiet.testing import deliver, message
@@ -193,6 +201,20 @@ def test_r8_only_the_message_whose_command_failed_goes_to_the_dead_letters(redis
     assert "LPUSH text" in letter.attributes["deadreason"]
     effects = redis_client.mget(*[f"after-m-{n}" for n in range(4)])
     assert effects == [b"1"] * 4
+
+
+def test_r8_without_the_middleware_the_source_writes_the_dead_letter(redis_client, router):
+    redis_client.set("text", "not a list")
+    made = router(wrong_for(redis_client, "m-1"), Inbox("billing"))
+    StreamSink(redis_client, "orders").publish(numbered(3))
+    source = StreamSource(redis_client, "orders", "billing")
+    made.process(source.read(10, 1.0))
+    assert redis_client.xpending("orders", "billing")["pending"] == 0
+    assert source.in_flight == 0
+    source.close()
+    [(_, letter)] = redis_client.xrange("orders:dead")
+    assert letter[b"id"] == b"m-1"
+    assert b"LPUSH text" in letter[b"deadreason"]
 
 
 def test_r8_a_command_that_cannot_be_queued_aborts_it_all_and_is_blamed_alone(redis_client, router):

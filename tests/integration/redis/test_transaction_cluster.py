@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 import redis
-from redis.cluster import ClusterNode
 from tests.integration.redis.conftest import ids, numbered
-from tests.integration.redis.servers import cluster
 
 from conquiet.message import Message
 from conquiet.redis import Inbox, Outbox, StreamSink, StreamSource, Transaction, commands
@@ -15,19 +13,9 @@ from conquiet.router import Router
 from conquiet.testing import deliver
 
 
-@pytest.fixture(scope="module")
-def ports():
-    with cluster() as ports:
-        yield ports
-
-
-@pytest.fixture(params=[2, 3], ids=["RESP2", "RESP3"])
-def client(ports, request):
-    nodes = [ClusterNode("127.0.0.1", port) for port in ports]
-    client = redis.RedisCluster(startup_nodes=nodes, protocol=request.param)
-    yield client
-    client.flushall(target_nodes=redis.RedisCluster.PRIMARIES)
-    client.close()
+@pytest.fixture
+def client(cluster_client):
+    return cluster_client
 
 
 @pytest.fixture
