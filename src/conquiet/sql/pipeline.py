@@ -10,8 +10,8 @@ a queued statement is raised by whatever waits for it, at the latest before COMM
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from typing import Any
@@ -23,7 +23,7 @@ from psycopg.abc import Params
 from psycopg.pq import TransactionStatus
 
 from conquiet.errors import HandlerError
-from conquiet.sql.control import refuse_control
+from conquiet.sql.control import not_yours, refuse_control
 from conquiet.sql.dialect import Own
 
 MOST_QUEUED = 1000
@@ -56,9 +56,14 @@ class Pipeline:
         self._sent: set[str] = set()
         self._finished = False
         self._failure: BaseException | None = None
+        self._blocks = 0
         self._former = connection.cursor_factory, connection.server_cursor_factory
         connection.cursor_factory = self._cursor  # type: ignore[assignment]
         connection.server_cursor_factory = self._server_cursor  # type: ignore[assignment]
+        # These send their statements past the cursors, and so past what waits.
+        connection.transaction = self._transaction  # type: ignore[method-assign]
+        connection.commit = self._commit  # type: ignore[method-assign]
+        connection.rollback = self._rollback  # type: ignore[method-assign]
 
     def finish(self) -> None:
         """Execute what waits, before COMMIT; from now on nothing is queued.
@@ -68,6 +73,8 @@ class Pipeline:
         """
         self._finished = True
         self.wait()
+        if isinstance(self._failure, HandlerError):
+            raise self._failure
         if self._failure is not None:
             raise HandlerError(
                 "a queued statement failed and nobody raised its error, so that a COMMIT would"
@@ -86,6 +93,33 @@ class Pipeline:
 
     def _restore(self) -> None:
         self._connection.cursor_factory, self._connection.server_cursor_factory = self._former
+        for name in ("transaction", "commit", "rollback"):
+            vars(self._connection).pop(name, None)  # the class has its own
+
+    @contextmanager
+    def _transaction(self, *arguments: Any, **options: Any) -> Iterator[psycopg.Transaction]:
+        """A savepoint by psycopg: what waits was asked for before it, and outlives its rollback."""
+        self.wait()
+        if self._connection.info.transaction_status is TransactionStatus.IDLE:
+            # psycopg would take it for the whole transaction, and commit.
+            psycopg.Cursor(self._connection).execute("SELECT 1")
+        self._blocks += 1
+        try:
+            with type(self._connection).transaction(
+                self._connection, *arguments, **options
+            ) as block:
+                yield block
+        finally:
+            self._blocks -= 1
+
+    def _commit(self) -> None:
+        raise not_yours("commit()")
+
+    def _rollback(self) -> None:
+        # By SQLAlchemy after a failed flush, or by a handler. What waits would begin anew.
+        self._waiting.clear()
+        self._failure = self._failure or not_yours("rollback()")
+        type(self._connection).rollback(self._connection)
 
     def add(self, query: str, params: Any, cursor: QueueingCursor) -> None:
         """Queue a statement."""
@@ -175,7 +209,7 @@ class Pipeline:
     def may_queue(self) -> bool:
         # Before BEGIN psycopg has to wait anyway; in a failed transaction an error is due now. A
         # savepoint is there to catch errors, so they must come up inside it.
-        if self._finished or self._in_savepoint():
+        if self._finished or self._blocks or self._in_savepoint():
             return False
         if self._waiting or self._mode is not None:
             return True
@@ -200,7 +234,11 @@ class QueueingCursor(psycopg.Cursor[Any]):
     def execute(self, query: Any, params: Params | None = None, **options: Any) -> Any:
         pipeline = self.pipeline
         self._queued = (
-            type(query) is str and is_silent(query) and not options and pipeline.may_queue
+            type(query) is str
+            and params is not None  # or psycopg would read each % in it as a placeholder
+            and is_silent(query)
+            and not options
+            and pipeline.may_queue
         )
         if not self._queued:
             if type(query) is str:
@@ -270,8 +308,6 @@ def _frozen(params: Any) -> Any:
     """A copy of parameters that nobody can change any more; None if some value can be."""
     if type(params) is Own:
         return params
-    if params is None:
-        return ()
     if type(params) is dict:
         for value in params.values():
             if type(value) not in _FROZEN:

@@ -148,8 +148,9 @@ class Transaction(transaction.Transaction):
         """Write what is still held, then make sure that a commit would commit it."""
         unit.flush()
         connection = unit.connection
-        with dialect.translated(connection):
-            unit.finish_queueing()
+        if began.is_active and not connection.invalidated:
+            with dialect.translated(connection):
+                unit.finish_queueing()
         if not began.is_active or connection.invalidated:
             raise _lost_inside(unit, "was rolled back inside, by session.rollback() or an error")
         if dialect.is_aborted(connection):

@@ -442,3 +442,71 @@ def test_a_kept_cursor_queues_nothing_after_the_end(postgres: Engine) -> None:
         cursor.execute("INSERT INTO orders (id) VALUES ('b')")
         driver.commit()
     assert sorted(amounts(postgres)) == ["a", "b"]
+
+
+def test_a_savepoint_of_the_driver_rolls_back_nothing_that_came_before_it(
+    postgres: Engine,
+) -> None:
+    def handle(found: Any) -> None:
+        found.execute(select(ORDERS))
+        found.execute(SAVE, {"id": "before"})
+        driver = found.connection.driver_connection
+        with suppress(psycopg.errors.DivisionByZero), driver.transaction():
+            driver.execute("INSERT INTO orders (id) VALUES ('inside')")
+            driver.execute("SELECT 1 / 0")
+        found.execute(SAVE, {"id": "behind"})
+
+    in_transaction(postgres, handle)
+    assert sorted(amounts(postgres)) == ["before", "behind"]
+
+
+def test_an_error_in_a_savepoint_of_the_driver_surfaces_there(postgres: Engine) -> None:
+    def handle(found: Any) -> None:
+        found.execute(select(ORDERS))
+        found.execute(SAVE, {"id": "a"})
+        driver = found.connection.driver_connection
+        cursor = driver.cursor()
+        with pytest.raises(psycopg.errors.UniqueViolation), driver.transaction():
+            cursor.execute("INSERT INTO orders (id) VALUES (%s)", ("a",))
+
+    in_transaction(postgres, handle)
+    assert sorted(amounts(postgres)) == ["a"]
+
+
+def test_a_savepoint_of_the_driver_as_the_first_statement_commits_nothing(
+    postgres: Engine,
+) -> None:
+    def handle(found: Any) -> None:
+        driver = found.connection.driver_connection
+        with driver.transaction():
+            driver.execute("INSERT INTO orders (id) VALUES ('a')")
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        in_transaction(postgres, handle)
+    assert amounts(postgres) == {}
+
+
+@pytest.mark.parametrize("end", ["commit", "rollback"])
+def test_a_driver_that_ends_the_transaction_leaves_nothing_of_it(
+    postgres: Engine, end: str
+) -> None:
+    """Else what was queued, or what follows, would be committed without the inbox's row."""
+
+    def handle(found: Any) -> None:
+        found.execute(select(ORDERS))
+        found.execute(SAVE, {"id": "before"})
+        getattr(found.connection, end)()
+        found.execute(SAVE, {"id": "behind"})
+
+    with pytest.raises(HandlerError, match=rf"{end}\(\) on the connection"):
+        in_transaction(postgres, handle)
+    assert amounts(postgres) == {}
+
+
+def test_a_text_without_parameters_may_hold_a_percent_sign(postgres: Engine) -> None:
+    with Transaction(postgres).scope(()), connection(postgres) as found:
+        found.execute(select(ORDERS))
+        plain = found.execution_options(no_parameters=True)
+        plain.exec_driver_sql("INSERT INTO orders (id) VALUES ('50% off')")
+    assert sorted(amounts(postgres)) == ["50% off"]
