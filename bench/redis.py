@@ -1,15 +1,17 @@
-"""Exactly-once on Redis against hand-written pipelines; a no-op against other libraries.
+"""Redis: exactly-once, stream source and sink, against the least that redis-py can do by hand.
 
 python bench/redis.py [--quick] [--json FILE] [--no-peers]
 
 exactly once   read, inbox, one HSET by the handler, one event into the outbox, ack. By hand: the
                same effects by redis-py's pipelines, with the lossy SET NX of the seed in two round
                trips, or with the guarantee of ours, WATCH, for which its pipelines need four.
-no-op          what other libraries consume of a stream per second, with a handler that does
-               nothing. They live in a virtual environment of their own, `.venv-peers`, which this
-               script makes; with --quick they take part only if it exists.
+consume        read, decode, call a handler that does nothing, ack; 100 at a time. By hand:
+               XREADGROUP COUNT 100, decode, one XACK; and the same with COUNT 1. Other libraries
+               live in a virtual environment of their own, `.venv-peers`, which this script makes;
+               with --quick they take part only if it exists.
+publish        100 messages at a time. By hand: redis-py's pipeline of XADDs.
 
-Messages have 300 bytes of JSON. Source and sink alone are in bench/redis_streams.py.
+Messages have 300 bytes of JSON.
 """
 
 from __future__ import annotations
@@ -20,37 +22,29 @@ sys.path[0] = sys.path[0].removesuffix("/bench")  # see bench/__init__.py
 
 import json
 import statistics
-import subprocess
 import uuid
-import venv
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from itertools import count
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import redis
 
-from bench.harness import Case, Options, arguments, compare, measure, report
+from bench import peers
+from bench.harness import Case, Seconds, arguments, compare, measure, report
 from conquiet import Message, Router, Worker, embedded
 from conquiet.redis import Inbox, Outbox, StreamSink, StreamSource, Transaction, commands
 
-HERE = Path(__file__).parent
-PEERS_HOME = HERE.parent / ".venv-peers"
-PEERS: dict[str, tuple[str, int, list[str]]] = {
-    "FastStream, batches of 100": ("faststream_peer.py", 20_000, ["batch"]),
-    "FastStream, one by one": ("faststream_peer.py", 3_000, ["single"]),
-    "taskiq-redis": ("taskiq_peer.py", 2_000, []),
-    "streaq": ("streaq_peer.py", 2_000, []),
-}
-"""What to run, and how many messages are enough to tell its rate."""
-PEER_PACKAGES = ("faststream[redis]", "taskiq-redis", "streaq")
-PEER_SECONDS = 120
-
 DATA = json.dumps({"order": 1234567, "customer": "customer-17", "text": "x" * 240}).encode()
 LEASE_MS, RETENTION_MS = 30_000, 600_000
-STREAM, OUTBOX = "commands", "outbox"
+STREAM, OUTBOX, PUBLISHED = "commands", "outbox", "published"
+BATCH = 100
+
+
+class Size(NamedTuple):
+    messages: int
+    rounds: int
 
 
 class PlaceOrder(msgspec.Struct):
@@ -76,17 +70,22 @@ def attributes(number: int) -> dict[str, Any]:
     }
 
 
-class ExactlyOnce:
-    """One stream, filled once; every run reads it by a new group, under a new name."""
+def batches(messages: int) -> list[list[Message[bytes]]]:
+    return [
+        [Message(DATA, attributes(n)) for n in range(start, min(messages, start + BATCH))]
+        for start in range(0, messages, BATCH)
+    ]
 
-    def __init__(self, client: redis.Redis, messages: int) -> None:
+
+# --- exactly once ---------------------------------------------------------------------------
+
+
+class ExactlyOnce:
+    """Every run reads the stream by a new group, under a new name."""
+
+    def __init__(self, client: redis.Redis) -> None:
         self.client: Any = client
-        self.messages = messages
         self._names = (f"service-{number}" for number in count())
-        sink = StreamSink(client, STREAM)
-        for start in range(0, messages, 1_000):
-            numbers = range(start, min(messages, start + 1_000))
-            sink.publish([Message(DATA, attributes(n)) for n in numbers])
 
     # --- ours -------------------------------------------------------------------------------
 
@@ -197,10 +196,9 @@ class ExactlyOnce:
         pipe.xadd(OUTBOX, {":topic": "orders", **event})
 
 
-def exactly_once(client: redis.Redis, options: Options) -> Iterator[Case]:
-    total, rounds = (4_000, 5) if options.quick else (20_000, 7)
-    bench = ExactlyOnce(client, total)
-    for batch, messages in ((1, total // 10), (200, total)):
+def exactly_once(client: redis.Redis, size: Size) -> Iterator[Case]:
+    bench = ExactlyOnce(client)
+    for batch, messages in ((1, size.messages // 20), (200, size.messages)):
         seconds = measure(
             {
                 "router": lambda: bench.by_router(batch, messages),  # noqa: B023 - run at once
@@ -208,29 +206,104 @@ def exactly_once(client: redis.Redis, options: Options) -> Iterator[Case]:
                 "SET NX by hand": lambda: bench.by_setnx(batch, messages),  # noqa: B023
                 "WATCH by hand": lambda: bench.by_watch(batch, messages),  # noqa: B023
             },
-            rounds=rounds,
+            rounds=size.rounds,
         )
         for ours in ("router", "worker"):
             for floor in ("SET NX by hand", "WATCH by hand"):
                 yield compare(f"exactly once, {ours}", messages, seconds, ours, floor, batch=batch)
 
 
-# --- other libraries ------------------------------------------------------------------------
+# --- consume --------------------------------------------------------------------------------
 
 
-def no_op(client: redis.Redis, url: str, options: Options) -> Iterator[Case]:
+class Consuming:
+    """Reads the stream from its beginning again and again, each time by a new group."""
+
+    def __init__(self, client: redis.Redis, messages: int) -> None:
+        self.client: Any = client
+        self.messages = messages
+
+    def by_hand(self, batch: int, messages: int) -> None:
+        group, decode = uuid.uuid4().hex, msgspec.json.Decoder(PlaceOrder).decode
+        self.client.xgroup_create(STREAM, group, "0")
+        done = 0
+        while done < messages:
+            [(_, entries)] = self.client.xreadgroup(group, "c", {STREAM: ">"}, count=batch)
+            for _, fields in entries:
+                decode(fields[b"data"])
+            self.client.xack(STREAM, group, *[entry_id for entry_id, _ in entries])
+            done += len(entries)
+
+    def by_worker(self) -> None:
+        router = Router()
+        left = self.messages
+
+        @router.event()
+        def place_order(order: PlaceOrder) -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                worker.stop()
+
+        worker = Worker(self._source(), router, batch_size=BATCH)
+        worker.run()
+
+    def by_router(self) -> None:
+        router = Router()
+
+        @router.event()
+        def place_order(order: PlaceOrder) -> None: ...
+
+        source = self._source()
+        done = 0
+        while done < self.messages:
+            done += len(router.process(source.read(BATCH, 1.0)))
+        source.close()
+
+    def by_source(self) -> None:
+        source = self._source()
+        done = 0
+        while done < self.messages:
+            messages = source.read(BATCH, 1.0)
+            source.settle([message.acking.token for message in messages if message.acking], ())
+            done += len(messages)
+        source.close()
+
+    def _source(self) -> StreamSource:
+        return StreamSource(self.client, STREAM, uuid.uuid4().hex)
+
+
+def consume(client: redis.Redis, size: Size) -> Iterator[Case]:
+    consuming = Consuming(client, size.messages)
+    floor, single = f"redis-py by {BATCH}", "redis-py by 1"
+    runs: dict[str, Callable[[], object]] = {
+        "worker": consuming.by_worker,
+        "router": consuming.by_router,
+        "source": consuming.by_source,
+        floor: lambda: consuming.by_hand(BATCH, size.messages),
+        single: lambda: consuming.by_hand(1, size.messages // 20),
+    }
+    seconds = measure(runs, rounds=size.rounds)
+    one = seconds[single]  # a twentieth of the messages is enough, and is counted twenty times
+    seconds[single] = Seconds(one.best * 20, one.median * 20)
+    for ours in ("worker", "router", "source"):
+        yield compare(f"consume, {ours}", size.messages, seconds, ours, floor, batch=BATCH)
+    yield compare("consume, worker", size.messages, seconds, "worker", single, batch=BATCH)
+
+
+def against_peers(client: redis.Redis, url: str, size: Size, *, make: bool) -> Iterator[Case]:
     """The same messages and a handler that does nothing, each library in its own process."""
-    python = peers_python(make=not options.quick)
+    python = peers.interpreter(make=make)
     if python is None:
         return
-    messages, rounds = (4_000, 1) if options.quick else (20_000, 3)
+    consuming = Consuming(client, size.messages)
     ours: list[float] = []
-    theirs: dict[str, list[float]] = {name: [] for name in PEERS}
-    for _ in range(rounds):
-        seconds = measure({"worker": lambda: by_worker(client, messages)}, rounds=1)
-        ours.append(messages / seconds["worker"].median)
-        for name, peer in PEERS.items():
-            rate = run_peer(python, url, *peer)
+    theirs: dict[str, list[float]] = {name: [] for name in peers.PEERS}
+    for _ in range(1 if size.rounds < 5 else 3):
+        seconds = measure({"worker": consuming.by_worker}, rounds=1)
+        ours.append(size.messages / seconds["worker"].median)
+        for name, peer in peers.PEERS.items():
+            rate = peers.rate(python, url, peer)
             if rate is not None:
                 theirs[name].append(rate)
     rate = statistics.median(ours)
@@ -238,73 +311,57 @@ def no_op(client: redis.Redis, url: str, options: Options) -> Iterator[Case]:
         if rates:
             other = statistics.median(rates)
             yield Case(
-                name="no-op, worker",
+                name="consume, worker",
                 rate=rate,
                 floor=name,
                 floor_rate=other,
                 ratio=rate / other,
-                settings={"batch": 100},
+                settings={"batch": BATCH},
             )
 
 
-def by_worker(client: redis.Redis, messages: int) -> None:
-    router = Router()
-    left = messages
-
-    @router.event()
-    def place_order(order: PlaceOrder) -> None:
-        nonlocal left
-        left -= 1
-        if left == 0:
-            worker.stop()
-
-    worker = Worker(StreamSource(client, STREAM, uuid.uuid4().hex), router, batch_size=100)
-    worker.run()
+# --- publish --------------------------------------------------------------------------------
 
 
-def run_peer(
-    python: Path, url: str, script: str, messages: int, options: list[str]
-) -> float | None:
-    """Messages per second, or None if it failed."""
-    command = [str(python), str(HERE / "peers" / script), url, str(messages), *options]
-    try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=PEER_SECONDS)
-        return messages / float(ended.stdout)
-    except (subprocess.TimeoutExpired, ValueError) as error:
-        print(f"{script} failed and is left out: {error}", file=sys.stderr)
-        return None
+def publish(client: redis.Redis, size: Size) -> Iterator[Case]:
+    """Each time to a stream that is emptied first."""
+    messages = batches(size.messages)
 
+    def by_hand() -> None:
+        client.delete(PUBLISHED)
+        for batch in messages:
+            pipeline: Any = client.pipeline(transaction=False)
+            for message in batch:
+                pipeline.xadd(PUBLISHED, {**message.attributes, "data": message.data})
+            pipeline.execute()
 
-def peers_python(*, make: bool) -> Path | None:
-    """The interpreter that has the other libraries; made if need be."""
-    python = PEERS_HOME / "bin" / "python"
-    marker = PEERS_HOME / "complete"
-    if marker.exists():
-        return python
-    if not make:
-        print("no other libraries: run without --quick once to install them", file=sys.stderr)
-        return None
-    print(f"installing {', '.join(PEER_PACKAGES)} into {PEERS_HOME.name}", file=sys.stderr)
-    venv.create(PEERS_HOME, with_pip=True)
-    install = [str(python), "-m", "pip", "install", "--quiet", *PEER_PACKAGES]
-    if subprocess.run(install).returncode != 0:
-        print("they cannot be installed and are left out", file=sys.stderr)
-        return None
-    marker.touch()
-    return python
+    def by_sink() -> None:
+        client.delete(PUBLISHED)
+        sink = StreamSink(client, PUBLISHED)
+        for batch in messages:
+            if any(sink.publish(batch)):
+                raise RuntimeError("a message was refused")
+
+    floor = "redis-py pipeline"
+    seconds = measure({"sink": by_sink, floor: by_hand}, rounds=size.rounds)
+    yield compare("publish, sink", size.messages, seconds, "sink", floor, batch=BATCH)
 
 
 def main() -> None:
     has_peers = "--no-peers" not in sys.argv
     sys.argv[1:] = [word for word in sys.argv[1:] if word != "--no-peers"]
     options = arguments(__doc__)
+    size = Size(4_000, 3) if options.quick else Size(20_000, 7)
     with (
         embedded.redis(private=True) as server,
         redis.Redis.from_url(server.url) as client,
     ):
-        cases = list(exactly_once(client, options))
+        sink = StreamSink(client, STREAM)
+        for batch in batches(size.messages):
+            sink.publish(batch)
+        cases = [*exactly_once(client, size), *consume(client, size), *publish(client, size)]
         if has_peers:
-            cases += no_op(client, server.url, options)
+            cases += against_peers(client, server.url, size, make=not options.quick)
     report(cases, options)
 
 
