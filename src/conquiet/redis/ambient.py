@@ -50,7 +50,7 @@ class Unit:
         self.held: dict[int, Exception] = {}
         """By the id of the message: why it must not run in this transaction."""
         self.fresh: set[Entry] = set()
-        """The entries of the inbox that were leased here: their messages were not seen before."""
+        """The entries that the inbox leased last: their messages were not seen before."""
         self.on_commit: list[Acks] = []
         self._session: Session | None = None
         self._slot: int | None = None

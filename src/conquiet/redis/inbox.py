@@ -147,6 +147,7 @@ class Inbox(inbox.Inbox):
         states = dict(zip(unique, unit.leases.acquire(unique, self._terms), strict=True))
         turns = Turns()
         passing: list[Message[Any]] = []
+        unit.fresh.clear()  # a part of a transaction that was undone may have left its own
         for message, key, entry in zip(batch, keys, entries, strict=True):
             state = states[key]
             error = turns.lost(message) or (_in_progress(message) if state is State.HELD else None)
@@ -154,6 +155,7 @@ class Inbox(inbox.Inbox):
                 turns.failed(message)
                 unit.held[id(message)] = error
                 continue
+            unit.held.pop(id(message), None)
             passing.append(message)
             if state is State.OURS:
                 unit.leases.confirmed.append(key)

@@ -127,6 +127,9 @@ class Leases:
     def _file(self, key: bytes, found: bytes | None, value: bytes, terms: Terms) -> State:
         if found == DONE:
             return State.DONE
+        if found is not None and found == self._values.get(key):
+            # Leased before in this transaction: undone with its savepoint, or took effect in it.
+            return State.DONE if key in self.confirmed else State.OURS
         if found is None or not (found == value or terms.recognise(key, found)):
             return State.HELD
         self._values[key] = found

@@ -464,6 +464,56 @@ def test_a_worker_over_the_whole_path_takes_each_message_into_effect_once(
     assert pending(STREAM, GROUP) == []
 
 
+# --- a transaction inside another -----------------------------------------------------------------
+
+
+@pytest.fixture
+def nested(redis_client):
+    """Runs a function in the handler of an outer transaction with an inbox of its own."""
+
+    def run(inside):
+        outer = Router()
+        outer.use(Transaction(redis_client), Inbox("outer"))
+
+        @outer.raw(name="outer")
+        def handle(item: Message[bytes]) -> None:
+            inside()
+
+        return deliver(outer, message(id="outer"))
+
+    return run
+
+
+def test_a_part_that_fails_costs_its_neighbours_nothing(
+    redis_client, router, nested, effects, source, publish, pending
+):
+    def fail(item):
+        if item.id == "m-1":
+            raise ValueError(item.id)
+
+    made = router(fail)
+    publish(3)
+    reader = source(backoff=60.0)
+    messages = reader.read(10, 1.0)
+    assert len(nested(lambda: made.process(messages)).acked) == 1
+    assert effects("m-0", "m-1", "m-2") == [1, 0, 1]
+    assert [redis_client.get(key(f"m-{n}")) for n in range(3)] == [b"done", None, b"done"]
+    assert len(pending()) == 1  # and not lost with the acks of the first try
+    assert reader.in_flight == 1
+
+
+def test_a_message_twice_in_one_transaction_takes_effect_once(router, nested, effects):
+    made = router()
+    delivered = []
+
+    def twice():
+        delivered.extend(deliver(made, *numbered(1)) for _ in range(2))
+
+    nested(twice)
+    assert [len(item.acked) for item in delivered] == [1, 1]
+    assert effects("m-0") == [1]
+
+
 # --- the seed's variant -------------------------------------------------------------------------
 
 
