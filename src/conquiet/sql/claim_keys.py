@@ -29,9 +29,13 @@ WHERE CASE
 LIMIT :count
 """
 
-# A statement of its own, so that it sees what the last holder of the key has committed.
+# A statement of its own, so that it sees what the last holder of the key has committed: marks, and
+# perhaps a row that it parked, which the first statement could not see yet.
 OF_KEYS = (
-    "SELECT o.* FROM unnest({keys}) AS mine (key) CROSS JOIN LATERAL (SELECT "
+    "SELECT o.* FROM (SELECT key FROM unnest({keys}) AS given (key) WHERE CASE"
+    " WHEN EXISTS (SELECT FROM {table} AS stuck"
+    " WHERE stuck.parked_at IS NOT NULL AND stuck.key = given.key) THEN false"
+    " ELSE true END) AS mine CROSS JOIN LATERAL (SELECT "
     + ", ".join("attributes::text" if name == "attributes" else name for name in COLUMNS)
     + " FROM {table} WHERE published_at IS NULL AND parked_at IS NULL AND key IS NOT NULL"
     " AND key = mine.key ORDER BY id LIMIT {each} FOR UPDATE SKIP LOCKED) AS o"

@@ -142,12 +142,14 @@ class Cleanup:
 
 
 # By the place of a row, since the inbox has no short key. The lock keeps the row in its place,
-# and SKIP LOCKED leaves alone what somebody is working on.
+# and SKIP LOCKED leaves alone what somebody is working on. The age again outside, since rows of
+# several partitions have the same place; as CASE, or the planner would go by it.
 _POSTGRESQL = """
 DELETE FROM {table} WHERE ctid = ANY(ARRAY(
     SELECT ctid FROM {table}
      WHERE {column} < now() - make_interval(secs => :seconds)
      ORDER BY {column} LIMIT :batch FOR UPDATE SKIP LOCKED))
+   AND CASE WHEN {column} < now() - make_interval(secs => :seconds) THEN true ELSE false END
 """
 _SQLITE = """
 DELETE FROM {table} WHERE rowid IN (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -69,6 +70,21 @@ def is_postgresql(dialect: Dialect) -> bool:
 
 def is_sqlite(dialect: Dialect) -> bool:
     return dialect.name == "sqlite"
+
+
+def is_in_memory(engine: Engine) -> bool:
+    """Whether a SQLite database lives in one connection, and goes with it."""
+    path = _path(engine)
+    return not path or path == ":memory:" or "mode=memory" in str(engine.url)
+
+
+def path_of(engine: Engine) -> str:
+    """The file of a SQLite database, by whatever link it was named."""
+    return os.path.realpath(_path(engine))
+
+
+def _path(engine: Engine) -> str:
+    return (engine.url.database or "").removeprefix("file:").partition("?")[0]
 
 
 def uses_psycopg(dialect: Dialect) -> bool:

@@ -11,6 +11,8 @@ from weakref import WeakKeyDictionary
 
 from sqlalchemy import Engine, Table
 
+from conquiet.sql import dialect
+
 
 class Turn:
     """Whose turn it is to publish from a SQLite file: a lock on another file beside it.
@@ -49,7 +51,6 @@ _in_memory: WeakKeyDictionary[Engine, threading.Lock] = WeakKeyDictionary()
 
 
 def turn_of(engine: Engine, table: Table) -> Turn:
-    path = (engine.url.database or "").removeprefix("file:").partition("?")[0]
-    if not path or path == ":memory:" or "mode=memory" in str(engine.url):
+    if dialect.is_in_memory(engine):
         return Turn(None, _in_memory.setdefault(engine, threading.Lock()))
-    return Turn(f"{path}-{table.name}-relay", threading.Lock())
+    return Turn(f"{dialect.path_of(engine)}-{table.name}-relay", threading.Lock())

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import select
 import socket
 import threading
@@ -51,8 +52,8 @@ def wakeup_of(engine: Engine, table: str = OUTBOX_TABLE, *, enabled: bool = True
     """What fits the engine; plain polling where there is nothing better, or it is not wanted."""
     if enabled and dialect.uses_psycopg(engine.dialect):
         return Listener(engine, table)
-    if enabled and dialect.is_sqlite(engine.dialect):
-        return Watcher(engine)
+    if enabled and dialect.is_sqlite(engine.dialect) and not dialect.is_in_memory(engine):
+        return Watcher(engine)  # by a connection of its own, which a database in memory has not
     return Timer()
 
 
@@ -233,7 +234,10 @@ class Notifier:
                 self._thread = threading.Thread(
                     target=self._run, name="conquiet-notify", daemon=True
                 )
-                self._thread.start()
+                try:
+                    self._thread.start()
+                except RuntimeError as error:  # no more threads; the caller has committed
+                    logger.warning("relays were not notified; they find it by polling: %s", error)
             else:
                 self._changed.notify()
 
@@ -275,6 +279,16 @@ class Notifier:
 
 _notifiers: WeakKeyDictionary[Engine, Notifier] = WeakKeyDictionary()
 _notifiers_lock = threading.Lock()
+
+
+def _forget_notifiers() -> None:
+    """In a forked child their threads are missing, and a lock may be held for ever."""
+    global _notifiers_lock
+    _notifiers_lock = threading.Lock()
+    _notifiers.clear()
+
+
+os.register_at_fork(after_in_child=_forget_notifiers)
 
 
 def _connect(pool: Pool) -> Any:

@@ -6,7 +6,7 @@ import threading
 import time
 
 import pytest
-from sqlalchemy import event, insert, update
+from sqlalchemy import event, func, insert, update
 from tests.integration.sql.claiming import (
     OUTBOX,
     ListSink,
@@ -396,6 +396,24 @@ def test_S12_a_stuck_key_blocks_only_itself(engine, open_source):
     rested(source)
     publish_batch(source, sink, 10, ordered=True)
     assert sink.ids[-2:] == ["e-1", "e-2"]
+
+
+def test_S12_a_key_that_got_stuck_while_it_was_claimed_is_left_alone(postgres, monkeypatch):
+    """Its last holder parks a row and lets go between the two statements of a claim."""
+    store(postgres, row(1, key="k"), row(2, key="k"), row(3, key="free"))
+    source = OutboxSource(postgres, ordered=True, wakeup=False)
+    lock_keys = source._rows._lock_keys
+
+    def lock_then_park(*arguments):
+        keys = lock_keys(*arguments)
+        with postgres.begin() as connection:
+            parked = update(OUTBOX).where(OUTBOX.c.event_id == "e-1")
+            connection.execute(parked.values(parked_at=func.now()))
+        return keys
+
+    monkeypatch.setattr(source._rows, "_lock_keys", lock_then_park)
+    assert [message.id for message in source.read(10, 0)] == ["e-3"]
+    source.close()
 
 
 def test_S12_a_resting_key_rests_whole(engine, open_source):

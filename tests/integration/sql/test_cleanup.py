@@ -50,6 +50,23 @@ def test_S14_a_row_that_waits_or_is_parked_is_never_removed(engine):
     assert len(rows(engine)) == 4
 
 
+def test_S14_a_row_that_waits_is_spared_in_another_partition_too(postgres):
+    """Rows of two partitions have the same place, by which a batch is deleted."""
+    with postgres.begin() as connection:
+        for statement in (
+            "CREATE TABLE parted (id bigint, created_at timestamptz, published_at timestamptz)"
+            " PARTITION BY RANGE (id)",
+            "CREATE TABLE parted_1 PARTITION OF parted FOR VALUES FROM (0) TO (10)",
+            "CREATE TABLE parted_2 PARTITION OF parted FOR VALUES FROM (10) TO (20)",
+            "INSERT INTO parted VALUES (1, now() - interval '8 days', now() - interval '8 days'),"
+            " (11, now() - interval '8 days', NULL)",
+        ):
+            connection.execute(text(statement))
+    assert Cleanup(postgres, inbox=None, outbox="parted").run_once() == Removed(outbox=1)
+    with postgres.connect() as connection:
+        assert connection.scalars(text("SELECT id FROM parted")).all() == [11]
+
+
 def test_S14_batches_are_transactions_of_their_own(engine):
     remember(engine, 25, OLD)
     commits = []

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 
 import pytest
-from sqlalchemy import event, text
+from sqlalchemy import StaticPool, event, text
 from tests.integration.sql.claiming import fill
 from tests.waiting import eventually
 
+from conquiet import sql
 from conquiet.errors import ConfigError
 from conquiet.message import Message
-from conquiet.sql import Outbox, Transaction, wakeup
+from conquiet.sql import Outbox, Transaction, schema, wakeup
 from conquiet.sql.claim import OutboxSource
 from conquiet.sql.wakeup import Listener, Notifier, Timer, Watcher, notify_statement, written
 
@@ -162,6 +165,40 @@ def test_sqlite_is_watched_without_reading_it(sqlite):
     assert not watcher.wait(0.05)
     watcher.close()
     assert not watcher.wait(60)
+
+
+def test_a_database_in_memory_outlives_its_relay():
+    """Its one connection must not be taken from the pool to watch it, and then be closed."""
+    for options in ({}, {"poolclass": StaticPool}):
+        made = sql.engine("sqlite://", **options)
+        schema.init(made)
+        source = OutboxSource(made)
+        assert not source.read(1, 0.1)
+        source.close()
+        fill(made, 1)
+        assert len(OutboxSource(made).read(1, 0)) == 1
+        made.dispose()
+
+
+def test_a_notification_that_cannot_be_sent_fails_nobody_who_has_committed(postgres, monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    written(postgres)
+
+
+def test_a_forked_process_has_notifiers_of_its_own(postgres):
+    written(postgres)
+    notifier = wakeup._notifiers[postgres]
+    with notifier._changed, wakeup._notifiers_lock:  # as another thread might, at the fork
+        child = os.fork()
+        if not child:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(10)
+            written(postgres)
+            os._exit(0)
+        assert os.waitpid(child, 0) == (child, 0)
 
 
 def test_a_table_name_cannot_smuggle_sql():
