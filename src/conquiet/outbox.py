@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import msgspec
+
 from conquiet.errors import ConfigError
+from conquiet.event import complete
 from conquiet.handler import NOTHING, Process, Result
-from conquiet.message import Message
+from conquiet.message import Message, describe
 from conquiet.stage import Stage
 
 
@@ -41,3 +44,23 @@ class Outbox(ABC):
             return [NOTHING] * len(batch)
 
         return process
+
+
+def completed(events: Iterable[Any], source: str) -> list[Message[Any]]:
+    """What somebody adds to an outbox without a router, as messages that name their source.
+
+    `events` are messages, or instances of event classes.
+    """
+    if isinstance(events, (Message, msgspec.Struct, dict, str, bytes)):
+        raise ConfigError(f"events is one {type(events).__name__}; give a list of them")
+    messages = [
+        complete(event if isinstance(event, Message) else Message(event), source)
+        for event in events
+    ]
+    for message in messages:
+        if not message.attributes["source"]:
+            raise ConfigError(
+                f"{describe(message.attributes)}: an event names its source;"
+                " give add(…, source='/orders') or Outbox(…, source='/orders')"
+            )
+    return messages

@@ -20,7 +20,6 @@ from sqlalchemy.orm import Session
 from conquiet import outbox
 from conquiet.codec import check_attributes, encode_data
 from conquiet.errors import ConfigError, HandlerError, InvalidMessage
-from conquiet.event import complete
 from conquiet.message import Message, describe
 from conquiet.sql import dialect
 from conquiet.sql.ambient import current
@@ -122,18 +121,7 @@ class Outbox(outbox.Outbox):
     # --- rows -------------------------------------------------------------------------------
 
     def _rows(self, events: Iterable[Any], source: str) -> list[Row]:
-        if isinstance(events, (Message, msgspec.Struct, dict, str, bytes)):
-            raise ConfigError(f"events is one {type(events).__name__}; give a list of them")
-        return [self._row(self._message(event, source or self.source)) for event in events]
-
-    def _message(self, event: Any, source: str) -> Message[Any]:
-        message = complete(event if isinstance(event, Message) else Message(event), source)
-        if not message.attributes["source"]:
-            raise ConfigError(
-                f"{describe(message.attributes)}: an event names its source;"
-                " give add(…, source='/orders') or Outbox(…, source='/orders')"
-            )
-        return message
+        return [self._row(event) for event in outbox.completed(events, source or self.source)]
 
     def _row(self, message: Message[Any]) -> Row:
         """Check everything here: an error of the database would cost the whole transaction."""

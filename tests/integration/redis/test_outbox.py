@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from typing import Any
 
 import msgspec
 import pytest
 import redis
+import redis.asyncio
 from sqlalchemy import text
 from tests.integration.redis.conftest import ids, numbered
 from tests.waiting import eventually
@@ -124,6 +126,87 @@ def test_without_a_transaction_it_is_an_error():
 def test_settings_that_cannot_work_are_refused(settings):
     with pytest.raises(ConfigError):
         Outbox("orders", **settings)
+
+
+# --- without a router ---------------------------------------------------------------------------
+
+
+OUTBOX = Outbox("orders", EVENTS, source="/shop")
+
+
+def test_add_queues_events_in_the_callers_transaction(redis_client, recorded):
+    pipeline = redis_client.pipeline()
+    pipeline.hset("order:1", "status", "placed")
+    ids = OUTBOX.add(pipeline, [OrderPlaced("1"), Message(b"{}", {"type": "billed", "id": "b-1"})])
+    assert redis_client.keys() == []
+    names = [command.split()[0] for command in recorded(pipeline.execute)]
+    assert [name for name in names if name not in GREETINGS] == [
+        *("MULTI", "HSET", "XADD", "XADD", "EXEC")
+    ]
+    placed, billed = [fields for _, fields in redis_client.xrange(EVENTS)]
+    assert [placed[b"id"].decode(), billed[b"id"].decode()] == ids
+    assert ids[1] == "b-1"
+    assert (placed[b"type"], placed[b"source"]) == (b"order.placed", b"/shop")
+    assert placed[b":topic"] == b"orders"
+
+
+def test_what_add_queued_is_relayed(redis_client):
+    pipeline = redis_client.pipeline()
+    OUTBOX.add(pipeline, [OrderPlaced("1")], source="/other")
+    pipeline.execute()
+    [event] = outbox_source(redis_client, EVENTS, consumer="relay").read(10, 1.0)
+    assert (event.topic, event.data, event.source) == ("orders", b'{"order":"1"}', "/other")
+
+
+def test_add_works_after_watch_and_multi(redis_client):
+    with redis_client.pipeline(transaction=False) as pipeline:
+        pipeline.watch("order:1")
+        with pytest.raises(ConfigError, match="multi"):
+            OUTBOX.add(pipeline, [OrderPlaced("1")])
+        pipeline.multi()
+        OUTBOX.add(pipeline, [OrderPlaced("1")])
+        assert redis_client.xlen(EVENTS) == 0
+        pipeline.execute()
+    assert redis_client.xlen(EVENTS) == 1
+
+
+def test_add_works_in_a_pipeline_of_asyncio(redis_url, redis_client):
+    async def place():
+        async with redis.asyncio.Redis.from_url(redis_url) as client:
+            pipeline = client.pipeline()
+            OUTBOX.add(pipeline, [OrderPlaced("1")])
+            await pipeline.execute()
+
+    asyncio.run(place())
+    assert redis_client.xlen(EVENTS) == 1
+
+
+def test_add_works_in_the_ambient_transaction(redis_client, router):
+    def handle(item: Message[bytes]) -> None:
+        OUTBOX.add(commands(redis_client), [OrderPlaced("1")])
+        assert redis_client.xlen(EVENTS) == 0
+
+    assert len(deliver(router(Outbox("other", EVENTS), handle), *numbered(1)).acked) == 1
+    assert entry(redis_client)[b":topic"] == b"orders"
+
+
+def test_an_event_that_cannot_be_written_queues_nothing(redis_client):
+    pipeline = redis_client.pipeline()
+    with pytest.raises(HandlerError, match="price"):
+        OUTBOX.add(pipeline, [OrderPlaced("1"), Message(b"", {"type": "t", "price": 1.5})])
+    assert len(pipeline) == 0
+    assert OUTBOX.add(pipeline, []) == []
+
+
+def test_what_add_cannot_take_it_says(redis_client):
+    with pytest.raises(ConfigError, match=r"client\.pipeline\(\)"):
+        OUTBOX.add(redis_client, [OrderPlaced("1")])
+    with pytest.raises(ConfigError, match="transaction=True"):
+        OUTBOX.add(redis_client.pipeline(transaction=False), [OrderPlaced("1")])
+    with pytest.raises(ConfigError, match="source"):
+        Outbox("orders", EVENTS).add(redis_client.pipeline(), [OrderPlaced("1")])
+    with pytest.raises(ConfigError, match="list"):
+        OUTBOX.add(redis_client.pipeline(), OrderPlaced("1"))
 
 
 # --- seed 000, from end to end ------------------------------------------------------------------
