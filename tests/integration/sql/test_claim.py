@@ -147,6 +147,21 @@ def test_close_ends_a_read_that_waits(open_source):
     assert reads == [()]
 
 
+def test_close_lets_go_of_a_claim_that_comes_too_late_for_it(engine, open_source, monkeypatch):
+    fill(engine, 3)
+    source = open_source()
+    claim = source._rows.claim
+
+    def claim_while_it_closes(*given):
+        opened = claim(*given)
+        source.close()
+        return opened
+
+    monkeypatch.setattr(source._rows, "claim", claim_while_it_closes)
+    assert list(source.read(10, 0)) == []
+    assert len(open_source().read(10, 0)) == 3
+
+
 def test_a_row_is_parked_at_its_last_attempt_and_never_claimed_again(engine, open_source):
     store(engine, row(1, attempts=2))
     source = open_source(max_attempts=3)

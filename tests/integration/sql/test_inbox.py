@@ -120,6 +120,15 @@ def test_two_workers_with_the_same_messages_in_opposite_order_do_not_deadlock(
     assert sorted(runs) == sorted(batch)
 
 
+def test_rows_are_locked_in_one_order_whatever_the_order_of_the_batch(postgres: Engine) -> None:
+    entries = [("billing", f"m-{number}") for number in (3, 1, 2)]
+    with Transaction(postgres).scope(()):
+        Inbox("billing").remember(entries)
+    with postgres.connect() as looking:
+        found = looking.execute(text("SELECT message_id FROM processed_messages ORDER BY ctid"))
+        assert found.scalars().all() == ["m-1", "m-2", "m-3"]
+
+
 @pytest.mark.parametrize("name", ['x"; DROP TABLE x', "Upper", "a.b.c", "a" * 49, "", "a b"])
 def test_names_that_would_need_quoting_are_refused_S15(name: str) -> None:
     with pytest.raises(ConfigError, match="table name"):

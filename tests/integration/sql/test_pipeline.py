@@ -120,9 +120,14 @@ def test_parameters_are_taken_as_they_were(postgres: Engine) -> None:
         values["id"] = "b"
         found.execute(SAVE, values := {"id": "first"})
         values["id"] = "changed"
+        with found.connection.driver_connection.cursor() as cursor:
+            for given in ({"id": "second"}, ["third"]):
+                mark = "%(id)s" if isinstance(given, dict) else "%s"
+                cursor.execute(f"INSERT INTO orders (id, amount) VALUES ({mark}, 0)", given)
+                given["id" if isinstance(given, dict) else 0] = "changed"
     with postgres.connect() as looking:
         assert looking.execute(select(DOCUMENTS)).all() == [("a", {"version": 1})]
-    assert list(amounts(postgres)) == ["first"]
+    assert list(amounts(postgres)) == ["first", "second", "third"]
 
 
 def test_statements_keep_their_order(postgres: Engine) -> None:
