@@ -259,6 +259,17 @@ def test_a_swallowed_deadlock_is_tried_again(postgres: Engine) -> None:
     assert len(tries) == 2
 
 
+def test_a_swallowed_deadlock_is_blamed_for_what_the_handler_raises_later(
+    postgres: Engine,
+) -> None:
+    def fail() -> None:
+        with connection(postgres) as found, suppress(OperationalError):
+            found.exec_driver_sql("DO $$ BEGIN RAISE SQLSTATE '40P01'; END $$")
+        raise LookupError("no such order")
+
+    assert isinstance(run(postgres, fail).errors[0], StoreError)
+
+
 def test_a_real_deadlock_is_resolved_and_effects_happen_once(postgres: Engine) -> None:
     save(postgres, "a")
     save(postgres, "b")
