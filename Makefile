@@ -19,7 +19,7 @@ run: setup ## the tour: one event from a command to the next service
 
 test: lint ## lint, types, import rules, then every test, with coverage
 	@echo "==> tests"
-	@$(BIN)/pytest -q -n $(WORKERS) --dist loadgroup --cov --cov-report=term
+	@scripts/pytest.sh -q -n $(WORKERS) --dist loadgroup --cov --cov-report=term
 
 test-compat: setup ## the tests that talk to servers, on the other servers of this machine
 	@scripts/compat.sh

@@ -23,7 +23,7 @@ on() { # on "NAME" redis|postgres FLAVOUR
         return
     fi
     printf '\n==> tests on %s\n' "$name"
-    env "CONQUIET_${server^^}_FLAVOUR=$flavour" "$python" -m pytest -q -n "${WORKERS:-2}" \
+    env "CONQUIET_${server^^}_FLAVOUR=$flavour" scripts/pytest.sh -q -n "${WORKERS:-2}" \
         --dist loadgroup "${directories[@]}" || failed+=("$name")
 }
 
