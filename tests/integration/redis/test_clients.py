@@ -14,7 +14,16 @@ from tests.waiting import eventually
 
 from conquiet import embedded
 from conquiet.message import Message
-from conquiet.redis import StreamSink, StreamSource, trim_stream
+from conquiet.redis import (
+    Inbox,
+    Outbox,
+    StreamSink,
+    StreamSource,
+    Transaction,
+    commands,
+    trim_stream,
+)
+from conquiet.router import Router
 
 BINARY = bytes(range(256))
 
@@ -33,6 +42,24 @@ def round_trip(client, stream="orders"):
     assert ids(source.replay()) == ["ü-1"]
     source.close()
     assert trim_stream(client, stream, exact=True).removed == 1
+
+
+def take_effect(client, name="shop"):
+    """Deliver a message twice by a stream: one effect, one event, nothing pending."""
+    router = Router()
+    router.use(Transaction(client), Inbox(name), Outbox("placed", f"{name}:outbox"))
+
+    @router.raw(name="handler", source="/shop")
+    def handle(item: Message[bytes]) -> list[Message[bytes]]:
+        commands(client).incr(f"{name}:effect")
+        return [Message(b"{}", {"type": "placed"})]
+
+    StreamSink(client, f"{name}:in").publish(numbered(1) + numbered(1))
+    source = StreamSource(client, f"{name}:in", "billing")
+    assert len(router.process(source.read(10, 1.0))) == 2
+    source.close()
+    assert int(client.get(f"{name}:effect")) == client.xlen(f"{name}:outbox") == 1
+    assert client.xpending(f"{name}:in", "billing")["pending"] == 0
 
 
 @pytest.mark.parametrize("protocol", [2, 3])
@@ -116,6 +143,7 @@ def test_tls(redis_client, tmp_path):
         redis.Redis(port=port, host="127.0.0.1", ssl=True, ssl_ca_certs=str(certificate)) as client,
     ):
         round_trip(client)
+        take_effect(client)
 
 
 @pytest.fixture
@@ -162,6 +190,7 @@ def test_sentinel_and_a_failover(watched):
     watcher, replica = watched
     with watcher.master_for("shop", socket_timeout=2) as client:
         round_trip(client, "before")
+        take_effect(client, "before-failover")
         StreamSink(client, "orders").publish(numbered(5))
         # What has not reached the replica by then, Redis itself loses.
         eventually(lambda: client.wait(1, 500) == 1, timeout=30)
@@ -187,3 +216,4 @@ def test_sentinel_and_a_failover(watched):
         again = StreamSource(client, "orders", "billing", "pod-0")
         assert ids(again.read(10, 1.0)) == ["m-1", "m-2", "m-3", "m-4"]
         again.close()
+        take_effect(client, "after-failover")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import socket
 
 import pytest
@@ -46,6 +47,12 @@ def test_the_defaults_are_those_of_the_seed(outbox, redis_client):
     assert (source.group, source.consumer) == ("outbox-publisher", socket.gethostname())
     assert source.lease == 60.0
     source.close()
+    defaults = {
+        name: parameter.default
+        for name, parameter in inspect.signature(outbox_source).parameters.items()
+    }
+    assert (defaults["block"], defaults["claim_interval"]) == (1.0, 30.0)
+    assert defaults["batch_size"] == 100  # ten times that of the seed: see its documentation
 
 
 def test_a_batch_is_no_larger_than_asked(outbox, redis_client):
