@@ -164,8 +164,10 @@ class Transaction(transaction.Transaction):
         """Roll back, and say so if it was the store that failed."""
         connection = unit.connection
         unit.drop_queued()
-        blamed = _first_failure(unit, error)
-        store = dialect.is_store_failure(blamed, read_only=self.read_only)
+        blamed, store = error, dialect.is_store_failure(error, read_only=self.read_only)
+        if not store:
+            blamed = _first_failure(unit, error)
+            store = dialect.is_store_failure(blamed, read_only=self.read_only)
         if dialect.is_lost(connection):
             _tell_pool(connection)
         try:

@@ -273,6 +273,26 @@ def test_a_connection_lost_while_statements_wait_is_replaced(postgres: Engine) -
     assert (len(tries), list(amounts(postgres))) == (2, ["a"])
 
 
+def test_an_error_that_a_savepoint_took_care_of_is_not_blamed_for_a_lost_connection(
+    postgres: Engine,
+) -> None:
+    tries: list[int] = []
+
+    def kill(found: Any) -> None:
+        pid = found.exec_driver_sql("SELECT pg_backend_pid()").scalar()
+        found.execute(SAVE, {"id": "a"})
+        with suppress(IntegrityError), found.begin_nested():
+            found.execute(SAVE, {"id": "a"})
+        found.execute(SAVE, {"id": "b"})
+        tries.append(1)
+        if len(tries) == 1:
+            with postgres.connect() as other:
+                other.exec_driver_sql("SELECT pg_terminate_backend(%s)", (pid,))
+
+    assert len(run(postgres, kill).acked) == 1
+    assert (len(tries), sorted(amounts(postgres))) == (2, ["a", "b"])
+
+
 # --- the connection afterwards --------------------------------------------------------------
 
 
