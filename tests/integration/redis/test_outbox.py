@@ -222,7 +222,7 @@ class RedisOrders:
         commands(self.client).hset(f"order:{order}", mapping={"status": "placed"})
 
 
-def place_orders(client, *middlewares, orders):
+def place_orders(*middlewares, orders):
     router = Router()
     router.use(*middlewares)
 
@@ -234,18 +234,17 @@ def place_orders(client, *middlewares, orders):
     return router
 
 
+def place_orders_in_redis(client):
+    chain = (Transaction(client), Inbox("orders"), Outbox("orders", EVENTS))
+    return place_orders(*chain, orders=RedisOrders(client))
+
+
 def command(order, **attributes):
     return message(PlaceOrder(order), id=f"c-{order}", **attributes)
 
 
 def test_the_trace_of_the_seed_step_by_step(redis_client, recorded, publish_commands):
-    router = place_orders(
-        redis_client,
-        Transaction(redis_client),
-        Inbox("orders"),
-        Outbox("orders", EVENTS),
-        orders=RedisOrders(redis_client),
-    )
+    router = place_orders_in_redis(redis_client)
     deliver(router, command("warm"))
     publish_commands("abc")
     source = StreamSource(redis_client, "commands", "orders")
@@ -268,13 +267,7 @@ def publish_commands(redis_client):
 
 
 def test_a_command_goes_the_whole_way_to_the_next_service_once(redis_client, publish_commands):
-    router = place_orders(
-        redis_client,
-        Transaction(redis_client),
-        Inbox("orders"),
-        Outbox("orders", EVENTS),
-        orders=RedisOrders(redis_client),
-    )
+    router = place_orders_in_redis(redis_client)
     publish_commands("a", "b", "a")  # one of them twice
     worker = Worker(StreamSource(redis_client, "commands", "orders"), router)
     worker.start()
@@ -316,7 +309,6 @@ def test_a_worker_with_sql_effects_and_a_redis_source(redis_client, publish_comm
     with engine.begin() as connection:
         connection.execute(text("CREATE TABLE orders (id TEXT PRIMARY KEY)"))
     router = place_orders(
-        redis_client,
         sql.Transaction(engine),
         sql.Inbox("orders"),
         sql.Outbox("orders"),
@@ -339,13 +331,7 @@ def test_a_source_on_one_redis_and_effects_on_another(redis_client, publish_comm
     settings = redis_client.connection_pool.connection_kwargs
     publish_commands("a", "b", "a")
     with redis.Redis(port=settings["port"], db=4) as other:
-        router = place_orders(
-            other,
-            Transaction(other),
-            Inbox("orders"),
-            Outbox("orders", EVENTS),
-            orders=RedisOrders(other),
-        )
+        router = place_orders_in_redis(other)
         source = StreamSource(redis_client, "commands", "orders")
         batch = source.read(10, 1)
         assert ids(batch) == ["c-a", "c-b", "c-a"]
