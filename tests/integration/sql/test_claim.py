@@ -11,6 +11,7 @@ from tests.integration.sql.claiming import (
     OUTBOX,
     ListSink,
     fill,
+    made,
     row,
     rows,
     store,
@@ -274,6 +275,18 @@ def test_S4_two_relays_publish_every_row_once(engine):
             thread.join(10)
     assert len(sink.ids) == 600
     assert len(set(sink.ids)) == 600
+
+
+def test_S4_a_claim_sees_what_others_have_committed_however_strict_the_engine_is(database_url):
+    """With a snapshot, what another relay has just marked would be an error, or out of order."""
+    with made(database_url, isolation_level="SERIALIZABLE") as strict:
+        fill(strict, 1)
+        source = OutboxSource(strict, wakeup=False)
+        opened = source._rows.claim(1, source.resting)
+        level = opened.connection.exec_driver_sql("SHOW transaction_isolation").scalar()
+        opened.settle((), ())
+        source.close()
+    assert level == "read committed"
 
 
 def test_S4_a_row_in_flight_is_not_claimed_again(engine, open_source):
