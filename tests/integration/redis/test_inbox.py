@@ -14,6 +14,7 @@ from tests.waiting import eventually
 from conquiet.errors import ConfigError, PermanentError
 from conquiet.message import Message
 from conquiet.redis import Inbox, InProgress, Outbox, Transaction, commands
+from conquiet.redis.lease import Terms
 from conquiet.redis.session import Session
 from conquiet.router import Router
 from conquiet.testing import deliver, message
@@ -132,6 +133,14 @@ def test_a_batch_takes_two_round_trips(router, names):
         *("SET", "SET", "WATCH", "MGET"),
         *("MULTI", "INCRBY", "INCRBY", "SET", "SET", "EXEC"),
     ]
+
+
+def test_a_twin_in_the_same_batch_is_leased_and_done_once(router, names, effects):
+    made = router()
+    deliver(made, *numbered(1, 99))
+    seen = names(lambda: deliver(made, *numbered(1), *numbered(1)))
+    assert seen.count("SET") == 2  # processing, done
+    assert effects("m-0") == [1]
 
 
 def test_duplicates_alone_take_one_and_write_nothing(router, names):
@@ -282,6 +291,14 @@ def test_a_renewal_makes_nothing_good_that_happened_before_it(
     else:
         assert len(runs) == 2  # nothing was written of the first
         assert effects("m-0") == [1]
+
+
+def test_a_lease_whose_reply_was_lost_has_one_taker():
+    terms = Terms(lease=30.0, retention=60.0)
+    terms.abandon({b"key": b"processing:1"})
+    assert not terms.recognise(b"other", b"processing:1")
+    assert terms.recognise(b"key", b"processing:1")
+    assert not terms.recognise(b"key", b"processing:1")
 
 
 def test_the_thread_that_renews_ends_when_there_is_nothing_to_renew(router):

@@ -234,6 +234,17 @@ def test_closing_makes_the_unsettled_claimable_at_once(source, publish):
     assert [message.deliveries for message in got] == [1, 1]
 
 
+def test_a_nack_after_close_takes_nothing_from_those_who_may_claim(source, publish, pending):
+    publish(1)
+    closed = source(consumer="pod-0", lease=60.0)
+    [message] = read(closed, 1)
+    closed.close()
+    message.nack(GivenBack("the worker stops"))
+    other = source(consumer="pod-1", lease=60.0)
+    assert ids(other.read(1, 1.0)) == ["m-0"]
+    assert pending() == [("pod-1", 1)]
+
+
 def test_an_ack_after_close_still_counts(source, publish, pending):
     one = source()
     publish(1)
