@@ -104,7 +104,7 @@ def handle(server: embedded.PostgresServer, options: Options) -> list[Case]:
         url, made = prepared(server)
         count = 500 if batch == 1 else 5_000
         if options.quick:
-            count = 200 if batch == 1 else 2_000
+            count = 100 if batch == 1 else 1_000
         router = orders_router(made)
         with psycopg.connect(url) as direct:
             hand = ByHand(direct)
@@ -122,7 +122,7 @@ def handle(server: embedded.PostgresServer, options: Options) -> list[Case]:
                 )
             seconds = measure(contestants, rounds=rounds)
             if batch == 200:
-                few = min(count, 500)
+                few = 100 if options.quick else 500
                 slow = {"slow": partial(run, hand.one_upsert_each, few, 1)}
                 taken = measure(slow, rounds=rounds)["slow"]
                 scale = count / few
@@ -300,7 +300,7 @@ def xadd(topic: str, attributes: dict[str, Any], data: bytes) -> list[Any]:
 
 
 def relay(server: embedded.PostgresServer, redis_url: str, options: Options) -> list[Case]:
-    count = 10_000 if options.quick else 100_000
+    count = 5_000 if options.quick else 100_000
     cases: list[Case] = []
     url, made = prepared(server)
     with psycopg.connect(url) as direct, redis.Redis.from_url(redis_url) as client:
