@@ -248,6 +248,24 @@ def test_r8_a_server_without_memory_is_nobodys_fault(redis_client, router):
     assert len(deliver(made, *numbered(1)).acked) == 1
 
 
+def test_after_a_refusal_by_the_server_it_is_looked_for_anew(redis_client, router):
+    """Behind a Sentinel it may be another one: the old master refuses as a replica."""
+
+    def handle(item: Message[bytes]) -> None:
+        commands(redis_client).set(item.id, "x")
+
+    made = router(handle)
+    deliver(made, *numbered(1))
+    before = redis_client.client_id()
+    redis_client.config_set("min-replicas-to-write", 1)
+    try:
+        [error] = deliver(made, *numbered(1, 1)).errors
+    finally:
+        redis_client.config_set("min-replicas-to-write", 0)
+    assert isinstance(error, StoreError)
+    assert redis_client.client_id() != before
+
+
 def test_a_user_without_multi_is_told_before_anything_takes_effect(redis_client, redis_url):
     redis_client.execute_command(
         *("ACL", "SETUSER", "clerk", "on", ">pass", "~*", "+@all", "-multi")
@@ -331,6 +349,19 @@ def test_r9_what_was_not_executed_runs_at_the_next_delivery_without_waiting_for_
         delivered = deliver(made, *numbered(3))
     assert len(delivered.acked) == 3
     assert redis_client.mget(*[f"effect-m-{n}" for n in range(3)]) == [b"1"] * 3
+
+
+def test_r9_a_lost_reply_to_the_lease_does_not_cost_the_lease(redis_client, router, proxied):
+    proxy, client = proxied
+
+    def handle(item: Message[bytes]) -> None:
+        commands(client).incr(f"effect-{item.id}")
+
+    made = router(handle, Inbox("billing", lease=3600), client=client)
+    deliver(made, *numbered(1, 99))  # the pool is warm now
+    proxy.lose_replies(1)
+    assert len(deliver(made, *numbered(2)).acked) == 2
+    assert redis_client.mget("effect-m-0", "effect-m-1") == [b"1", b"1"]
 
 
 def test_r9_without_an_inbox_a_lost_reply_is_not_tried_again_by_itself(
