@@ -169,6 +169,8 @@ def test_names_that_were_made_up_do_not_pile_up(source, publish, redis_client):
     busy.close()
     [left] = redis_client.xinfo_consumers(STREAM, GROUP)
     assert left["name"].decode() == busy.consumer  # it holds something
+    [field] = redis_client.hkeys(f"conquiet:leases:{{{STREAM}}}")
+    assert field.decode().endswith(busy.consumer)
 
 
 # --- nack -------------------------------------------------------------------------------------
@@ -357,6 +359,17 @@ def test_r7_the_entries_of_an_outbox_are_acked_and_deleted_in_one_multi(
     relay.close()
     names = " ".join(command.split()[0] for command in sent)
     assert "MULTI XACK XDEL EXEC" in names
+
+
+def test_an_outbox_that_cannot_be_acked_says_so(redis_client, publish):
+    publish(1)
+    relay = outbox_source(redis_client, STREAM)
+    [message] = read(relay, 1)
+    redis_client.set(STREAM, "no stream any more")
+    with pytest.raises(StoreError, match="WRONGTYPE"):
+        relay.settle([message.acking.token], ())
+    redis_client.delete(STREAM)
+    relay.close()
 
 
 def test_r12_an_entry_deleted_while_pending_is_acked_and_counted(
