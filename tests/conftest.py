@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import threading
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -148,3 +150,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(reason)
         for name in sorted(names):
             terminalreporter.write_line(f"  {name}")
+
+
+@pytest.fixture
+def untraced() -> Iterator[None]:
+    """No coverage in this thread and those it starts: a Deadline interrupts only without."""
+    tracing, in_threads = sys.gettrace(), threading.gettrace()
+    sys.settrace(None)
+    threading.settrace(None)  # type: ignore[arg-type]
+    yield
+    sys.settrace(tracing)
+    threading.settrace(in_threads)  # type: ignore[arg-type]

@@ -18,6 +18,8 @@ from conquiet.middleware import Deadline, Retry, interrupt
 from conquiet.middleware.interrupt import Alarm, Interrupt, Timer, limited
 from conquiet.testing import deliver
 
+pytestmark = pytest.mark.usefixtures("untraced")
+
 SHORT = 0.02  # seconds after which a handler that never ends is interrupted
 
 
@@ -393,6 +395,18 @@ def test_a_later_alarm_does_not_delay_an_earlier_one():
 
     with pytest.raises(KeyError):
         limited(3600, outer, TimeoutError)
+
+
+def test_under_a_tracer_a_call_is_not_interrupted_but_found_late():
+    steps = []
+    sys.settrace(lambda *event: None)
+    try:
+        with pytest.raises(TimeoutError):
+            limited(0.01, lambda: steps.append(time.sleep(0.02)), TimeoutError)
+        assert limited(60, lambda: "in time", TimeoutError) == "in time"
+    finally:
+        sys.settrace(None)
+    assert len(steps) == 1
 
 
 def test_an_interrupt_is_no_exception():

@@ -217,6 +217,7 @@ def test_a_batch_handler_has_a_span_linked_to_those_of_its_messages(traced):
     assert parents == [hexadecimal(first)[1], hexadecimal(second)[1]]
 
 
+@pytest.mark.usefixtures("untraced")
 def test_an_interrupted_handler_leaves_no_span_behind(traced):
     def never_ends(message):
         while True:
