@@ -4,11 +4,12 @@ A timer thread raises an exception inside the thread that makes the call. Python
 it between two steps of bytecode, so there is a moment when it is under way: sent, and not
 yet there. Whoever ends a call must end that moment too, or the exception hits a bystander,
 such as the commit. Sending and ending therefore exclude each other by one lock, and ending
-takes back what is still under way.
+waits for what is still under way. It is never taken back: CPython 3.11 goes on looking for what
+was taken back, and as soon as a tracer is on, in whatever thread, does nothing else any more.
 
-Under a tracer (coverage, a debugger) none of this holds: the exception may arrive inside the
-tracer, or between taking a lock and noting it, and CPython 3.11 loops on one that was taken back.
-There a call is not interrupted; that it took too long is found when it returns.
+Under a tracer (coverage, a debugger) the exception may arrive inside the tracer, or between
+taking a lock and noting it. There a call is not interrupted; that it took too long is found when
+it returns.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from typing import TypeVar
 from conquiet.errors import Interrupt
 
 T = TypeVar("T")
+
+_STEPS = range(20)
+"""Steps of bytecode, before each of which an exception that was sent arrives."""
 
 
 class Alarm:
@@ -66,11 +70,9 @@ class Timer:
                 self._changed.notify()
 
     def disarm(self, alarm: Alarm) -> None:
-        """After this the alarm does nothing any more. May itself raise the interrupt."""
+        """After this the alarm sends nothing any more. May itself raise the interrupt."""
         with self._lock:
             self._armed.discard(alarm)
-        if alarm.fired:
-            _raise_in(alarm.thread, None)
 
     def _serve(self) -> None:
         with self._changed:
@@ -85,9 +87,9 @@ class Timer:
                 self._changed.wait(None if idle else self._wakes_at - now)
 
 
-def _raise_in(thread: int, error: type[BaseException] | None) -> None:
-    """Send an exception to a thread; None takes back the one that is under way."""
-    sent = ctypes.py_object(error) if error is not None else None
+def _raise_in(thread: int, error: type[BaseException]) -> None:
+    """Send an exception to a thread."""
+    sent = ctypes.py_object(error)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), sent)
 
 
@@ -121,12 +123,17 @@ def limited(seconds: float, call: Callable[[], T], late: Callable[[], Exception]
     try:
         try:
             timer.arm(alarm)
-            return call()
+            result = call()
         finally:
             timer.disarm(alarm)
+            for _ in _STEPS if alarm.fired else ():
+                pass  # it arrives here, unless it has arrived
+        return result
     except Interrupt as interrupt:
         try:
             timer.disarm(alarm)
+            for _ in _STEPS:
+                pass
         except Interrupt:  # our own on top of an outer one; both have arrived now
             timer.disarm(alarm)
         if not alarm.fired:  # an outer limit's
