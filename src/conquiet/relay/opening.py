@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 CONNECT_SECONDS = 5
 EVENTS_TABLE = "outbox_events"
 """A table of this name, in whatever schema, has the locked layout of domain events."""
-EVENTS_SOURCE = "conquiet.events:OutboxEventsSource"
+EVENTS_SOURCE = "conquiet.events.source:EventSource"
+_CLOUDEVENTS_ONLY = ("redis", "rediss", "stdout")
+"""Sinks that take no attribute with an underscore in its name."""
 
 
 @dataclass(frozen=True)
@@ -100,14 +102,21 @@ SINKS: dict[str, Callable[[str, Settings], OpenedSink]] = {
     "pubsub": _by("conquiet.relay.sinks.pubsub:PubSubSink", "pubsub"),
     "amqp": _by("conquiet.relay.sinks.kombu:KombuSink", "kombu"),
     "amqps": _by("conquiet.relay.sinks.kombu:KombuSink", "kombu"),
+    "kombu+": _by("conquiet.relay.sinks.kombu:KombuSink", "kombu"),
     "kafka": _by("conquiet.relay.sinks.kafka:KafkaSink", "kafka"),
     "http": _by("conquiet.relay.sinks.http:HttpSink", "sql"),
     "https": _by("conquiet.relay.sinks.http:HttpSink", "sql"),
 }
 
 
+def scheme_of(url: str) -> str:
+    """The key of `SINKS` for a URL; every transport of Kombu is one."""
+    scheme, colon, _ = url.partition(":")
+    return "kombu+" if scheme.startswith("kombu+") else scheme if colon else ""
+
+
 def open_sink(settings: Settings) -> OpenedSink:
-    return SINKS[settings.sink.partition(":")[0]](settings.sink, settings)
+    return SINKS[scheme_of(settings.sink)](settings.sink, settings)
 
 
 def open_engine(settings: Settings, **options: Any) -> Engine:
@@ -146,17 +155,23 @@ def has_events_layout(table: str) -> bool:
 def open_source(settings: Settings, engine: Engine) -> Source:
     options: dict[str, Any] = {
         "max_attempts": settings.max_attempts,
-        "ordered": settings.ordered,
         "poll": settings.poll_ms / 1000,
         "wakeup": settings.wakeup,
     }
-    if has_events_layout(settings.table):
-        module, _, name = EVENTS_SOURCE.partition(":")
-        kind: Any = getattr(_needed(module, "sql"), name)
-        return kind(engine, settings.table, **options)  # type: ignore[no-any-return]
-    from conquiet.sql import OutboxSource
+    if not has_events_layout(settings.table):
+        from conquiet.sql import OutboxSource
 
-    return OutboxSource(engine, settings.table, **options)
+        return OutboxSource(engine, settings.table, ordered=settings.ordered, **options)
+    if settings.ordered:
+        raise ConfigError(
+            f"CONQUIET_OUTBOX_ORDERED: {EVENTS_TABLE} has no key to keep an order by; choose false"
+        )
+    module, _, name = EVENTS_SOURCE.partition(":")
+    kind: Any = getattr(_needed(module, "sql"), name)
+    plain = scheme_of(settings.sink) in _CLOUDEVENTS_ONLY
+    return kind(  # type: ignore[no-any-return]
+        engine, settings.table, topic=settings.topic, cloudevents=plain, **options
+    )
 
 
 def _needed(module: str, extra: str) -> Any:

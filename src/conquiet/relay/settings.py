@@ -79,9 +79,9 @@ def _database(text: str) -> str:
 
 
 def _sink(text: str) -> str:
-    from conquiet.relay.opening import SINKS
+    from conquiet.relay.opening import SINKS, scheme_of
 
-    if text.partition(":")[0] not in SINKS or ":" not in text:
+    if scheme_of(text) not in SINKS:
         raise ValueError
     return text
 
@@ -107,7 +107,7 @@ def _address(text: str) -> tuple[str, int] | None:
     return parts.hostname, parts.port
 
 
-_SINK_SCHEMES = "redis://, rediss://, pubsub://, amqp://, amqps://, kafka://, http://, https://"
+_SINK_SCHEMES = "redis://, rediss://, pubsub://, amqp://, kombu+…://, kafka://, http://, https://"
 
 SETTINGS: tuple[Setting, ...] = (
     Setting(
