@@ -153,6 +153,17 @@ def test_an_answer_that_never_comes_is_an_outage_after_the_deadline(
     sink.close()
 
 
+def test_however_many_keys_hang_the_deadline_is_one_for_all(server: PubSubServer) -> None:
+    sink = PubSubSink("shop", "orders", timeout=0.5, ordered=True)
+    messages = [message for key in range(40) for message in numbered(1, f"{key}", subject=f"{key}")]
+    server.faults.update({message.id: DROP for message in messages})
+    began = time.monotonic()
+    with pytest.raises(SinkUnavailable):
+        sink.publish(messages)
+    assert time.monotonic() - began < 5
+    sink.close()
+
+
 def test_messages_of_a_key_go_out_in_order_with_it_as_ordering_key(
     server: PubSubServer, ordered: PubSubSink
 ) -> None:

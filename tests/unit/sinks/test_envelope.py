@@ -51,6 +51,12 @@ def test_names_as_cloudevents_spells_them_serve_as_well() -> None:
     assert envelope.plain["created_at"] == "2026-01-31T12:00:00Z"
 
 
+def test_the_subject_of_a_domain_event_is_its_aggregate() -> None:
+    assert "aggregate_id" not in pack(Message(b"", {**GIVEN, "subject": "s-1"})).plain
+    event = pack(Message(b"", {**GIVEN, "subject": "s-1", "aggregatetype": "store"}))
+    assert event.plain["aggregate_id"] == "s-1"
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import ssl
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,17 @@ def test_a_check_tells_whether_somebody_listens(receiver: Receiver, sink: HttpSi
 def test_a_name_that_does_not_resolve_is_an_outage() -> None:
     with pytest.raises(SinkUnavailable):
         HttpSink("http://nowhere.invalid/").publish(numbered(1))
+
+
+def test_a_receiver_that_takes_no_connection_in_time_is_an_outage() -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as server, ExitStack() as waiting:
+        port = server.getsockname()[1]
+        with suppress(TimeoutError):  # until the queue of the kernel is full
+            while True:
+                waiting.enter_context(socket.create_connection(("127.0.0.1", port), 0.2))
+        sink = HttpSink(f"http://127.0.0.1:{port}/", timeout=0.2)
+        with pytest.raises(SinkUnavailable, match="cannot be reached"):
+            sink.publish(numbered(3))
 
 
 def test_a_message_without_an_id_is_invalid(sink: HttpSink) -> None:

@@ -68,6 +68,8 @@ def pack(message: Message[Any]) -> Envelope:
         found = own or next((texts[other] for other in others if texts.get(other)), None)
         if found:
             plain[name] = found
+    if "aggregate_type" in plain and texts.get("subject"):
+        plain.setdefault("aggregate_id", texts["subject"])
     body = b"" if message.data is None else encode_data(message)
     content_type = texts.pop("datacontenttype", None)
     return Envelope(body, content_type, texts, plain)

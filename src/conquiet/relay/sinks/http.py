@@ -158,7 +158,11 @@ class HttpSink:
             except (ConnectionError, http.client.BadStatusLine):
                 self.close()  # a connection that was kept open may be closed at any time
         self._connection = self._open()
-        self._connection.connect()  # if nobody listens, it is an outage
+        try:
+            self._connection.connect()
+        except OSError as error:
+            self.close()
+            return SinkUnavailable(f"{self._place} cannot be reached: {error!r:.200}")
         try:
             return self._exchange(message, envelope.body, headers)
         except (ConnectionError, http.client.BadStatusLine) as error:

@@ -112,7 +112,7 @@ class KafkaSink:
         """Send these, and wait; returns those that a broker refused."""
         producer = self._connected()
         refused: list[_Place] = []
-        self._down, self._waiting = None, 0
+        self._forget_the_past(producer)
         for place, envelope in packed:
             message = messages[place]
 
@@ -143,6 +143,12 @@ class KafkaSink:
         if self._broken:
             self.close()
         return refused
+
+    def _forget_the_past(self, producer: Any) -> None:
+        """Brokers close idle connections, which is no outage of now."""
+        with suppress(self._kafka.KafkaException):  # a fatal one will be told again
+            producer.poll(0)
+        self._down, self._waiting = None, 0
 
     def _produce(
         self, producer: Any, message: Message[Any], envelope: Envelope, on_delivery: Any

@@ -70,7 +70,8 @@ class KombuSink:
                 " KombuSink(url, topic, queues=['events'])"
             )
         self._refusals: tuple[type[Exception], ...] = tuple(connection.channel_errors)
-        self._troubles = (OSError, *connection.connection_errors, *self._refusals)
+        unreachable = self._kombu.exceptions.OperationalError
+        self._troubles = (OSError, unreachable, *connection.connection_errors, *self._refusals)
         self._link: _Link | None = None
 
     @classmethod
@@ -102,7 +103,7 @@ class KombuSink:
         """Raises `SinkUnavailable` if the broker does not answer."""
         connection = self._connection()
         try:
-            connection.connect()
+            _connect(connection)
         except self._troubles as error:
             raise SinkUnavailable(f"the broker cannot be reached: {error!r:.200}") from error
         finally:
@@ -200,6 +201,11 @@ class KombuSink:
         )
 
 
+def _connect(connection: Any) -> None:
+    """Once, and again at once; Kombu's own `connect` would sleep in between."""
+    connection.ensure_connection(max_retries=1, interval_start=0, interval_max=0.1)
+
+
 class _Batch:
     """One call of `publish`."""
 
@@ -225,7 +231,7 @@ class _Link:
         self._names: dict[int, str] = {}
         self._tag = 0
         try:
-            connection.connect()
+            _connect(connection)
             self._channel = connection.channel()
             self._producer = kombu.Producer(self._channel, auto_declare=False)
             if confirms:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -170,6 +171,7 @@ class _Batch:
         self._sink = sink
         self._messages = messages
         self._answers = Answers(messages)
+        self._deadline = 0.0
         self._lost: set[str] = set()
         """Keys of which a message failed; what follows must wait."""
 
@@ -182,6 +184,7 @@ class _Batch:
             # One request of each topic and key at a time, so that none overtakes another.
             sent = [(topic, key, chunks[0]) for topic, key, chunks in groups]
             futures = [self._send(*request) for request in sent]
+            self._deadline = time.monotonic() + self._sink._timeout + _GRACE_SECONDS
             for request, future in zip(sent, futures, strict=True):
                 self._settle_all(*request, future)
             groups = [(topic, key, chunks[1:]) for topic, key, chunks in groups if chunks[1:]]
@@ -230,11 +233,13 @@ class _Batch:
             return
         self._lost.discard(key)
         for place in places:
-            self._settle(key, [place], self._send(topic, key, [place]))
+            future = self._send(topic, key, [place])
+            self._deadline = time.monotonic() + self._sink._timeout + _GRACE_SECONDS
+            self._settle(key, [place], future)
 
     def _settle(self, key: str, places: Sequence[_Place], future: Future[Any] | None) -> bool:
         """Answer for these; True if Pub/Sub has something against one of them."""
-        error = None if future is None else _error_of(future, self._sink._timeout)
+        error = None if future is None else _error_of(future, self._deadline)
         answer: Error = None
         for place, _ in places:
             message = self._messages[place]
@@ -248,10 +253,11 @@ class _Batch:
         return isinstance(answer, Refused)
 
 
-def _error_of(future: Future[Any], timeout: float) -> BaseException | None:
+def _error_of(future: Future[Any], deadline: float) -> BaseException | None:
     try:
-        return future.exception(timeout + _GRACE_SECONDS)
+        return future.exception(max(0.0, deadline - time.monotonic()))
     except FutureTimeout as late:
+        future.cancel()  # if it is still waiting for its turn
         return late
 
 
