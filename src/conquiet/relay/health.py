@@ -17,6 +17,7 @@ from typing import Any
 from conquiet.errors import ConfigError
 
 FRESH_SECONDS = 2.0
+_REST = 10  # a look that takes long is not repeated before ten times as long
 _REQUEST_SECONDS = 5.0
 
 
@@ -80,7 +81,8 @@ class Check:
         taken = round((time.perf_counter() - began) * 1000, 1)
         with self._lock:
             self._answer = Answer(ok, taken, detail)
-            self._until = time.monotonic() + self._fresh
+            rest = _REST * taken / 1000 if ok else 0.0
+            self._until = time.monotonic() + max(self._fresh, rest)
             self._done = None
         done.set()
 

@@ -119,6 +119,11 @@ class Inspection:
         )
         self._event_id = event_id
 
+    def reach(self, timeout_ms: int = _STATEMENT_MS) -> None:
+        """Raises if the database or the table is not there."""
+        with self._reading(timeout_ms) as connection:
+            connection.execute(select(self._table.c.id).limit(1)).first()
+
     def figures(self, timeout_ms: int = _STATEMENT_MS) -> Figures:
         """Counts, by the partial indexes: what is published costs nothing."""
         oldest = func.min(self._table.c.created_at)

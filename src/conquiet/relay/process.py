@@ -21,6 +21,7 @@ from typing import Any
 from conquiet.errors import ConfigError
 from conquiet.relay.health import Check, Health, HealthServer
 from conquiet.relay.opening import open_engine, open_sink, open_source
+from conquiet.relay.relay import Outcome
 from conquiet.relay.settings import Settings
 from conquiet.source import EndOfSource
 from conquiet.stopping import Signals
@@ -28,6 +29,7 @@ from conquiet.stopping import Signals
 logger = logging.getLogger("conquiet.relay")
 
 _LOOK_SECONDS = 0.1
+_COUNT_MS = 30_000
 OK, FAILED = 0, 1
 
 
@@ -49,15 +51,23 @@ class RelayProcess:
             undo.callback(self._open.close)
             engine = open_engine(settings)
             self._open.callback(engine.dispose)
-            probing = open_engine(settings, pool_size=1, max_overflow=1)
+            probing = open_engine(settings, pool_size=2, max_overflow=1)
             self._open.callback(probing.dispose)
             opened = open_sink(settings)
             self._open.callback(opened.close)
             inspection = Inspection(probing, settings.table, max_attempts=settings.max_attempts)
             seconds = settings.check_timeout_ms / 1000
-            self._database = Check(
-                lambda: asdict(inspection.figures(settings.check_timeout_ms)), timeout=seconds
+            # Counting takes long behind a long backlog, which is no reason to be unready.
+            self._counts = Check(
+                lambda: asdict(inspection.figures(_COUNT_MS)), timeout=seconds / 2, fresh=5.0
             )
+
+            def look_at_database() -> Mapping[str, Any]:
+                inspection.reach(settings.check_timeout_ms)
+                counts = self._counts.answer()
+                return counts.detail if counts.ok else {"counts": counts.detail["error"]}
+
+            self._database = Check(look_at_database, timeout=seconds)
             self._sink = Check(self._look_at_sink(opened.check), timeout=seconds)
             self.metrics = RelayMetrics(self._figures)
             self.relay = WatchedRelay(
@@ -103,6 +113,7 @@ class RelayProcess:
 
     def run_until_empty(self) -> int:
         """Publish what waits now; 1 if something could not be published."""
+        outcome = Outcome()
         try:
             outcome = self.relay.run_once()
             while outcome.published and outcome.outage is None:
@@ -149,10 +160,8 @@ class RelayProcess:
     def _figures(self) -> Any:
         from conquiet.relay.inspection import Figures
 
-        answer = self._database.answer()
-        if not answer.ok:
-            return None
-        return Figures(**answer.detail)
+        answer = self._counts.answer()
+        return Figures(**answer.detail) if answer.ok else None
 
     def _look_at_sink(
         self, check: Callable[[], object] | None

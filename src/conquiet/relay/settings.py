@@ -21,8 +21,12 @@ SECTION = "relay"
 """The table of the file that is ours; others may use the rest of it."""
 
 DATABASES = ("postgresql", "postgres", "sqlite")
-_secret = re.compile(r"(?i)((?:password|passwd|secret|token|api_?key|sasl\.password)=)[^&\s]*")
-_userinfo = re.compile(r"://([^/@\s:]*):[^/@\s]*@")
+_secret = re.compile(
+    r"(?i)([?&;][\w.-]*(?:password|passwd|secret|token|key|sig|signature|credential)[\w.-]*=)[^&;\s]*"
+)
+# Up to the last @: a password that was not encoded must not end too early.
+_password = re.compile(r"://([^/@\s:]*):[^\s]*@")
+_bearer = re.compile(r"^(https?)://[^/@\s:]+@")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,8 @@ class Setting:
 
 def masked(url: str) -> str:
     """A URL as logs may show it: the password, and what looks like one, is hidden."""
-    return _secret.sub(r"\1***", _userinfo.sub(r"://\1:***@", url))
+    url = _bearer.sub(r"\1://***@", _password.sub(r"://\1:***@", url))
+    return _secret.sub(r"\1***", url)
 
 
 def _whole(least: int, most: int) -> tuple[Callable[[str], int], str]:

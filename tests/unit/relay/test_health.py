@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 import urllib.error
 import urllib.request
 
@@ -62,6 +63,13 @@ def test_what_is_old_is_asked_again() -> None:
     assert check.answer().ok
     dependency.error = ConnectionError("away")
     assert check.answer().detail == {"error": "ConnectionError: away"}
+
+
+def test_a_look_that_takes_long_is_not_repeated_soon() -> None:
+    check = Check(lambda: time.sleep(0.2), timeout=5, fresh=0)
+    assert check.answer().ok
+    assert check.answer().ok
+    assert check.looks == 1
 
 
 @pytest.fixture

@@ -113,6 +113,10 @@ def test_every_setting_is_a_field_of_the_settings() -> None:
         ("redis://:pw@h:1/0", "redis://:***@h:1/0"),
         ("kafka://h/?sasl.password=x&a=b", "kafka://h/?sasl.password=***&a=b"),
         ("sqlite:///shop.db", "sqlite:///shop.db"),
+        ("amqp://u:p@ss/w@h/v", "amqp://u:***@h/v"),
+        ("https://t0ken@h/x", "https://***@h/x"),
+        ("https://h/x?a=1&access_token=t0ken", "https://h/x?a=1&access_token=***"),
+        ("postgresql://app@h/d?sslmode=require", "postgresql://app@h/d?sslmode=require"),
     ],
 )
 def test_masked(url, shown) -> None:
