@@ -23,6 +23,7 @@ from conquiet.sql import schema
 
 SECONDS = float(os.environ.get("CONQUIET_FAULT_SECONDS", "8"))
 ROWS = int(os.environ.get("CONQUIET_FAULT_ROWS", "2000"))
+BATCH = max(20, ROWS // 500)  # a batch in twenty hangs, and each costs a process some seconds
 FLAKY_RELAY = Path(__file__).with_name("flaky_relay.py")
 
 
@@ -33,7 +34,16 @@ class Relays:
         self._arguments = [
             *(sys.executable, str(FLAKY_RELAY), "--database", database),
             *("--sink", f"flaky+{sink}", "--max-attempts", "1000", "--health", "off"),
-            *("--poll-ms", "50", "--batch-size", "20", "--stuck-after-s", "2", "--grace-s", "10"),
+            *(
+                "--poll-ms",
+                "50",
+                "--batch-size",
+                str(BATCH),
+                "--stuck-after-s",
+                "2",
+                "--grace-s",
+                "10",
+            ),
             *("--log-level", "warning"),
         ]
         self._logs = logs
