@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from conquiet.marketplace.catalog import CATALOG
 from conquiet.relay.metrics import METRICS
 from conquiet.relay.settings import SETTINGS
 
@@ -37,7 +38,17 @@ def metrics_table() -> list[str]:
     return lines
 
 
-TABLES = {"settings": settings_table, "metrics": metrics_table}
+def enums_table() -> list[str]:
+    lines = ["| `event_type` | `aggregate_type` | version | `data` |", "|---|---|---|---|"]
+    for one in CATALOG.declarations:
+        about = f"`{one.aggregate_type}` | {one.version} | `{one.data.__name__}`"
+        lines.append(f"| `{one.event_type}` | {about} |")
+    used = {one.aggregate_type for one in CATALOG.declarations}
+    rest = [f"`{name}`" for name in CATALOG.aggregate_types if name not in used]
+    return [*lines, "", f"Aggregates without an event so far: {', '.join(rest) or 'none'}."]
+
+
+TABLES = {"settings": settings_table, "metrics": metrics_table, "enums": enums_table}
 
 
 def written_anew(page: str) -> str:
@@ -58,6 +69,12 @@ def test_the_table_of_the_page_is_that_of_the_code(name) -> None:
     page = PAGE.read_text()
     found = re.search(rf"<!-- begin {name} -->\n(.*?)<!-- end {name} -->", page, re.DOTALL)
     assert found[1].splitlines() == TABLES[name](), f"run python {Path(__file__).name}"
+
+
+def test_the_table_of_events_has_every_value_of_both_enums() -> None:
+    text = "\n".join(enums_table())
+    for value in (*CATALOG.event_types, *CATALOG.aggregate_types):
+        assert f"`{value}`" in text
 
 
 def test_the_page_covers_what_the_ticket_asks_for() -> None:
