@@ -14,6 +14,7 @@ from typing import Self
 
 from tests import needs
 
+from conquiet.embedded.guardian import Guardian, guarded
 from conquiet.embedded.ports import free_port
 
 # Not the wrapper in /usr/sbin, which changes to the user and the directory of the service.
@@ -40,6 +41,11 @@ class RabbitMQ:
         cookie = self._directory / ".erlang.cookie"
         cookie.write_text(secrets.token_hex(16))
         cookie.chmod(0o400)
+        (self._directory / "epmd").mkdir()
+        # They end both processes if we are killed.
+        self._guardians = [
+            Guardian(place, "KILL") for place in (self._directory / "epmd", self._directory)
+        ]
         self._epmd: subprocess.Popen[bytes] | None = None
         self._server: subprocess.Popen[bytes] | None = None
 
@@ -50,11 +56,16 @@ class RabbitMQ:
     def start(self) -> None:
         if self._epmd is None:
             command = ["epmd", "-port", str(self._epmd_port), "-address", "127.0.0.1"]
-            self._epmd = subprocess.Popen(command, env=self._environment, cwd=self._directory)
+            self._epmd = subprocess.Popen(
+                guarded(command),
+                env=self._environment,
+                cwd=self._directory / "epmd",
+                start_new_session=True,
+            )
         log = self._directory / "server.log"
         with log.open("wb") as stream:
             self._server = subprocess.Popen(
-                [str(SERVER)],
+                guarded([str(SERVER)]),
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
@@ -78,6 +89,8 @@ class RabbitMQ:
         if self._epmd is not None:
             self._epmd.kill()
             self._epmd.wait()
+        for guardian in self._guardians:
+            guardian.finish()
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _end(self, with_signal: signal.Signals) -> None:
@@ -113,9 +126,11 @@ class RabbitMQ:
             "RABBITMQ_CONFIG_FILE": str(place / "rabbitmq.conf"),
             "RABBITMQ_CONF_ENV_FILE": os.devnull,
             "RABBITMQ_ENABLED_PLUGINS_FILE": str(place / "plugins"),
+            # Makes the script become the server; -noinput undoes what else it does.
+            "RABBITMQ_ALLOW_INPUT": "1",
             # One scheduler that sleeps when idle: the machine is shared with other tests.
             "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": (
-                "-kernel inet_dist_use_interface {127,0,0,1} +S 1:1 +sbwt none"
+                "-noinput -kernel inet_dist_use_interface {127,0,0,1} +S 1:1 +sbwt none"
             ),
         }
 
