@@ -153,6 +153,14 @@ def test_an_answer_that_never_comes_is_an_outage_after_the_deadline(
     sink.close()
 
 
+def test_an_outage_ends_the_sending_one_by_one(server: PubSubServer, sink: PubSubSink) -> None:
+    server.faults["m-2"] = grpc.StatusCode.UNAVAILABLE
+    server.faults["m-1"] = BAD
+    answers = sink.publish(numbered(20))
+    assert kinds(answers) == [NONE, Refused, *[SinkUnavailable] * 18]
+    assert len(server.requests) == 4
+
+
 def test_however_many_keys_hang_the_deadline_is_one_for_all(server: PubSubServer) -> None:
     sink = PubSubSink("shop", "orders", timeout=0.5, ordered=True)
     messages = [message for key in range(40) for message in numbered(1, f"{key}", subject=f"{key}")]

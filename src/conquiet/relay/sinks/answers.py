@@ -53,6 +53,20 @@ class Answers:
         for place in self._open:
             self._answers[place] = why
 
+    def one_by_one(
+        self, packed: Sequence[tuple[int, Envelope]], send: Callable[[tuple[int, Envelope]], object]
+    ) -> None:
+        """Send each alone; once the sink is out of reach, the rest is not tried."""
+        outage: SinkUnavailable | None = None
+        for one in packed:
+            if outage is not None:
+                self.set(one[0], outage)
+                continue
+            send(one)
+            answer = self._answers[one[0]]
+            if isinstance(answer, SinkUnavailable):
+                outage = answer
+
     def concluded(self) -> list[Error]:
         """All answers; raises `SinkUnavailable` if the sink answered for none that was sent."""
         answers = [self._answers[place] for place in self._sent]

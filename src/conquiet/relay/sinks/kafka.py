@@ -78,8 +78,7 @@ class KafkaSink:
         refused = self._send(messages, packed, answers)
         if len(packed) > 1:
             # A broker refuses what came in one request as a whole.
-            for one in refused:
-                self._send(messages, [one], answers)
+            answers.one_by_one(refused, lambda one: self._send(messages, [one], answers))
         return answers.concluded()
 
     def check(self) -> None:

@@ -94,9 +94,8 @@ class KombuSink:
         refused = self._send(batch, packed)
         if refused is not None:
             # The broker closed the channel over one of them, and does not say which.
-            for one in packed:
-                if batch.answers.is_open(one[0]):
-                    self._send_alone(batch, one)
+            left = [one for one in packed if batch.answers.is_open(one[0])]
+            batch.answers.one_by_one(left, lambda one: self._send_alone(batch, one))
         return batch.answers.concluded()
 
     def check(self) -> None:

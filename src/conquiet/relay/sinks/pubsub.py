@@ -232,10 +232,13 @@ class _Batch:
         if not refused or len(places) == 1:
             return
         self._lost.discard(key)
-        for place in places:
+
+        def send(place: _Place) -> None:
             future = self._send(topic, key, [place])
             self._deadline = time.monotonic() + self._sink._timeout + _GRACE_SECONDS
             self._settle(key, [place], future)
+
+        self._answers.one_by_one(places, send)
 
     def _settle(self, key: str, places: Sequence[_Place], future: Future[Any] | None) -> bool:
         """Answer for these; True if Pub/Sub has something against one of them."""
