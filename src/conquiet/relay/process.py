@@ -92,11 +92,11 @@ class RelayProcess:
 
     def run(self) -> int:
         """Publish until a signal comes; the batch under way is finished."""
-        if self.server is not None:
-            logger.info("health is at http://%s:%d", self.server.host, self.server.port)
         thread = threading.Thread(target=self._publish, name="conquiet-relay", daemon=True)
         self._crash: BaseException | None = None
         with Signals() as signals:
+            if self.server is not None:  # told when signals are minded: who waits for it may stop
+                logger.info("health is at http://%s:%d", self.server.host, self.server.port)
             thread.start()
             while thread.is_alive() and not signals.count:
                 thread.join(_LOOK_SECONDS)

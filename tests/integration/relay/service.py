@@ -34,16 +34,15 @@ class RelayRun:
 
     @property
     def lines(self) -> list[dict[str, Any]]:
-        return [
-            json.loads(line) for line in self.logs.read_text().splitlines() if line.startswith("{")
-        ]
+        whole = self.logs.read_text().rpartition("\n")[0]  # the last line may be under way
+        return [json.loads(line) for line in whole.splitlines() if line.startswith("{")]
 
     def said(self, text: str) -> list[dict[str, Any]]:
         return [line for line in self.lines if text in line["message"]]
 
     @property
     def port(self) -> int:
-        eventually(lambda: self.said("health is at"))
+        eventually(lambda: self.said("health is at"), timeout=30)
         return int(re.search(r":(\d+)$", self.said("health is at")[0]["message"])[1])
 
     def get(self, path: str) -> tuple[int, str]:

@@ -104,8 +104,9 @@ def test_an_outage_of_the_database_is_told_and_ends_by_itself(private_postgres, 
 def test_several_relays_share_the_rows_and_none_goes_out_twice(
     database, engine, redis_url, redis_client, start
 ):
-    fill(engine, 600)
     relays = [start(database, redis_url, *QUICK, "--batch-size", "20") for _ in range(3)]
+    assert all(eventually(lambda relay=relay: relay.port, timeout=30) for relay in relays)
+    fill(engine, 600)
     assert eventually(lambda: unpublished(engine) == 0, timeout=40)
     assert [relay.stop() for relay in relays] == [0, 0, 0]
     ids = [fields[b"id"] for _, fields in redis_client.xrange("orders")]
