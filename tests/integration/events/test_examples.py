@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import uuid
+from pathlib import Path
 
 import pytest
 import redis
@@ -16,6 +20,8 @@ from conquiet.events.check import check
 from conquiet.marketplace.catalog import CATALOG, AdPaused, OrderCreated
 from conquiet.redis import StreamSink
 from conquiet.sql import engine as make_engine
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
@@ -92,3 +98,38 @@ def test_the_celery_task_handles_duplicates_once(redis_url: str, monkeypatch) ->
             eventually(lambda: {client.get(key)[:5] for key in keys} == {b"done:"})
     assert example.sent == ["NotificationRequested"] * 2
     assert len(keys) == 2
+
+
+@pytest.mark.filterwarnings("default")  # of Celery's own
+def test_celery_workers_on_redis_share_the_tasks_and_handle_duplicates_once(
+    redis_url: str, redis_client, tmp_path: Path
+) -> None:
+    celery = pytest.importorskip("celery")
+    command = [sys.executable, "-m", "celery", "-A", "examples.idempotent_celery", "worker"]
+    command += ["--pool", "solo", "--loglevel", "INFO", "--without-mingle", "--without-gossip"]
+    environment = {**os.environ, "REDIS_URL": redis_url, "CELERY_BROKER_URL": redis_url}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    logs = [tmp_path / "a.log", tmp_path / "b.log"]
+    started = []
+    for log in logs:
+        with log.open("w") as said:
+            named = [*command, "--hostname", log.stem]
+            started.append(subprocess.Popen(named, cwd=ROOT, env=environment, stderr=said))
+    try:
+        events = [notification() for _ in range(5)]
+        with celery.Celery(broker=redis_url) as producer:
+            for _ in range(3):
+                for event in events:
+                    arguments = [event.event_type, check(event).payload_json]
+                    producer.send_task("notify", arguments, ignore_result=True)
+        eventually(lambda: _count(logs, "succeeded in") == 15, timeout=60)
+    finally:
+        for process in started:
+            process.terminate()
+            process.wait(30)
+    assert _count(logs, "sent NotificationRequested") == 5
+    assert len(redis_client.keys("pf:evt:processed:notifications:*")) == 5
+
+
+def _count(logs: list[Path], what: str) -> int:
+    return sum(log.read_text().count(what) for log in logs)
