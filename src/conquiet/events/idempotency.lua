@@ -8,7 +8,7 @@
 -- ARGV[2]  owner
 -- ARGV[3]  milliseconds: the lease (claim, renew) or the TTL (confirm, mark); 0 for release
 --
--- Answers: "ours", "done" or "held": how the key stands now, seen from <owner>.
+-- Answers: "ours", "done", "held" or "gone": how the key stands now, seen from <owner>.
 
 local key, does, owner, ms = KEYS[1], ARGV[1], ARGV[2], ARGV[3]
 local processing, done = "processing:" .. owner, "done:" .. owner
@@ -19,10 +19,17 @@ if does == "mark" then -- the ticket's SET key value NX EX ttl
         redis.call("SET", key, done, "NX", "PX", ms)
         return "ours"
     end
-elseif does == "claim" or does == "renew" then
-    -- A lease that ran out and was taken by nobody is taken up again.
+elseif does == "claim" then
     if not found or found == processing then
         redis.call("SET", key, processing, "PX", ms)
+        return "ours"
+    end
+elseif does == "renew" then
+    -- Not if it is gone: a renewal that comes after the release must not bring it back.
+    if not found then
+        return "gone"
+    elseif found == processing then
+        redis.call("PEXPIRE", key, ms)
         return "ours"
     end
 elseif does == "confirm" then

@@ -34,7 +34,7 @@ LEASE_SECONDS = 30.0
 TTL_SECONDS = 168 * 3600.0
 """How long an event is remembered: longer than any redelivery takes. 7 days."""
 
-Answer = Literal["ours", "done", "held"]
+Answer = Literal["ours", "done", "held", "gone"]
 
 _RENEWALS = 3
 """How often a lease is renewed before it would end."""
@@ -155,8 +155,10 @@ class Claim(NamedTuple):
     owner: str
 
     def renew(self) -> None:
-        if self._ask("renew", self.idempotency.lease) != "ours":
+        answer = self._ask("renew", self.idempotency.lease)
+        if answer != "ours":
             self.idempotency.keeper.remove(self)
+        if answer == "held":
             logger.warning("%s: the lease was lost while its handler runs", self.key)
 
     def confirm(self, ttl: float | None = None) -> None:

@@ -144,6 +144,13 @@ def test_a_release_does_not_take_back_what_is_done(idempotency, redis_client) ->
     assert value(redis_client) == "done"
 
 
+def test_a_renewal_does_not_bring_back_what_was_released(idempotency, redis_client) -> None:
+    claim = idempotency.claim("mailer", EVENT)
+    claim.release()
+    claim.renew()
+    assert value(redis_client) == ""
+
+
 def test_a_lease_that_ran_out_and_that_nobody_took_is_still_confirmed(
     idempotency, redis_client
 ) -> None:
