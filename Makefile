@@ -5,17 +5,22 @@ WORKERS ?= 2
 export WORKERS
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-compat lint format bench clean
+.PHONY: help setup run run-outbox-publisher test test-compat lint format bench clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1|/p' Makefile | while IFS='|' read -r name text; do \
-		printf '  make %-12s %s\n' "$$name" "$$text"; done
+		printf '  make %-20s %s\n' "$$name" "$$text"; done
 
 setup: ## virtual environment, packages and Java; nothing to do when nothing changed
 	@scripts/setup.sh
 
 run: setup ## the tour: one event from a command to the next service
 	@$(BIN)/python examples/tour.py
+
+run-outbox-publisher: setup ## the relay: publishes an outbox; settings in docs/outbox.md
+	@CONQUIET_DATABASE_URL="$${CONQUIET_DATABASE_URL:-sqlite:///outbox.sqlite}"; \
+		export CONQUIET_DATABASE_URL; \
+		$(BIN)/conquiet outbox migrate && exec $(BIN)/conquiet relay run
 
 test: lint ## lint, types, import rules, then every test, with coverage
 	@echo "==> tests"

@@ -12,11 +12,11 @@ from argparse import SUPPRESS, Action, ArgumentParser, Namespace
 from collections.abc import Sequence
 from typing import Any
 
-from conquiet.cli import doctor, outbox, worker
+from conquiet.cli import doctor, outbox, relay, worker
 from conquiet.cli.terminal import FAILED, INTERRUPTED, OK, USAGE, Parser, one_line, red
 from conquiet.errors import ConfigError, ConquietError
 
-GROUPS = (worker, outbox, doctor)
+GROUPS = (worker, relay, outbox, doctor)
 
 _EPILOG = """\
 example:

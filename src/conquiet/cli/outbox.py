@@ -1,4 +1,4 @@
-"""`conquiet outbox`: the tables of inbox and outbox."""
+"""`conquiet outbox`: the tables of inbox and outbox, and the rows in them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from typing import Any
 
+from conquiet.cli import outbox_rows
 from conquiet.cli.terminal import FAILED, OK, green, print_json, red
 from conquiet.errors import ConfigError, StoreError
 
@@ -36,7 +37,9 @@ exit codes: 0 the tables are up to date, 1 it failed, 2 wrong usage or settings
 
 def register(commands: Any, common: ArgumentParser) -> None:
     group = commands.add_parser(
-        "outbox", help="the tables of inbox and outbox", description="The tables of conquiet."
+        "outbox",
+        help="the tables of inbox and outbox, and what waits or is parked in them",
+        description="The tables of conquiet, and the rows of the outbox.",
     )
     verbs = group.add_subparsers(title="commands", metavar="COMMAND", required=True)
     schema = verbs.add_parser(
@@ -73,6 +76,7 @@ def register(commands: Any, common: ArgumentParser) -> None:
         parser.add_argument("--inbox-table", metavar="NAME", help="the inbox (processed_messages)")
         parser.add_argument("--no-inbox", action="store_true", help="leave the inbox out")
         parser.add_argument("--json", action="store_true", help="answer in JSON")
+    outbox_rows.register(verbs, common)
 
 
 def _schema(options: Namespace) -> int:
@@ -87,8 +91,8 @@ def _schema(options: Namespace) -> int:
 
 def _verify(options: Namespace) -> int:
     schema = _schema_module()
-    url = _url(options, must_exist=True)
-    with _Reached(url):
+    url = database_url(options, must_exist=True)
+    with Reached(url):
         differences = schema.verify(url, **_tables(options))
     if options.json:
         found = [
@@ -107,8 +111,8 @@ def _verify(options: Namespace) -> int:
 
 def _migrate(options: Namespace) -> int:
     schema = _schema_module()
-    url = _url(options)
-    with _Reached(url):
+    url = database_url(options)
+    with Reached(url):
         schema.migrate(url, **_tables(options))
     if options.json:
         print_json({"ok": True})
@@ -139,7 +143,7 @@ def _tables(options: Namespace) -> dict[str, str | None]:
     return tables
 
 
-def _url(options: Namespace, must_exist: bool = False) -> Any:
+def database_url(options: Namespace, must_exist: bool = False) -> Any:
     from sqlalchemy import make_url
     from sqlalchemy.exc import ArgumentError
 
@@ -163,7 +167,7 @@ def _url(options: Namespace, must_exist: bool = False) -> Any:
     return url
 
 
-class _Reached:
+class Reached:
     """Says in one line that a database is out of reach, where SQLAlchemy takes five."""
 
     def __init__(self, url: Any) -> None:

@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from conquiet.acking import Acking, Error, settle
 from conquiet.backoff import Backoff
 from conquiet.errors import Blameless, ConfigError, GivenBack, SinkUnavailable
 from conquiet.message import Message, describe
 from conquiet.publish import answers_of
+from conquiet.relay.logs import fields
 from conquiet.sink import Sink
 from conquiet.source import EndOfSource, Source
 
@@ -39,6 +41,12 @@ class Outcome:
     """Messages that failed by themselves; each has used up an attempt."""
     outage: Exception | None = None
     """Why nothing went out at all; it cost no attempt."""
+
+
+Observe: TypeAlias = Callable[
+    [Sequence[Message[Any]], Sequence[Error], Exception | None, float], None
+]
+"""Is told, before they are settled: messages, answers, the outage if it is one, seconds."""
 
 
 class Relay:
@@ -59,6 +67,7 @@ class Relay:
         batch_size: int = 100,
         ordered: bool = False,
         longest_pause: float = 10.0,
+        observe: Observe | None = None,
     ) -> None:
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
             raise ConfigError(f"batch_size={batch_size!r}: must be a whole number from 1 on")
@@ -69,6 +78,11 @@ class Relay:
         self.published = 0
         self.failed = 0
         self.last_error: Exception | None = None
+        self.in_outage = False
+        """Whether the last batch that was tried met an outage."""
+        self.read_seconds = _READ_SECONDS
+        """How long one read may wait; `stop()` is noticed after it."""
+        self._observe = observe
         self._limit = batch_size
         self._pauses = Backoff(first=0.1, cap=longest_pause)
         self._stopping = threading.Event()
@@ -78,7 +92,7 @@ class Relay:
         try:
             while not self._stopping.is_set():
                 try:
-                    outcome = self.run_once(_READ_SECONDS)
+                    outcome = self.run_once(self.read_seconds)
                 except EndOfSource:
                     break
                 if outcome.outage is not None:
@@ -93,7 +107,12 @@ class Relay:
         """One batch; waits `timeout` seconds at most for it. Says what happened, never raises."""
         try:
             outcome = publish_batch(
-                self.source, self.sink, self._limit, timeout, ordered=self.ordered
+                self.source,
+                self.sink,
+                self._limit,
+                timeout,
+                ordered=self.ordered,
+                observe=self._observe,
             )
         except EndOfSource:
             raise
@@ -109,6 +128,8 @@ class Relay:
     def _learn(self, outcome: Outcome) -> None:
         self.published += outcome.published
         self.failed += outcome.failed
+        if outcome != Outcome():
+            self.in_outage = outcome.outage is not None
         if outcome.published:
             self._pauses.reset()
             self._limit = min(self.batch_size, self._limit * 2)
@@ -118,7 +139,13 @@ class Relay:
 
 
 def publish_batch(
-    source: Source, sink: Sink, limit: int, timeout: float = 0.0, *, ordered: bool = False
+    source: Source,
+    sink: Sink,
+    limit: int,
+    timeout: float = 0.0,
+    *,
+    ordered: bool = False,
+    observe: Observe | None = None,
 ) -> Outcome:
     """Claim up to `limit` messages, publish them, settle them.
 
@@ -128,10 +155,13 @@ def publish_batch(
     messages = source.read(limit, timeout)
     if not messages:
         return Outcome()
+    began = time.perf_counter()
     answers = _publish_in_order(sink, messages) if ordered else answers_of(sink, messages)
     acked: list[Acking] = []
     nacked: list[tuple[Acking, Error]] = []
     outage = _outage(answers)
+    if observe is not None:
+        observe(messages, answers, outage, time.perf_counter() - began)
     for message, answer in zip(messages, answers, strict=True):
         if message.acking is None:
             continue
@@ -170,6 +200,7 @@ def _log(message: Message[Any], answer: Exception) -> None:
             message.deliveries,
             describe(message.attributes),
             answer,
+            extra=fields(message, reason=type(answer).__name__),
         )
 
 

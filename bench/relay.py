@@ -1,0 +1,229 @@
+"""The relay: rows per second, and how long after a commit a consumer has the event.
+
+Rows: an outbox that is full, published to a Redis Stream and marked; the floor is the same by hand
+with psycopg and redis-py: SELECT … FOR UPDATE SKIP LOCKED, a pipeline of XADDs, one UPDATE, COMMIT.
+
+Latency: `conquiet relay run` in a process of its own while transactions of one event each commit
+at 300 per second; from the return of COMMIT to the entry in the consumer's hands, by one clock.
+With wake-up, and by polling every 500 ms alone.
+"""
+
+from __future__ import annotations
+
+import sys
+
+sys.path[0] = sys.path[0].removesuffix("/bench")  # see bench/__init__.py
+
+import json
+import os
+import statistics
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, cast
+
+import psycopg
+import redis
+from sqlalchemy import Engine, text
+
+from bench.harness import Case, arguments, report
+from conquiet import Message, embedded
+from conquiet.redis import StreamSink
+from conquiet.relay.metrics import RelayMetrics
+from conquiet.relay.watched import WatchedRelay
+from conquiet.sql import Outbox, OutboxSource, engine, schema, written
+
+RATE = 300
+DATA = json.dumps({"order": 1234567, "customer": "customer-17", "text": "x" * 240}).encode()
+OUTBOX = Outbox("orders", source="/orders")
+
+
+def event(number: int) -> Message[bytes]:
+    attributes = {"type": "order.placed", "subject": f"order-{number}"}
+    return Message(DATA, {**attributes, "datacontenttype": "application/json"})
+
+
+class Publishing:
+    """The same rows, published again and again; each round makes them new first."""
+
+    def __init__(self, made: Engine, url: str, client: redis.Redis, count: int) -> None:
+        self.made, self.url, self.client, self.count = made, url, client, count
+        with made.begin() as connection:
+            for start in range(0, count, 1_000):
+                OUTBOX.add(connection, [event(start + n) for n in range(1_000)])
+
+    def again(self) -> None:
+        """Unpublish: the same cost for both, and counted for both."""
+        self.client.delete("orders")
+        with self.made.begin() as connection:
+            connection.execute(text("UPDATE outbox SET published_at = NULL"))
+        with self.made.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+            connection.execute(text("VACUUM outbox"))
+
+    def by_relay(self, batch: int) -> float:
+        self.again()
+        source = OutboxSource(self.made, wakeup=False)
+        relay = WatchedRelay(
+            source, StreamSink(self.client, "orders"), RelayMetrics(), batch_size=batch
+        )
+        began = time.perf_counter()
+        while relay.run_once().published:
+            pass
+        seconds = time.perf_counter() - began
+        source.close()
+        self._check()
+        return seconds
+
+    def by_hand(self, batch: int) -> float:
+        self.again()
+        began = time.perf_counter()
+        with psycopg.connect(self.url) as connection:
+            while True:
+                rows = connection.execute(
+                    "SELECT id, event_id, event_type, data FROM outbox WHERE published_at IS NULL"
+                    " AND parked_at IS NULL ORDER BY id LIMIT %s FOR UPDATE SKIP LOCKED",
+                    (batch,),
+                ).fetchall()
+                if not rows:
+                    break
+                pipeline: Any = self.client.pipeline(transaction=False)
+                for _, event_id, kind, data in rows:
+                    pipeline.xadd("orders", {"id": event_id, "type": kind, "data": data})
+                pipeline.execute()
+                connection.execute(
+                    "UPDATE outbox SET published_at = now() WHERE id = ANY(%s)",
+                    ([row[0] for row in rows],),
+                )
+                connection.commit()
+        seconds = time.perf_counter() - began
+        self._check()
+        return seconds
+
+    def _check(self) -> None:
+        if cast(Any, self.client).xlen("orders") != self.count:
+            raise AssertionError("an event is missing")
+
+
+def throughput(made: Engine, url: str, client: redis.Redis, quick: bool) -> list[Case]:
+    count, rounds = (3_000, 2) if quick else (20_000, 5)
+    publishing = Publishing(made, url, client, count)
+    cases = []
+    for batch in (50, 500):
+        taken: dict[str, list[float]] = {"conquiet relay": [], "by hand": []}
+        runs: dict[str, Callable[[int], float]] = {
+            "conquiet relay": publishing.by_relay,
+            "by hand": publishing.by_hand,
+        }
+        for number in range(rounds + 1):  # the first round is for caches and plans
+            for name, run in runs.items():
+                seconds = run(batch)
+                if number:
+                    taken[name].append(seconds)
+        ours, floor = (count / statistics.median(taken[name]) for name in runs)
+        cases.append(
+            Case(
+                name="rows published",
+                rate=ours,
+                floor="psycopg and redis-py by hand",
+                floor_rate=floor,
+                ratio=ours / floor,
+                settings={"batch": batch, "rows": count},
+            )
+        )
+    return cases
+
+
+class Consumer(threading.Thread):
+    """Reads the stream as it grows, and notes when each event came."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(daemon=True)
+        self._client: Any = redis.Redis.from_url(url, protocol=2)
+        self.came: dict[str, float] = {}
+        self.ending = False
+
+    def run(self) -> None:
+        after = b"0"
+        while not self.ending:
+            for _, entries in self._client.xread({"orders": after}, block=100, count=1_000) or ():
+                now = time.monotonic()
+                for _, fields in entries:
+                    self.came[fields[b"id"].decode()] = now
+                after = entries[-1][0]
+
+
+def latency(made: Engine, url: str, redis_url: str, seconds: float, *flags: str) -> list[float]:
+    """Milliseconds from commit to consumer, in order of size."""
+    with made.begin() as connection:
+        connection.execute(text("TRUNCATE outbox"))
+    with redis.Redis.from_url(redis_url) as client:
+        client.flushdb()
+    consumer = Consumer(redis_url)
+    consumer.start()
+    command = [sys.executable, "-m", "conquiet", "relay", "run", "--database", url]
+    command += ["--sink", redis_url, "--health", "off", "--log-level", "warning", *flags]
+    committed: dict[str, float] = {}
+    relay = subprocess.Popen(command, env=os.environ)
+    try:
+        [warm_up] = _commit(made, 0)
+        _wait(lambda: warm_up in consumer.came)
+        began = time.monotonic()
+        for number in range(int(RATE * seconds)):
+            time.sleep(max(0.0, began + number / RATE - time.monotonic()))
+            [name] = _commit(made, number)
+            committed[name] = time.monotonic()
+        _wait(lambda: committed.keys() <= consumer.came.keys())
+    finally:
+        relay.terminate()
+        relay.wait(30)
+        consumer.ending = True
+        consumer.join()
+    return sorted((consumer.came[name] - at) * 1_000 for name, at in committed.items())
+
+
+def _commit(made: Engine, number: int) -> list[str]:
+    with made.begin() as connection:
+        names = OUTBOX.add(connection, [event(number)])
+    written(made)
+    return names
+
+
+def _wait(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 30
+    while not condition():
+        if time.monotonic() > until:
+            raise AssertionError("an event did not arrive within 30 s")
+        time.sleep(0.01)
+
+
+def timed(name: str, found: list[float]) -> Case:
+    def at(share: float) -> float:
+        return round(found[min(len(found) - 1, int(len(found) * share))], 1)
+
+    return Case(
+        name=name,
+        rate=RATE,
+        settings={"p50_ms": at(0.5), "p95_ms": at(0.95), "p99_ms": at(0.99), "events": len(found)},
+    )
+
+
+def main() -> None:
+    options = arguments(__doc__)
+    seconds = 4.0 if options.quick else 30.0
+    with embedded.postgres() as server, embedded.redis() as stream:
+        url = server.create_database()
+        made = engine(url)
+        schema.init(made)
+        with redis.Redis.from_url(stream.url) as client:
+            cases = throughput(made, url, client, options.quick)
+        woken = latency(made, url, stream.url, seconds)
+        polled = latency(made, url, stream.url, seconds, "--wakeup", "false")
+        made.dispose()
+    cases.append(timed("commit to consumer, with wake-up", woken))
+    cases.append(timed("commit to consumer, polling", polled))
+    report(cases, options)
+
+
+if __name__ == "__main__":
+    main()

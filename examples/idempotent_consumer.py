@@ -1,0 +1,82 @@
+"""The reference consumer of domain events: reads what a relay published, handles each event once.
+
+Duplicates are possible; consumers must be idempotent. The guard claims the event before the side
+effects and remembers it after them. What another process is at, or what failed, is not acked and
+comes again; what was seen before is acked and does nothing.
+
+    REDIS_URL=redis://localhost:6379/0 python examples/idempotent_consumer.py
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import redis
+
+from conquiet.errors import Blameless, InvalidMessage
+from conquiet.events import Idempotency
+from conquiet.marketplace.catalog import CATALOG, NOTIFICATIONS, OrderCreated
+from conquiet.message import Message
+from conquiet.redis import StreamSource
+
+logger = logging.getLogger("notifications")
+
+
+class Consumer:
+    """A loop over the stream of domain events."""
+
+    def __init__(self, client: redis.Redis) -> None:
+        self.idempotency = Idempotency(client)
+        self.source = StreamSource(
+            client,
+            "pf-domain-events",
+            group=NOTIFICATIONS.name,
+            max_deliveries=10,
+            dead_letters="pf-domain-events.dead",
+        )
+        self.sent: list[str] = []
+
+    def run(self) -> None:
+        while True:
+            self.run_once(5.0)
+
+    def run_once(self, timeout: float = 0.0) -> int:
+        messages = self.source.read(50, timeout)
+        for message in messages:
+            self.settle(message)
+        return len(messages)
+
+    def settle(self, message: Message[Any]) -> None:
+        """Ack what took effect, now or before; give everything else back."""
+        try:
+            if message.type in NOTIFICATIONS.accepts:
+                self.handle(message)
+            message.ack()
+        except Blameless as error:  # in progress elsewhere, or Redis is away: not its fault
+            message.nack(error)
+        except InvalidMessage as error:  # it will never fit: after its deliveries, a dead letter
+            logger.error("event_id=%s event_type=%s: %s", message.id, message.type, error)
+            message.nack(error)
+        except Exception as error:
+            logger.exception("event_id=%s event_type=%s failed", message.id, message.type)
+            message.nack(error)
+
+    def handle(self, message: Message[Any]) -> None:
+        received = CATALOG.open(message.type, message.data)
+        with self.idempotency.guard(NOTIFICATIONS.name, received.envelope.event_id) as fresh:
+            if fresh:
+                self.notify(received.data)
+            else:
+                logger.info("duplicate event_id=%s", received.envelope.event_id)
+
+    def notify(self, data: Any) -> None:
+        """The side effect, which must happen once."""
+        about = data.order_number if isinstance(data, OrderCreated) else type(data).__name__
+        self.sent.append(str(about))
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO)
+    Consumer(redis.Redis.from_url(os.environ["REDIS_URL"])).run()

@@ -1,0 +1,101 @@
+"""`conquiet relay run`: publish an outbox."""
+
+from __future__ import annotations
+
+from argparse import SUPPRESS, ArgumentParser, Namespace
+from typing import Any
+
+from conquiet.cli.terminal import FAILED, OK, print_json
+from conquiet.relay.settings import CONFIG_VARIABLE, SECTION, SETTINGS, load
+
+_RUN = f"""\
+Publish what an outbox holds, until a signal comes: claim rows, publish them, mark what the sink
+confirmed. Several relays may run side by side.
+
+A setting is a flag, else a variable of the environment, else a line of the TOML file that
+--config or {CONFIG_VARIABLE} names, in its table [{SECTION}]; else its default.
+"""
+_EPILOG = """\
+examples:
+  conquiet relay run --database postgresql://app@localhost/shop --sink redis://localhost/0
+  CONQUIET_OUTBOX_PUBLISH_BATCH_SIZE=200 conquiet relay run --config relay.toml
+  conquiet relay run --database sqlite:///shop.db --sink stdout: --until-empty
+
+SIGTERM or Ctrl-C finishes the batch under way. A second one, or the end of the grace time,
+abandons it: its rows will be published again.
+
+exit codes:
+  0  stopped, with nothing in flight; with --until-empty, everything was published
+  1  a batch was abandoned or stuck; with --until-empty, something was not published
+  2  wrong usage or settings
+"""
+
+
+def register(commands: Any, common: ArgumentParser) -> None:
+    group = commands.add_parser("relay", help="publish an outbox", description="Publish an outbox.")
+    verbs = group.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    run = verbs.add_parser(
+        "run",
+        help="publish an outbox until a signal comes",
+        description=_RUN,
+        epilog=_EPILOG,
+        parents=[common],
+    )
+    run.set_defaults(run=_run)
+    run.add_argument("--config", metavar="FILE", help=f"a TOML file; else {CONFIG_VARIABLE}")
+    for setting in SETTINGS:
+        default = f" ({setting.default})" if setting.default else ""
+        run.add_argument(
+            setting.flag,
+            dest=setting.name,
+            default=SUPPRESS,
+            metavar="VALUE",
+            help=f"{setting.meaning}{default}; {setting.variable}".replace("%", "%%"),
+        )
+    run.add_argument(
+        "--until-empty", action="store_true", help="publish what waits, then end; no health server"
+    )
+    run.add_argument(
+        "--print-settings", action="store_true", help="say what it would run with, and end"
+    )
+    run.add_argument("--json", action="store_true", help="--print-settings in JSON")
+
+
+def _run(options: Namespace) -> int:
+    names = [setting.name for setting in SETTINGS]
+    flags = {name: getattr(options, name) for name in names if hasattr(options, name)}
+    if options.until_empty:
+        flags["health"] = "off"
+    settings = load(flags, file=options.config)
+    if options.print_settings:
+        if options.json:
+            print_json(dict(settings.texts))
+        else:
+            print("\n".join(settings.shown()))
+        return OK
+    from conquiet.relay import logs
+
+    logs.set_up(settings.log_format, "debug" if _debug(options) else settings.log_level)
+    _tell(settings)
+    from conquiet.relay.process import RelayProcess
+
+    process = RelayProcess(settings)
+    code = process.run_until_empty() if options.until_empty else process.run()
+    return FAILED if code else OK
+
+
+def _debug(options: Namespace) -> bool:
+    return bool(getattr(options, "debug", False))
+
+
+def _tell(settings: Any) -> None:
+    """What it runs with: one line of JSON, or a line per setting."""
+    import logging
+
+    logger = logging.getLogger("conquiet.relay")
+    if settings.log_format == "json":
+        logger.info("relay starts", extra={"settings": dict(settings.texts)})
+        return
+    logger.info("relay starts")
+    for line in settings.shown():
+        logger.info("  %s", line)

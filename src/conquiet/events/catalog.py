@@ -1,0 +1,209 @@
+"""Catalog: which events there are, of which aggregates, and what each version of them says.
+
+    class EventType(StrEnum) ─┐
+    class AggregateType …     ├─▶ Catalog ─▶ enums of the database, checks of emit, consumers, docs
+    @catalog.declare(…)      ─┘
+
+It is the one place where an event type is written down.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime
+from enum import StrEnum
+from typing import Any, NamedTuple, TypeVar
+from uuid import UUID
+
+import msgspec
+
+from conquiet.errors import ConfigError, ConquietError, InvalidMessage
+from conquiet.events.envelope import ActorRef, Envelope
+from conquiet.events.event import Event, now
+
+S = TypeVar("S", bound=type[msgspec.Struct])
+
+_value = re.compile(r"[a-z][a-z0-9_]{0,62}")
+
+
+class InvalidEvent(ConquietError):
+    """An event that must not be stored; the transaction was not touched."""
+
+
+class UnknownEvent(InvalidMessage):
+    """A type or a version that this catalog does not declare: a newer producer wrote it."""
+
+
+class Declaration(NamedTuple):
+    """What one version of an event type carries."""
+
+    event_type: str
+    version: int
+    aggregate_type: str
+    data: type[msgspec.Struct]
+
+
+class Consumer(NamedTuple):
+    """A consumer by its name, and the event types that it takes."""
+
+    name: str
+    accepts: frozenset[str]
+
+
+class Received(NamedTuple):
+    """An event as a consumer has it."""
+
+    envelope: Envelope
+    data: Any
+    """An instance of the struct that is declared for its type and version."""
+
+
+class Catalog:
+    """Event types, aggregate types, and the struct of each (type, version).
+
+    >>> class EventType(StrEnum):
+    ...     ORDER_PLACED = "order_placed"
+    >>> class AggregateType(StrEnum):
+    ...     ORDER = "order"
+    >>> catalog = Catalog(EventType, AggregateType)
+    >>> @catalog.declare("order_placed", "order")
+    ... class OrderPlaced(msgspec.Struct):
+    ...     total_cents: int
+    >>> catalog.event(OrderPlaced(499), aggregate_id=UUID(int=7)).event_type
+    'order_placed'
+    """
+
+    def __init__(self, event_types: type[StrEnum], aggregate_types: type[StrEnum]) -> None:
+        self.event_types = _values(event_types)
+        self.aggregate_types = _values(aggregate_types)
+        self.consumers: list[Consumer] = []
+        self._declared: dict[tuple[str, int], Declaration] = {}
+        self._by_struct: dict[type, Declaration] = {}
+        self._decoders: dict[tuple[str, int], msgspec.json.Decoder[Any]] = {}
+
+    # --- declaring --------------------------------------------------------------------------
+
+    def declare(self, event_type: str, aggregate_type: str, version: int = 1) -> Callable[[S], S]:
+        """Decorator: this struct is the data of that version of that event type."""
+        if event_type not in self.event_types:
+            raise ConfigError(f"event type {event_type!r:.60} is not in the enum of the catalog")
+        if aggregate_type not in self.aggregate_types:
+            raise ConfigError(f"aggregate type {aggregate_type!r:.60} is not in the catalog's enum")
+        if version < 1:
+            raise ConfigError(f"version={version}: versions count from 1")
+        if (event_type, version) in self._declared:
+            raise ConfigError(f"{event_type} version {version} is declared twice")
+
+        def declared(struct: S) -> S:
+            if struct in self._by_struct:
+                raise ConfigError(f"{struct.__name__} is declared twice; make a subclass of it")
+            key = str(event_type), version
+            declaration = Declaration(*key, str(aggregate_type), struct)
+            self._declared[key] = self._by_struct[struct] = declaration
+            self._decoders[key] = msgspec.json.Decoder(struct)
+            return struct
+
+        return declared
+
+    def consumer(self, name: str, accepts: Iterable[str]) -> Consumer:
+        """Declare that a consumer takes these event types."""
+        types = frozenset(map(str, accepts))
+        unknown = types.difference(self.event_types)
+        if unknown:
+            raise ConfigError(f"consumer {name!r}: {', '.join(sorted(unknown))} is not declared")
+        made = Consumer(name, types)
+        self.consumers.append(made)
+        return made
+
+    @property
+    def declarations(self) -> list[Declaration]:
+        """All of them, in the order of the enum and the versions."""
+        order = {name: place for place, name in enumerate(self.event_types)}
+        return sorted(self._declared.values(), key=lambda one: (order[one.event_type], one.version))
+
+    def declaration(self, event_type: str, version: int) -> Declaration | None:
+        return self._declared.get((event_type, version))
+
+    def versions(self, event_type: str) -> list[int]:
+        return sorted(version for name, version in self._declared if name == event_type)
+
+    # --- making -----------------------------------------------------------------------------
+
+    def event(
+        self,
+        data: msgspec.Struct,
+        *,
+        aggregate_id: UUID,
+        actor: ActorRef | None = None,
+        occurred_at: datetime | None = None,
+    ) -> Event:
+        """An event of the type that its struct was declared for. `emit` checks and stores it."""
+        found = self._by_struct.get(type(data))
+        if found is None:
+            raise InvalidEvent(
+                f"{type(data).__name__} is not declared;"
+                " put @catalog.declare(event_type, aggregate_type) above it"
+            )
+        return Event(
+            catalog=self,
+            event_type=found.event_type,
+            aggregate_type=found.aggregate_type,
+            aggregate_id=aggregate_id,
+            version=found.version,
+            data=data,
+            actor=actor,
+            occurred_at=occurred_at or now(),
+        )
+
+    def event_of(
+        self,
+        event_type: str,
+        aggregate_type: str,
+        data: Mapping[str, Any],
+        *,
+        aggregate_id: UUID,
+        version: int = 1,
+        actor: ActorRef | None = None,
+        occurred_at: datetime | None = None,
+    ) -> Event:
+        """An event from names and plain data, for callers that have no structs."""
+        return Event(
+            catalog=self,
+            event_type=event_type,
+            aggregate_type=aggregate_type,
+            aggregate_id=aggregate_id,
+            version=version,
+            data=data,
+            actor=actor,
+            occurred_at=occurred_at or now(),
+        )
+
+    # --- reading ----------------------------------------------------------------------------
+
+    def open(self, event_type: str, payload: bytes | str) -> Received:
+        """The envelope and the typed data of what a relay published."""
+        try:
+            envelope = Envelope.read(payload)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise InvalidMessage(f"{event_type!s:.60}: not an envelope: {error}") from error
+        return Received(envelope, self.read(event_type, envelope.version, envelope.data))
+
+    def read(self, event_type: str, version: int, data: bytes | msgspec.Raw) -> Any:
+        """The struct that was declared for a type and version, from JSON."""
+        decoder = self._decoders.get((event_type, version))
+        if decoder is None:
+            known = ", ".join(map(str, self.versions(event_type))) or "none"
+            raise UnknownEvent(f"{event_type!s:.60} version {version}; known versions: {known}")
+        try:
+            return decoder.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise InvalidMessage(f"{event_type} version {version}: {error}") from error
+
+
+def _values(enum: type[StrEnum]) -> tuple[str, ...]:
+    values = tuple(str(member.value) for member in enum)
+    for value in values:
+        if not _value.fullmatch(value):
+            raise ConfigError(f"{enum.__name__}: {value!r} must be snake_case, at most 63 letters")
+    return values

@@ -1,0 +1,132 @@
+"""Checks: everything that a database could refuse is refused here, before it is asked (S9)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+from uuid import UUID
+
+import msgspec
+
+from conquiet.errors import InvalidMessage
+from conquiet.events.catalog import Declaration, InvalidEvent
+from conquiet.events.event import Event
+
+MAX_PAYLOAD_BYTES = 256 * 1024
+"""What every sink takes: Kafka's default is a megabyte, some clouds' queues a quarter of it."""
+
+_encode = msgspec.json.Encoder(order="sorted").encode
+_nul = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")  # an escaped NUL, not an escaped backslash before it
+
+
+class Checked(NamedTuple):
+    """The columns of a row that was found good."""
+
+    id: UUID
+    event_type: str
+    aggregate_type: str
+    aggregate_id: UUID
+    payload_json: str
+
+
+def canonical(value: Any) -> bytes:
+    """JSON with sorted keys and no spaces: the same content is the same bytes, everywhere."""
+    return _encode(value)
+
+
+def check(event: Event, max_bytes: int = MAX_PAYLOAD_BYTES) -> Checked:
+    """The row of an event; raises `InvalidEvent` with what to change."""
+    declaration = _declared(event)
+    for name, value in (("id", event.id), ("aggregate_id", event.aggregate_id)):
+        if not isinstance(value, UUID):
+            raise _invalid(event, f"{name} must be a UUID, not {type(value).__name__}")
+    if event.id.version != 7:
+        raise _invalid(event, "its id must be a UUIDv7, or rows of one moment lose their order")
+    payload = _payload(event, declaration)
+    if len(payload) > max_bytes:
+        raise _invalid(
+            event,
+            f"its payload has {len(payload)} bytes, {max_bytes} are allowed;"
+            " store large content elsewhere and refer to it",
+        )
+    if b"\\u0000" in payload and _nul.search(payload):
+        raise _invalid(event, "NUL in a text, which JSONB cannot store; remove it")
+    return Checked(
+        event.id,
+        declaration.event_type,
+        declaration.aggregate_type,
+        event.aggregate_id,
+        payload.decode(),
+    )
+
+
+def _declared(event: Event) -> Declaration:
+    catalog = event.catalog
+    if event.event_type not in catalog.event_types:
+        raise _invalid(event, "its type is not in the catalog")
+    if event.aggregate_type not in catalog.aggregate_types:
+        raise _invalid(event, f"aggregate type {event.aggregate_type!r:.60} is not in the catalog")
+    found = catalog.declaration(event.event_type, event.version)
+    if found is None:
+        known = ", ".join(map(str, catalog.versions(event.event_type))) or "none"
+        raise _invalid(event, f"version {event.version!r:.20} is not declared; known: {known}")
+    if event.aggregate_type != found.aggregate_type:
+        raise _invalid(
+            event, f"it belongs to aggregate {found.aggregate_type}, not {event.aggregate_type}"
+        )
+    return found
+
+
+def _payload(event: Event, declaration: Declaration) -> bytes:
+    try:
+        data = _plain(event.data)
+        # A struct's own constructor checks no types: what is written must be readable again.
+        kept = event.catalog.read(declaration.event_type, declaration.version, _encode(data))
+        _refuse_unknown(event, declaration)
+        envelope: dict[str, Any] = {
+            "version": event.version,
+            "eventId": str(event.id),
+            "occurredAt": _in_utc(event.occurred_at),
+            "data": _plain(kept),
+        }
+        if event.actor is not None:
+            actor = msgspec.to_builtins(event.actor)
+            msgspec.convert(actor, type(event.actor))
+            envelope["actor"] = actor
+        return _encode(envelope)
+    except InvalidMessage as error:
+        raise _invalid(event, f"its data does not fit: {error}") from error
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise _invalid(event, f"it cannot be written as JSON: {error}") from error
+
+
+def _refuse_unknown(event: Event, declaration: Declaration) -> None:
+    if isinstance(event.data, Mapping):
+        known = {field.encode_name for field in msgspec.structs.fields(declaration.data)}
+        unknown = ", ".join(sorted(map(str, set(event.data) - known)))
+        if unknown:
+            raise _invalid(event, f"its data has unknown fields: {unknown:.200}")
+
+
+def _plain(data: Any) -> Any:
+    return _with_utc(msgspec.to_builtins(data, builtin_types=(datetime,)))
+
+
+def _with_utc(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _with_utc(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_with_utc(one) for one in value]
+    return _in_utc(value) if isinstance(value, datetime) else value
+
+
+def _in_utc(moment: datetime) -> datetime:
+    if moment.tzinfo is None:
+        raise ValueError(f"the time {moment} has no offset; use datetime.now(UTC)")
+    return moment.astimezone(UTC)
+
+
+def _invalid(event: Event, why: str) -> InvalidEvent:
+    return InvalidEvent(f"{event.event_type!s:.60} {event.id!s:.40}: {why}")

@@ -1,0 +1,1 @@
+"""Alembic's migrations of `outbox_events`, shipped with the package."""

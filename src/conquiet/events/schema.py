@@ -1,0 +1,221 @@
+"""`outbox_events`: create, upgrade, print, compare. The enums are those of a catalog."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from alembic import command
+from alembic.config import Config
+from sqlalchemy import URL, Connection, Dialect, Engine, MetaData, Table, inspect
+from sqlalchemy.dialects import registry
+from sqlalchemy.dialects.postgresql import CreateEnumType
+from sqlalchemy.schema import CreateIndex, CreateTable
+
+from conquiet.errors import ConfigError
+from conquiet.events import enums, trigger
+from conquiet.events.catalog import Catalog
+from conquiet.events.table import EVENTS_TABLE, aggregate_types, event_types, events_table
+from conquiet.sql import dialect
+from conquiet.sql.schema import DIALECTS, Difference
+from conquiet.sql.tables import checked_name
+
+VERSION_TABLE = "conquiet_events_alembic_version"
+_LOCK = 0x636F6E76  # whoever holds it changes the table of events
+
+
+def init(
+    engine: Engine | str | URL,
+    catalog: Catalog,
+    table: str = EVENTS_TABLE,
+    *,
+    append_only: bool = True,
+    version_table: str = VERSION_TABLE,
+) -> None:
+    """Create what is missing, at the newest version; safe to call again, and by many at once.
+
+    `append_only=False` leaves the trigger out; the model refuses changes all the same.
+    """
+    with _locked(engine) as connection:
+        schema, name = checked_name(table)
+        if not inspect(connection).has_table(name, schema=schema):
+            create(connection, catalog, table, append_only=append_only)
+        if not inspect(connection).has_table(version_table):
+            given = _config(connection, catalog, table, append_only, version_table)
+            command.stamp(given, "head")
+
+
+def create(
+    connection: Connection,
+    catalog: Catalog,
+    table: str = EVENTS_TABLE,
+    *,
+    append_only: bool = True,
+) -> None:
+    """Create table, enums, indexes and trigger in the caller's transaction: for a migration of
+    one's own, `schema.create(op.get_bind(), CATALOG)`."""
+    metadata = MetaData()
+    events_table(catalog, table, metadata)
+    metadata.create_all(connection)
+    if append_only:
+        for statement in trigger.create_statements(connection.dialect.name, table):
+            connection.exec_driver_sql(statement)
+
+
+def migrate(
+    engine: Engine | str | URL,
+    catalog: Catalog,
+    table: str = EVENTS_TABLE,
+    *,
+    append_only: bool = True,
+    version_table: str = VERSION_TABLE,
+    revision: str = "head",
+) -> None:
+    """Upgrade from nothing or from an older conquiet or catalog.
+
+    Values that the catalog has and the database lacks are added; none is ever removed.
+    """
+    with _locked(engine) as connection:
+        command.upgrade(_config(connection, catalog, table, append_only, version_table), revision)
+        if revision == "head":
+            enums.extend(connection, catalog, table)
+
+
+def downgrade(
+    engine: Engine | str | URL,
+    catalog: Catalog,
+    table: str = EVENTS_TABLE,
+    *,
+    version_table: str = VERSION_TABLE,
+    revision: str = "base",
+) -> None:
+    """Go back to an older version; `base` drops the table and all that is in it."""
+    with _locked(engine) as connection:
+        command.downgrade(_config(connection, catalog, table, True, version_table), revision)
+
+
+def ddl(
+    dialect_name: str, catalog: Catalog, table: str = EVENTS_TABLE, *, append_only: bool = True
+) -> str:
+    """The statements that create it all, for migrations of one's own."""
+    if dialect_name not in DIALECTS:
+        raise ConfigError(f"dialect {dialect_name!r}: choose one of {', '.join(DIALECTS)}")
+    target: Dialect = registry.load(dialect_name)()
+    made = events_table(catalog, table)
+    statements: list[str] = []
+    if dialect_name == "postgresql":
+        for enum in (event_types(catalog, made.schema), aggregate_types(catalog, made.schema)):
+            native = enum.dialect_impl(target)
+            statements.append(_compiled(CreateEnumType(native), target))
+    statements.append(_compiled(CreateTable(made), target))
+    indexes = sorted(made.indexes, key=lambda index: str(index.name))
+    statements.extend(_compiled(CreateIndex(index), target) for index in indexes)
+    if append_only:
+        statements.extend(trigger.create_statements(dialect_name, table))
+    return ";\n\n".join(statements) + ";\n"
+
+
+def verify(
+    engine: Engine | str | URL, catalog: Catalog, table: str = EVENTS_TABLE
+) -> list[Difference]:
+    """What differs from the locked schema; nothing, if all is well.
+
+    Names of indexes are free; columns, types, enums and what is indexed are not. The trigger may
+    be there or not.
+    """
+    with _engine(engine) as checked, checked.connect() as connection:
+        return list(_differences(connection, catalog, events_table(catalog, table)))
+
+
+# --- inside ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def _engine(given: Engine | str | URL) -> Iterator[Engine]:
+    made = dialect.as_engine(given)
+    try:
+        yield made
+    finally:
+        if made is not given:
+            made.dispose()
+
+
+@contextmanager
+def _locked(given: Engine | str | URL) -> Iterator[Connection]:
+    """One transaction in which nobody else changes the table."""
+    with _engine(given) as engine, engine.connect() as connection, connection.begin():
+        if dialect.is_sqlite(engine.dialect):
+            dialect.begin_immediate(connection)
+        else:
+            connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_LOCK})")
+        yield connection
+
+
+def _config(
+    connection: Connection, catalog: Catalog, table: str, append_only: bool, version_table: str
+) -> Config:
+    config = Config()
+    config.set_main_option("script_location", "conquiet.events:migrations")
+    config.set_main_option("path_separator", "os")
+    config.attributes.update(
+        connection=connection,
+        table=table,
+        event_types=catalog.event_types,
+        aggregate_types=catalog.aggregate_types,
+        trigger=append_only,
+        version_table=version_table,
+    )
+    return config
+
+
+def _compiled(element: Any, target: Dialect) -> str:
+    lines = str(element.compile(dialect=target)).strip().splitlines()
+    return "\n".join(line.rstrip().replace("\t", "    ") for line in lines)
+
+
+def _differences(connection: Connection, catalog: Catalog, table: Table) -> Iterator[Difference]:
+    name = table.fullname
+    inspector = inspect(connection)
+    if not inspector.has_table(table.name, schema=table.schema):
+        yield Difference(name, "table", "there", "missing")
+        return
+    found = {
+        column["name"]: _column(_type(column["type"], connection.dialect), column["nullable"])
+        for column in inspector.get_columns(table.name, schema=table.schema)
+    }
+    for column in table.columns:
+        expected = _column(_type(column.type, connection.dialect), bool(column.nullable))
+        if found.get(column.name, "missing") != expected:
+            there = found.get(column.name, "missing")
+            yield Difference(name, f"column {column.name}", expected, there)
+    key = inspector.get_pk_constraint(table.name, schema=table.schema)["constrained_columns"]
+    if key != ["id"]:
+        yield Difference(name, "primary key", "id", ", ".join(key) or "missing")
+    indexes = [
+        (tuple(index["column_names"]), "where" if _is_partial(index) else "")
+        for index in inspector.get_indexes(table.name, schema=table.schema)
+    ]
+    for index in sorted(table.indexes, key=lambda index: str(index.name)):
+        columns = tuple(column.name for column in index.columns)
+        partial = "where" if index.dialect_options["postgresql"]["where"] is not None else ""
+        if (columns, partial) not in indexes:
+            wanted = f"({', '.join(columns)}){' of what is unpublished' if partial else ''}"
+            yield Difference(name, f"index {index.name}", wanted, "missing")
+    for enum, wanted_values, values in enums.compare(connection, catalog, table):
+        if set(wanted_values) - set(values):
+            missing = ", ".join(sorted(set(wanted_values) - set(values)))
+            yield Difference(name, enum, f"with {missing}", "without; `migrate` adds it")
+
+
+def _type(kind: Any, target: Dialect) -> str:
+    return str(kind.compile(target)).lower()
+
+
+def _column(kind: str, nullable: bool) -> str:
+    return kind if nullable else f"{kind} not null"
+
+
+def _is_partial(index: Any) -> bool:
+    options = index.get("dialect_options", {})
+    return any(name.endswith("_where") for name in options)

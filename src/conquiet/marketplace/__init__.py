@@ -1,0 +1,1 @@
+"""The reference application: a marketplace of stores that order from each other."""

@@ -1,0 +1,181 @@
+"""Health: `/healthz`, `/readyz` and `/metrics`, answered beside the work.
+
+A check runs in a thread of its own, one at a time, and its answer is kept for a while: however
+many probes come, and however long a dependency hangs, it is asked no more often than that.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from conquiet.errors import ConfigError
+
+FRESH_SECONDS = 2.0
+_REST = 10  # a look that takes long is not repeated before ten times as long
+_REQUEST_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a check found."""
+
+    ok: bool
+    milliseconds: float
+    detail: Mapping[str, Any] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        return {"ok": self.ok, "milliseconds": self.milliseconds, **self.detail}
+
+
+class Check:
+    """Asks one dependency: `look` gives details, or raises if it is not there."""
+
+    def __init__(
+        self,
+        look: Callable[[], Mapping[str, Any] | None],
+        *,
+        timeout: float,
+        fresh: float = FRESH_SECONDS,
+    ) -> None:
+        self._look = look
+        self._timeout = timeout
+        self._fresh = fresh
+        self._lock = threading.Lock()
+        self._answer: Answer | None = None
+        self._until = 0.0
+        self._done: threading.Event | None = None
+        self.looks = 0
+
+    def answer(self) -> Answer:
+        """The last answer if it is fresh, else a new one; waits `timeout` at most."""
+        with self._lock:
+            if self._answer is not None and time.monotonic() < self._until:
+                return self._answer
+            if self._done is None:
+                self._done = threading.Event()
+                self.looks += 1
+                threading.Thread(
+                    target=self._run, args=(self._done,), name="conquiet-check", daemon=True
+                ).start()
+            done = self._done
+        if not done.wait(self._timeout):
+            text = f"no answer within {self._timeout:g} s"
+            return Answer(False, round(self._timeout * 1000, 1), {"error": text})
+        with self._lock:
+            assert self._answer is not None
+            return self._answer
+
+    def _run(self, done: threading.Event) -> None:
+        began = time.perf_counter()
+        try:
+            detail: Mapping[str, Any] = self._look() or {}
+            ok = True
+        except Exception as error:  # noqa: BLE001 - whatever it was, the dependency is not ready
+            ok, detail = False, {"error": f"{type(error).__name__}: {error!s:.300}"}
+        taken = round((time.perf_counter() - began) * 1000, 1)
+        with self._lock:
+            self._answer = Answer(ok, taken, detail)
+            rest = _REST * taken / 1000 if ok else 0.0
+            self._until = time.monotonic() + max(self._fresh, rest)
+            self._done = None
+        done.set()
+
+
+class Health:
+    """The answers; `alive` says why the relay should be started anew, or None."""
+
+    def __init__(
+        self,
+        checks: Mapping[str, Check],
+        *,
+        alive: Callable[[], str | None],
+        metrics: Callable[[], bytes],
+    ) -> None:
+        self._checks = checks
+        self._alive = alive
+        self._metrics = metrics
+        self.stopping = False
+
+    def respond(self, path: str) -> tuple[int, str, bytes]:
+        """Status, content type and body."""
+        if path == "/healthz":
+            trouble = self._alive()
+            return _json(200 if trouble is None else 503, {"ok": trouble is None, "error": trouble})
+        if path == "/readyz":
+            answers = {name: check.answer() for name, check in self._checks.items()}
+            ready = not self.stopping and all(answer.ok for answer in answers.values())
+            body = {
+                "ready": ready,
+                "stopping": self.stopping,
+                "checks": {name: answer.as_json() for name, answer in answers.items()},
+            }
+            return _json(200 if ready else 503, body)
+        if path == "/metrics":
+            return 200, "text/plain; version=0.0.4; charset=utf-8", self._metrics()
+        return _json(404, {"error": "choose /healthz, /readyz or /metrics"})
+
+
+class HealthServer:
+    """Serves `Health` over HTTP until `close()`; port 0 takes a free one."""
+
+    def __init__(self, health: Health, host: str, port: int) -> None:
+        class Handler(_Handler):
+            pass
+
+        Handler.health = health
+        try:
+            self._server = ThreadingHTTPServer((host, port), Handler)
+        except OSError as error:
+            raise ConfigError(
+                f"CONQUIET_OUTBOX_HEALTH: {host}:{port} cannot be used ({error.strerror}); choose"
+                " another HOST:PORT, or off"
+            ) from error
+        self._server.daemon_threads = True
+        self.host, self.port = host, int(self._server.server_address[1])
+        self._thread = threading.Thread(
+            target=self._server.serve_forever,
+            kwargs={"poll_interval": 0.1},
+            name="conquiet-health",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._thread.join(_REQUEST_SECONDS)
+        self._server.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    health: Health
+    timeout = _REQUEST_SECONDS  # a client that sends nothing must not keep a thread
+    server_version = "conquiet"
+    sys_version = ""
+
+    def do_GET(self) -> None:
+        self._answer(with_body=True)
+
+    def do_HEAD(self) -> None:
+        self._answer(with_body=False)
+
+    def _answer(self, *, with_body: bool) -> None:
+        status, kind, body = self.health.respond(self.path.partition("?")[0])
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if with_body:
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Probes come every few seconds: they are not worth a line."""
+
+
+def _json(status: int, body: Mapping[str, Any]) -> tuple[int, str, bytes]:
+    return status, "application/json", json.dumps(body, default=str).encode()

@@ -1,0 +1,253 @@
+"""Inspection: what an operator sees of an outbox table, and does about it.
+
+Both tables are looked at alike: the generic `outbox`, which says with `parked_at` that a row's
+attempts are used up, and `outbox_events`, whose locked layout has only the count to tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    DateTime,
+    Engine,
+    LargeBinary,
+    Text,
+    and_,
+    case,
+    cast,
+    column,
+    func,
+    select,
+    table,
+    update,
+)
+from sqlalchemy.exc import SQLAlchemyError
+
+from conquiet.errors import StoreError
+from conquiet.relay.opening import has_events_layout
+from conquiet.sql import Cleanup, dialect
+from conquiet.sql.tables import checked_name
+
+_STATEMENT_MS = 5_000
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """How an outbox is doing now."""
+
+    pending: int
+    parked: int
+    oldest_seconds: float
+    """Age of the oldest row that waits to be published; 0 if none does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One row, as operators see it."""
+
+    id: str
+    event_id: str
+    event_type: str
+    aggregate_type: str
+    aggregate_id: str
+    state: str
+    """`pending`, `parked` or `published`."""
+    attempts: int
+    created_at: str
+    published_at: str | None
+    last_error: str | None
+
+
+class Inspection:
+    """Looks at one outbox table, and changes what an operator asks for."""
+
+    def __init__(self, engine: Engine, name: str, *, max_attempts: int = 10) -> None:
+        self.engine = engine
+        self.name = name
+        schema, plain = checked_name(name)
+        self.is_events = has_events_layout(name)
+        moment = DateTime(timezone=True)
+        attempts = "attempt_count" if self.is_events else "attempts"
+        kind, key = ("aggregate_type", "aggregate_id") if self.is_events else ("topic", "key")
+        payload = column("payload_json", Text) if self.is_events else column("data", LargeBinary)
+        self._table = table(
+            plain,
+            column("id"),
+            column("event_type"),
+            column(kind),
+            column(key),
+            column(attempts),
+            column("created_at", moment),
+            column("published_at", moment),
+            column("last_error"),
+            payload,
+            *(() if self.is_events else (column("event_id"), column("attributes"))),
+            *(() if self.is_events else (column("parked_at", moment), column("content_type"))),
+            schema=schema,
+        )
+        columns = self._table.c
+        self._id: ColumnElement[Any] = cast(columns.id, Text)
+        self._attempts = columns[attempts]
+        self._payload = columns[payload.name]
+        event_id = self._id if self.is_events else columns.event_id
+        unpublished = columns.published_at.is_(None)
+        if self.is_events:
+            self._parked = and_(unpublished, self._attempts >= max_attempts)
+            self._pending = and_(unpublished, self._attempts < max_attempts)
+        else:
+            self._parked = columns.parked_at.is_not(None)
+            self._pending = and_(unpublished, columns.parked_at.is_(None))
+        state = case((~unpublished, "published"), (self._parked, "parked"), else_="pending")
+        self._shown = (
+            self._id.label("id"),
+            event_id.label("event_id"),
+            cast(columns.event_type, Text).label("event_type"),
+            cast(columns[kind], Text).label("aggregate_type") if self.is_events else _NOTHING,
+            cast(columns[key], Text).label("aggregate_id"),
+            state.label("state"),
+            self._attempts.label("attempts"),
+            columns.created_at,
+            columns.published_at,
+            columns.last_error,
+        )
+        self._event_id = event_id
+
+    def reach(self, timeout_ms: int = _STATEMENT_MS) -> None:
+        """Raises if the database or the table is not there."""
+        with self._reading(timeout_ms) as connection:
+            connection.execute(select(self._table.c.id).limit(1)).first()
+
+    def figures(self, timeout_ms: int = _STATEMENT_MS) -> Figures:
+        """Counts, by the partial indexes: what is published costs nothing."""
+        oldest = func.min(self._table.c.created_at)
+        with self._reading(timeout_ms) as connection:
+            age: ColumnElement[Any]
+            if dialect.is_postgresql(connection.dialect):
+                age = func.extract("epoch", func.clock_timestamp() - oldest)
+            else:
+                age = (func.julianday("now") - func.julianday(oldest)) * 86_400.0
+            query = select(func.count(), age).select_from(self._table).where(self._pending)
+            pending, seconds = connection.execute(query).one()
+            parked = connection.execute(
+                select(func.count()).select_from(self._table).where(self._parked)
+            ).scalar_one()
+        return Figures(int(pending), int(parked), max(0.0, round(float(seconds or 0.0), 3)))
+
+    def entries(self, *, parked: bool = False, limit: int = 50) -> list[Entry]:
+        """What waits, the oldest first; or only what is parked."""
+        wanted = self._parked if parked else self._table.c.published_at.is_(None)
+        order = (self._table.c.created_at, self._table.c.id)
+        query = select(*self._shown).where(wanted).order_by(*order).limit(limit)
+        with self._reading() as connection:
+            return [_entry(row) for row in connection.execute(query)]
+
+    def show(self, id_: str) -> tuple[Entry, dict[str, Any]] | None:
+        """One row by its id or its event's id, with what it carries; None if there is none."""
+        query = select(*self._shown, cast_payload(self._payload).label("payload"))
+        if not self.is_events:
+            query = query.add_columns(cast(self._table.c.attributes, Text).label("attributes"))
+        query = query.where(self._named([id_])).limit(1)
+        with self._reading() as connection:
+            row = connection.execute(query).first()
+        if row is None:
+            return None
+        payload = row.payload
+        if isinstance(payload, (bytes, memoryview)):
+            payload = bytes(payload).decode(errors="backslashreplace")
+        more = {"payload": payload}
+        if not self.is_events:
+            more["attributes"] = row.attributes
+        return _entry(row), more
+
+    def retry(self, ids: Sequence[str] | None = None) -> list[str]:
+        """Give parked rows, or all of them, new attempts; the ids of those that were parked.
+
+        The last error stays, until it is replaced by another.
+        """
+        wanted = self._parked if ids is None else and_(self._parked, self._named(ids))
+        values: dict[Any, Any] = {self._attempts: 0}
+        if not self.is_events:
+            values[self._table.c.parked_at] = None
+        with self._writing() as connection:
+            statement = update(self._table).where(wanted).values(values).returning(self._event_id)
+            return [str(id_) for (id_,) in connection.execute(statement)]
+
+    def prunable(self, older_than: timedelta) -> int:
+        """How many rows `prune` would take away now."""
+        query = select(func.count()).select_from(self._table)
+        published = self._table.c.published_at
+        with self._reading() as connection:
+            if dialect.is_postgresql(connection.dialect):
+                old = published < func.now() - older_than
+            else:
+                ago = f"-{older_than.total_seconds()} seconds"
+                old = published < func.datetime("now", ago, type_=Text)
+            return int(connection.execute(query.where(old)).scalar_one())
+
+    def prune(self, older_than: timedelta) -> int:
+        """Delete what was published longer ago than that, in small transactions."""
+        cleanup = Cleanup(self.engine, inbox=None, outbox=self.name, retention=older_than)
+        return cleanup.run_once().outbox
+
+    def _named(self, ids: Sequence[str]) -> ColumnElement[bool]:
+        return self._event_id.in_(ids) | self._id.in_(ids)
+
+    @contextmanager
+    def _reading(self, timeout_ms: int = _STATEMENT_MS) -> Iterator[Connection]:
+        with self._told(), self.engine.connect() as connection:
+            if dialect.is_postgresql(connection.dialect):
+                connection.exec_driver_sql(f"SET LOCAL statement_timeout = {int(timeout_ms)}")
+            yield connection
+
+    @contextmanager
+    def _writing(self) -> Iterator[Connection]:
+        with self._told(), self.engine.begin() as connection:
+            if dialect.is_sqlite(connection.dialect):
+                dialect.begin_immediate(connection)
+            yield connection
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Errors in one line, without the password."""
+        try:
+            yield
+        except SQLAlchemyError as error:
+            reason = " ".join(str(getattr(error, "orig", None) or error).split())
+            raise StoreError(f"{self.engine.url.render_as_string()}: {reason:.300}") from error
+
+
+_NOTHING: ColumnElement[Any] = cast("", Text).label("aggregate_type")
+
+
+def cast_payload(payload: ColumnElement[Any]) -> ColumnElement[Any]:
+    return cast(payload, Text) if isinstance(payload.type, Text) else payload
+
+
+def _entry(row: Any) -> Entry:
+    return Entry(
+        str(row.id),
+        str(row.event_id),
+        row.event_type,
+        row.aggregate_type or "",
+        row.aggregate_id or "",
+        row.state,
+        row.attempts,
+        _moment(row.created_at) or "",
+        _moment(row.published_at),
+        row.last_error,
+    )
+
+
+def _moment(value: Any) -> str | None:
+    if value is None:
+        return None
+    moment = value if isinstance(value, datetime) else datetime.fromisoformat(str(value))
+    moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+    return moment.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

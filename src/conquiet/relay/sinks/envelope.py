@@ -1,0 +1,101 @@
+"""What every sink sends: the data, and the attributes of a message as text."""
+
+from __future__ import annotations
+
+import re
+from base64 import b64encode
+from dataclasses import dataclass
+from typing import Any
+
+from conquiet.codec import SPEC_VERSION, encode_data
+from conquiet.errors import ConfigError, InvalidMessage
+from conquiet.message import Message, check_kinds, describe
+
+_REQUIRED = ("id", "source", "type")
+_attribute_name = re.compile(r"[a-z0-9]+")
+
+# What consumers of domain events filter by; CloudEvents allows no underscore in a name of its own.
+_PLAIN_NAMES = {
+    "event_id": ("eventid", "id"),
+    "event_type": ("eventtype", "type"),
+    "aggregate_type": ("aggregatetype",),
+    "aggregate_id": ("aggregateid",),
+    "created_at": ("createdat", "time"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """A message, ready to be sent."""
+
+    body: bytes
+    content_type: str | None
+    attributes: dict[str, str]
+    """Those of CloudEvents; each binding has a prefix for them. Without the content type."""
+    plain: dict[str, str]
+    """`event_id`, `event_type` and the like, which go without a prefix."""
+
+    def headers(self, prefix: str) -> dict[str, str]:
+        return {
+            **{f"{prefix}{name}": value for name, value in self.attributes.items()},
+            **self.plain,
+        }
+
+
+def pack(message: Message[Any]) -> Envelope:
+    """The envelope of a message; what no sink could send is `InvalidMessage`.
+
+    >>> pack(Message(b"{}", {"id": "1", "type": "sold", "source": "/shop"})).plain
+    {'event_id': '1', 'event_type': 'sold'}
+    """
+    given = message.attributes
+    check_kinds(given)
+    for name in _REQUIRED:
+        if not given.get(name):
+            raise InvalidMessage(
+                f"{describe(given)}: attribute {name!r} is missing; let the producer set it"
+            )
+    texts = {"specversion": SPEC_VERSION}
+    for name, value in given.items():
+        if name not in _PLAIN_NAMES and not _attribute_name.fullmatch(name):
+            raise InvalidMessage(
+                f"{describe(given)}: attribute name {name!r:.60} must consist of a-z and 0-9"
+            )
+        texts[name] = _text(name, value, message)
+    plain = {}
+    for name, others in _PLAIN_NAMES.items():
+        own = texts.pop(name, None)
+        found = own or next((texts[other] for other in others if texts.get(other)), None)
+        if found:
+            plain[name] = found
+    if "aggregate_type" in plain and texts.get("subject"):
+        plain.setdefault("aggregate_id", texts["subject"])
+    body = b"" if message.data is None else encode_data(message)
+    content_type = texts.pop("datacontenttype", None)
+    return Envelope(body, content_type, texts, plain)
+
+
+def _text(name: str, value: Any, message: Message[Any]) -> str:
+    """A value in CloudEvents' canonical string form."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, bytes):
+        return b64encode(value).decode()
+    text = str(value)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidMessage(
+            f"{describe(message.attributes)}: attribute {name!r:.60}: {error}"
+        ) from error
+    return text
+
+
+def topic_of(message: Message[Any], default: str | None) -> str:
+    """Where a message goes: to its own topic, else to the sink's."""
+    topic = message.topic or default
+    if not topic:
+        raise ConfigError(
+            f"{describe(message.attributes)}: no topic; give the message one, or the sink a default"
+        )
+    return topic

@@ -1,0 +1,227 @@
+"""HttpSink: CloudEvents over HTTP in binary mode, one request per message.
+
+2xx                                   confirmed
+408 425 429 502 503 504               the receiver cannot now: nobody is blamed
+3xx 401 403 404 405 407 410           the address or the credentials are wrong: likewise
+other 4xx                             this message will never be taken: `Rejected`
+other 5xx                             the receiver failed at this message: `Refused`
+"""
+
+from __future__ import annotations
+
+import http.client
+import ssl
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+from urllib.parse import quote, urlsplit
+
+from conquiet.acking import Error
+from conquiet.errors import ConfigError, PermanentError, SinkUnavailable
+from conquiet.message import Message, describe
+from conquiet.relay.sinks.answers import Answers, Refused
+from conquiet.relay.sinks.envelope import Envelope
+from conquiet.relay.sinks.needed import check_timeout
+
+_BUSY = frozenset((408, 425, 429, 502, 503, 504))
+_WRONG_ADDRESS = frozenset((401, 403, 404, 405, 407, 410))
+_LONGEST_PAUSE = 60.0
+_MOST_TIMEOUTS = 3
+_LONGEST_ANSWER = 64 * 1024
+# CloudEvents' HTTP binding: printable ASCII stands for itself, but for space, " and %.
+_UNQUOTED = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) not in '"%')
+
+
+class Rejected(PermanentError):
+    """The receiver will never take this message."""
+
+
+class _Pause(SinkUnavailable):
+    """The receiver asks to be left alone for a while."""
+
+
+class _Silent(SinkUnavailable):
+    """The receiver took the request and did not answer in time."""
+
+
+class HttpSink:
+    """Posts each message to one URL.
+
+    The topic of a message goes along as the header `ce-topic`, unless it has none. Requests of
+    one batch go out one after the other, on one connection. A certificate that cannot be
+    verified is an outage; `context` is for private certificate authorities.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        topic: str | None = None,
+        *,
+        timeout: float = 10.0,
+        headers: Mapping[str, str] | None = None,
+        context: ssl.SSLContext | None = None,
+    ) -> None:
+        try:
+            parts = urlsplit(url)
+            self._host, self._port = parts.hostname or "", parts.port
+        except ValueError as error:
+            raise ConfigError(f"the URL of an HTTP sink: {error}") from None
+        if parts.scheme not in ("http", "https") or not self._host:
+            raise ConfigError("the URL of an HTTP sink must look like https://host/path")
+        if parts.username or parts.password:
+            raise ConfigError(
+                "the URL of an HTTP sink must hold no password, which proxies log; give"
+                " headers={'authorization': …}"
+            )
+        self._place = parts.netloc
+        self._path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        self._topic = topic
+        self._timeout = check_timeout(timeout)
+        self._headers = dict(headers or {})
+        self._context = context
+        if parts.scheme == "https" and context is None:
+            self._context = ssl.create_default_context()
+        self._connection: http.client.HTTPConnection | None = None
+        self._paused_until = 0.0
+
+    @classmethod
+    def from_url(cls, url: str, topic: str | None = None, timeout: float = 10.0) -> Self:
+        """By the URL alone; all of its query belongs to the receiver."""
+        return cls(url, topic, timeout=timeout)
+
+    def publish(self, messages: Sequence[Message[Any]]) -> Sequence[Error]:
+        """One answer per message; raises `SinkUnavailable` if none was answered."""
+        answers = Answers(messages)
+        silent: list[int] = []
+        stopped: SinkUnavailable | None = None
+        for place, envelope in answers.packed(lambda message, envelope: None):
+            message = messages[place]
+            if stopped is None:
+                answer = self._answer(message, envelope)
+                answers.set(place, answer)
+            else:
+                answers.set(place, SinkUnavailable(f"{_name(message)}: not tried: {stopped}"))
+                continue
+            if answer is None:
+                # It hung at those, and went on with this one: it was them.
+                for earlier in silent:
+                    answers.set(earlier, Refused(f"{_name(messages[earlier])}: no answer in time"))
+                silent.clear()
+            elif isinstance(answer, _Silent):
+                silent.append(place)
+                stopped = answer if len(silent) >= _MOST_TIMEOUTS else None
+            elif isinstance(answer, SinkUnavailable):
+                stopped = answer
+        return answers.concluded()
+
+    def check(self) -> None:
+        """Raises `SinkUnavailable` if nobody listens there."""
+        connection = self._open()
+        try:
+            connection.connect()
+        except (OSError, http.client.HTTPException) as error:
+            raise SinkUnavailable(f"{self._place} cannot be reached: {error}") from error
+        finally:
+            connection.close()
+
+    def close(self) -> None:
+        """Let go of the connection; the next message opens another."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    def _open(self) -> http.client.HTTPConnection:
+        if self._context is None:
+            return http.client.HTTPConnection(self._host, self._port, timeout=self._timeout)
+        return http.client.HTTPSConnection(
+            self._host, self._port, timeout=self._timeout, context=self._context
+        )
+
+    def _answer(self, message: Message[Any], envelope: Envelope) -> Error:
+        left = self._paused_until - time.monotonic()
+        if left > 0:
+            return _Pause(f"{self._place} asked to be left alone for {left:.0f} s more")
+        try:
+            return self._post(message, envelope)
+        except TimeoutError as error:
+            self.close()
+            return _Silent(f"{_name(message)}: {self._place} did not answer in time: {error}")
+        except (OSError, http.client.HTTPException) as error:
+            self.close()
+            return SinkUnavailable(f"{self._place} cannot be reached: {error!r:.200}")
+
+    def _post(self, message: Message[Any], envelope: Envelope) -> Error:
+        headers = self._all_headers(message, envelope)
+        if self._connection is not None:
+            try:
+                return self._exchange(message, envelope.body, headers)
+            except (ConnectionError, http.client.BadStatusLine):
+                self.close()  # a connection that was kept open may be closed at any time
+        self._connection = self._open()
+        try:
+            self._connection.connect()
+        except OSError as error:
+            self.close()
+            return SinkUnavailable(f"{self._place} cannot be reached: {error!r:.200}")
+        try:
+            return self._exchange(message, envelope.body, headers)
+        except (ConnectionError, http.client.BadStatusLine) as error:
+            self.close()
+            return Refused(f"{_name(message)}: {self._place} hung up on it: {error!r:.200}")
+
+    def _exchange(self, message: Message[Any], body: bytes, headers: dict[str, str]) -> Error:
+        assert self._connection is not None
+        self._connection.request("POST", self._path, body, headers)
+        response = self._connection.getresponse()
+        text = response.read(_LONGEST_ANSWER)
+        if response.read(1) or response.will_close:
+            self.close()
+        return self._judge(message, response, text)
+
+    def _all_headers(self, message: Message[Any], envelope: Envelope) -> dict[str, str]:
+        headers = {f"ce-{name}": _quoted(text) for name, text in envelope.attributes.items()}
+        # With hyphens: servers and proxies drop headers whose names have an underscore.
+        for name, text in envelope.plain.items():
+            headers[name.replace("_", "-")] = _quoted(text)
+        topic = message.topic or self._topic
+        if topic:
+            headers.setdefault("ce-topic", _quoted(topic))
+        if envelope.content_type is not None:
+            headers["content-type"] = _printable(envelope.content_type)
+        return {**headers, **self._headers}
+
+    def _judge(
+        self, message: Message[Any], response: http.client.HTTPResponse, text: bytes
+    ) -> Error:
+        status = response.status
+        if 200 <= status < 300:
+            return None
+        said = f"{status} {response.reason}: {text[:200].decode(errors='backslashreplace')}"
+        if status in _BUSY:
+            self._paused_until = time.monotonic() + _seconds(response.getheader("retry-after"))
+            return _Pause(f"{self._place} cannot take it now: {said}")
+        if status < 400 or status in _WRONG_ADDRESS:
+            return SinkUnavailable(
+                f"{self._place} takes nothing at this address: {said}; mend the URL or the headers"
+            )
+        kind = Rejected if status < 500 else Refused
+        return kind(f"{_name(message)}: {self._place} answered {said}")
+
+
+def _name(message: Message[Any]) -> str:
+    return describe(message.attributes)
+
+
+def _quoted(text: str) -> str:
+    return quote(text, safe=_UNQUOTED)
+
+
+def _printable(text: str) -> str:
+    return quote(text, safe=_UNQUOTED + ' "%')
+
+
+def _seconds(retry_after: str | None) -> float:
+    """What Retry-After says in seconds; a date is left to the backoff of the relay."""
+    if retry_after is None or not retry_after.strip().isdecimal():
+        return 0.0
+    return min(float(retry_after), _LONGEST_PAUSE)

@@ -1,0 +1,210 @@
+"""KafkaSink: publishes to Kafka, and waits for the delivery report of every message."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Self
+
+from conquiet.acking import Error
+from conquiet.errors import ConfigError, SinkUnavailable
+from conquiet.message import Message, describe
+from conquiet.relay.sinks.answers import Answers, Refused
+from conquiet.relay.sinks.envelope import Envelope, topic_of
+from conquiet.relay.sinks.needed import check_timeout, needed
+from conquiet.relay.sinks.url import Url
+
+_POLL_SECONDS = 0.05
+_GRACE_SECONDS = 1.0
+_OURS = frozenset(("enable.idempotence", "acks", "message.timeout.ms", "error_cb", "on_delivery"))
+
+_Place = tuple[int, Envelope]
+
+
+class KafkaSink:
+    """Publishes each message to its Kafka topic, keyed by `partitionkey` or `subject`.
+
+    The producer is idempotent: what it tries again by itself arrives once, in order. A message
+    that no broker has confirmed within `timeout` seconds counts as not published; it may still
+    arrive. `settings` are librdkafka's, such as `{"security.protocol": "SASL_SSL"}`.
+    """
+
+    def __init__(
+        self,
+        servers: str,
+        topic: str | None = None,
+        *,
+        timeout: float = 10.0,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._kafka = needed("confluent_kafka", "kafka")
+        if not servers:
+            raise ConfigError("a Kafka sink needs servers, such as 'localhost:9092'")
+        given = dict(settings or {})
+        taken = sorted(_OURS & given.keys())
+        if taken:
+            raise ConfigError(f"the setting {taken[0]!r} is the Kafka sink's own; leave it out")
+        self._timeout = check_timeout(timeout)
+        self._topic = topic
+        self._settings = {
+            "linger.ms": 0,
+            **given,
+            "bootstrap.servers": servers,
+            "enable.idempotence": True,
+            "acks": "all",
+            "message.timeout.ms": max(1, int(self._timeout * 1000)),
+            "error_cb": self._on_error,
+        }
+        self._producer: Any = None
+        self._down: str | None = None
+        self._broken = False
+        self._waiting = 0
+        self._connected()  # a wrong setting is an error now, not with the first message
+
+    @classmethod
+    def from_url(cls, url: str, topic: str | None = None, timeout: float = 10.0) -> Self:
+        """By `kafka://HOST:PORT,HOST:PORT/TOPIC?timeout=5`; other settings are librdkafka's."""
+        given = Url(url)
+        seconds = given.seconds(timeout)
+        return cls(given.place, given.path or topic, timeout=seconds, settings=given.others())
+
+    def publish(self, messages: Sequence[Message[Any]]) -> Sequence[Error]:
+        """One answer per message; raises `SinkUnavailable` if none was confirmed or refused."""
+        answers = Answers(messages)
+        packed = answers.packed(lambda message, _: topic_of(message, self._topic))
+        if not packed:
+            return answers.concluded()
+        refused = self._send(messages, packed, answers)
+        if len(packed) > 1:
+            # A broker refuses what came in one request as a whole.
+            answers.one_by_one(refused, lambda one: self._send(messages, [one], answers))
+        return answers.concluded()
+
+    def check(self) -> None:
+        """Raises `SinkUnavailable` if no broker answers."""
+        try:
+            self._connected().list_topics(timeout=self._timeout)
+        except self._kafka.KafkaException as error:
+            raise SinkUnavailable(f"Kafka cannot be reached: {error}") from error
+
+    def close(self) -> None:
+        """Let go of the connections; nothing is buffered between two calls."""
+        producer, self._producer = self._producer, None
+        if producer is not None:
+            with suppress(self._kafka.KafkaException):  # a fatal one, which was told before
+                producer.purge()
+                producer.flush(0)
+
+    def _connected(self) -> Any:
+        if self._producer is None:
+            try:
+                self._producer = self._kafka.Producer(self._settings)
+            except (self._kafka.KafkaException, TypeError, ValueError) as error:
+                raise ConfigError(f"the settings of the Kafka sink: {error}") from error
+            self._broken = False
+        return self._producer
+
+    def _send(
+        self, messages: Sequence[Message[Any]], packed: Sequence[_Place], answers: Answers
+    ) -> list[_Place]:
+        """Send these, and wait; returns those that a broker refused."""
+        producer = self._connected()
+        refused: list[_Place] = []
+        self._forget_the_past(producer)
+        for place, envelope in packed:
+            message = messages[place]
+
+            def on_delivery(
+                error: Any,
+                _: object,
+                message: Message[Any] = message,
+                place: int = place,
+                envelope: Envelope = envelope,
+            ) -> None:
+                self._waiting -= 1
+                answer = None if error is None else self._failure(message, error)
+                answers.set(place, answer)
+                if isinstance(answer, Refused):
+                    refused.append((place, envelope))
+
+            try:
+                self._produce(producer, message, envelope, on_delivery)
+            except BufferError as error:
+                answers.set(place, SinkUnavailable(f"{describe(message.attributes)}: {error}"))
+            except self._kafka.KafkaException as error:
+                answers.set(place, self._failure(message, error.args[0]))
+        try:
+            self._await(producer)
+        except self._kafka.KafkaException as error:  # a fatal one: this producer is of no use
+            self._broken = True
+            answers.interrupted(SinkUnavailable(f"Kafka did not confirm it: {error}"))
+        if self._broken:
+            self.close()
+        return refused
+
+    def _forget_the_past(self, producer: Any) -> None:
+        """Brokers close idle connections, which is no outage of now."""
+        with suppress(self._kafka.KafkaException):  # a fatal one will be told again
+            producer.poll(0)
+        self._down, self._waiting = None, 0
+
+    def _produce(
+        self, producer: Any, message: Message[Any], envelope: Envelope, on_delivery: Any
+    ) -> None:
+        headers = list(envelope.headers("ce_").items())
+        if envelope.content_type is not None:
+            headers.append(("content-type", envelope.content_type))
+        producer.produce(
+            topic_of(message, self._topic),
+            None if message.data is None else envelope.body,
+            key=message.key or None,
+            headers=headers,
+            on_delivery=on_delivery,
+        )
+        self._waiting += 1
+
+    def _await(self, producer: Any) -> None:
+        """Until every message is reported; or, all brokers gone, give up what is queued."""
+        deadline = time.monotonic() + self._timeout + _GRACE_SECONDS
+        while self._waiting and time.monotonic() < deadline:
+            producer.poll(_POLL_SECONDS)
+            if self._down is not None or self._broken:
+                producer.purge()
+                producer.poll(_POLL_SECONDS)
+                break
+        if self._waiting:
+            # What is still out there must not report to the next batch.
+            self._broken = True
+
+    def _failure(self, message: Message[Any], error: Any) -> Exception:
+        name, codes = describe(message.attributes), self._kafka.KafkaError
+        if error.fatal() or error.code() in (
+            codes._FATAL,
+            codes.INVALID_PRODUCER_EPOCH,
+            codes.UNKNOWN_PRODUCER_ID,
+            codes.OUT_OF_ORDER_SEQUENCE_NUMBER,
+            codes._AUTHENTICATION,
+            codes.SASL_AUTHENTICATION_FAILED,
+            codes.CLUSTER_AUTHORIZATION_FAILED,
+            codes.TOPIC_AUTHORIZATION_FAILED,
+        ):
+            # A new producer asks again, where this one would remember for minutes.
+            self._broken = True
+            return SinkUnavailable(f"{name}: Kafka takes nothing from us: {error}")
+        if error.retriable() or error.code() in (
+            codes._TRANSPORT,
+            codes._ALL_BROKERS_DOWN,
+            codes._MSG_TIMED_OUT,
+            codes._TIMED_OUT,
+            codes._PURGE_QUEUE,
+            codes._PURGE_INFLIGHT,
+        ):
+            return SinkUnavailable(f"{name}: Kafka did not confirm it: {self._down or error}")
+        return Refused(f"{name}: Kafka refused it: {error}")
+
+    def _on_error(self, error: Any) -> None:
+        if error.code() == self._kafka.KafkaError._ALL_BROKERS_DOWN:
+            self._down = str(error)
+        elif error.fatal():
+            self._broken = True

@@ -1,0 +1,296 @@
+"""KombuSink: publishes through Kombu: to RabbitMQ with confirms, and to what else Kombu knows.
+
+A topic is a durable exchange of its name; the type of a message is its routing key, so that
+consumers bind their queues by type, or with `#` for all.
+"""
+
+from __future__ import annotations
+
+import ssl
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+from conquiet.acking import Error
+from conquiet.errors import ConfigError, InvalidMessage, SinkUnavailable
+from conquiet.message import Message, describe
+from conquiet.relay.sinks.answers import Answers, Refused
+from conquiet.relay.sinks.envelope import Envelope, topic_of
+from conquiet.relay.sinks.needed import check_timeout, needed
+from conquiet.relay.sinks.url import Url
+
+_PERSISTENT = 2
+_LONGEST_SHORT_STRING = 255
+_NOT_OF_A_MESSAGE = (403, 404)
+"""Reply codes of AMQP: no right to write there, no such exchange."""
+
+_Place = tuple[int, Envelope]
+
+
+class KombuSink:
+    """Publishes persistent messages to the exchange of their topic.
+
+    On AMQP a message counts as published when the broker has confirmed it, and a message that
+    no queue is bound for is refused rather than lost (`mandatory`). `queues` are declared and
+    bound to every topic, so that messages wait there for consumers that come later; transports
+    that cannot tell whether a message found a queue need at least one. Without `declare`,
+    exchanges and queues must be there. Certificates are verified on amqps; `tls` is for private
+    authorities, `{"ca_certs": "ca.pem"}`, and has the other settings of Python's ssl.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        topic: str | None = None,
+        *,
+        queues: Sequence[str] = (),
+        mandatory: bool = True,
+        declare: bool = True,
+        timeout: float = 10.0,
+        tls: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._kombu = needed("kombu", "kombu")
+        self._url = url
+        self._topic = topic
+        self._queues = tuple(queues)
+        self._mandatory = mandatory
+        self._declare = declare
+        self._timeout = check_timeout(timeout)
+        self._tls = dict(tls or {})
+        try:
+            connection = self._connection()
+            self._confirms = connection.transport.driver_type == "amqp"
+        except (KeyError, ValueError, ImportError) as error:
+            raise ConfigError(f"Kombu does not understand the URL of the sink: {error}") from error
+        if not self._confirms and not self._queues:
+            raise ConfigError(
+                "this transport of Kombu drops messages that no queue is bound for; name one:"
+                " KombuSink(url, topic, queues=['events'])"
+            )
+        self._refusals: tuple[type[Exception], ...] = tuple(connection.channel_errors)
+        unreachable = self._kombu.exceptions.OperationalError
+        self._troubles = (OSError, unreachable, *connection.connection_errors, *self._refusals)
+        self._link: _Link | None = None
+
+    @classmethod
+    def from_url(cls, url: str, topic: str | None = None, timeout: float = 10.0) -> Self:
+        """By `amqp://USER:PASSWORD@HOST/VHOST?queues=a,b&mandatory=true&declare=true&timeout=5`.
+
+        `kombu+` stands before the URL of any other transport of Kombu.
+        """
+        given = Url(url.removeprefix("kombu+"))
+        queues, seconds = given.names("queues"), given.seconds(timeout)
+        mandatory = given.flag("mandatory", default=True)
+        declare = given.flag("declare", default=True)
+        settings: dict[str, Any] = {"mandatory": mandatory, "declare": declare}
+        return cls(given.rest, topic, queues=queues, timeout=seconds, **settings)
+
+    def publish(self, messages: Sequence[Message[Any]]) -> Sequence[Error]:
+        """One answer per message; raises `SinkUnavailable` if none was confirmed or refused."""
+        batch = _Batch(messages, time.monotonic() + self._timeout)
+        packed = batch.answers.packed(self._check)
+        refused = self._send(batch, packed)
+        if refused is not None:
+            # The broker closed the channel over one of them, and does not say which.
+            left = [one for one in packed if batch.answers.is_open(one[0])]
+            batch.answers.one_by_one(left, lambda one: self._send_alone(batch, one))
+        return batch.answers.concluded()
+
+    def check(self) -> None:
+        """Raises `SinkUnavailable` if the broker does not answer."""
+        connection = self._connection()
+        try:
+            _connect(connection)
+        except self._troubles as error:
+            raise SinkUnavailable(f"the broker cannot be reached: {error!r:.200}") from error
+        finally:
+            connection.release()
+
+    def close(self) -> None:
+        """Let go of the connection; the next message opens another."""
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
+
+    def _connection(self) -> Any:
+        scheme = self._url.partition(":")[0]
+        settings: dict[str, Any] = {}
+        if scheme in ("amqp", "amqps", "pyamqp"):
+            settings["transport_options"] = {
+                "read_timeout": self._timeout,
+                "write_timeout": self._timeout,
+            }
+        if scheme == "amqps":
+            # Left to itself, the client would take any certificate that somebody vouches for.
+            own = {"server_hostname": urlsplit(self._url).hostname, "cert_reqs": ssl.CERT_REQUIRED}
+            settings["ssl"] = {**own, **self._tls}
+        return self._kombu.Connection(self._url, connect_timeout=self._timeout, **settings)
+
+    def _check(self, message: Message[Any], envelope: Envelope) -> None:
+        topic = topic_of(message, self._topic)
+        short = (topic, message.type, message.id, envelope.content_type or "")
+        if max(len(text.encode()) for text in short) > _LONGEST_SHORT_STRING:
+            raise InvalidMessage(
+                f"{describe(message.attributes)}: AMQP takes {_LONGEST_SHORT_STRING} bytes at most"
+                " for each of topic, type, id and datacontenttype"
+            )
+
+    def _send_alone(self, batch: _Batch, one: _Place) -> None:
+        refused = self._send(batch, [one])
+        if refused is not None and getattr(refused, "reply_code", 0) not in _NOT_OF_A_MESSAGE:
+            name = describe(batch.messages[one[0]].attributes)
+            batch.answers.set(one[0], Refused(f"{name}: the broker refused it: {refused}"))
+
+    def _send(self, batch: _Batch, packed: Sequence[_Place]) -> Exception | None:
+        """Send these; returns why the broker closed the channel over one of them, if it did."""
+        if not packed:
+            return None
+        link = self._link
+        try:
+            if link is None:
+                link = self._link = _Link(self._kombu, self._connection(), self._confirms)
+            if self._declare:
+                for place, _ in packed:
+                    link.declare(topic_of(batch.messages[place], self._topic), self._queues)
+        except self._troubles as error:
+            self._interrupt(batch, error)
+            return None
+        try:
+            for place, envelope in packed:
+                self._publish(link, batch.messages[place], envelope, batch.tell(place))
+            link.wait(batch.deadline)
+        except self._troubles as error:
+            self._interrupt(batch, error)
+            if isinstance(error, self._refusals) and not isinstance(error, OSError):
+                return error
+        return None
+
+    def _interrupt(self, batch: _Batch, error: Exception) -> None:
+        self.close()
+        batch.answers.interrupted(SinkUnavailable(f"the broker cannot be used: {error!r:.300}"))
+
+    def _publish(
+        self, link: _Link, message: Message[Any], envelope: Envelope, tell: Callable[[Error], None]
+    ) -> None:
+        name = describe(message.attributes)
+
+        def answer(outcome: str | None) -> None:
+            if outcome is None:
+                tell(None)
+            elif outcome == "nack":
+                tell(SinkUnavailable(f"{name}: the broker did not take it: its queue is full"))
+            else:
+                tell(Refused(f"{name}: no queue takes it: {outcome}; bind one, or name `queues`"))
+
+        link.publish(
+            answer,
+            envelope.body,
+            exchange=topic_of(message, self._topic),
+            routing_key=message.type,
+            delivery_mode=_PERSISTENT,
+            mandatory=self._mandatory and self._confirms,
+            content_type=envelope.content_type or "application/json",
+            content_encoding="binary",
+            headers=envelope.headers("cloudEvents_"),
+            timeout=self._timeout if self._confirms else None,
+            message_id=message.id,
+            type=message.type,
+        )
+
+
+def _connect(connection: Any) -> None:
+    """Once, and again at once; Kombu's own `connect` would sleep in between."""
+    connection.ensure_connection(max_retries=1, interval_start=0, interval_max=0.1)
+
+
+class _Batch:
+    """One call of `publish`."""
+
+    def __init__(self, messages: Sequence[Message[Any]], deadline: float) -> None:
+        self.messages = messages
+        self.answers = Answers(messages)
+        self.deadline = deadline
+
+    def tell(self, place: int) -> Callable[[Error], None]:
+        return lambda answer: self.answers.set(place, answer)
+
+
+class _Link:
+    """A connection with one channel, and what the broker has yet to confirm on it."""
+
+    def __init__(self, kombu: Any, connection: Any, confirms: bool) -> None:
+        self._kombu = kombu
+        self._connection = connection
+        self._confirms = confirms
+        self._declared: set[str] = set()
+        self._waiting: dict[int, Callable[[str | None], None]] = {}
+        self._returned: dict[str, str] = {}
+        self._names: dict[int, str] = {}
+        self._tag = 0
+        try:
+            _connect(connection)
+            self._channel = connection.channel()
+            self._producer = kombu.Producer(self._channel, auto_declare=False)
+            if confirms:
+                self._confirm()
+        except BaseException:
+            self.close()
+            raise
+
+    def _confirm(self) -> None:
+        self._channel.confirm_select()
+        self._channel.events["basic_ack"].add(self._on_ack)
+        self._channel.events["basic_nack"].add(self._on_nack)
+        self._channel.events["basic_return"].add(self._on_return)
+
+    def declare(self, topic: str, queues: Sequence[str]) -> None:
+        if topic in self._declared:
+            return
+        exchange = self._kombu.Exchange(topic, type="topic", durable=True)
+        exchange(self._channel).declare()
+        for name in queues:
+            queue = self._kombu.Queue(name, exchange, routing_key="#", durable=True)
+            queue(self._channel).declare()
+        self._declared.add(topic)
+
+    def publish(self, answer: Callable[[str | None], None], body: bytes, **settings: Any) -> None:
+        if self._confirms:
+            self._tag += 1
+            self._waiting[self._tag] = answer
+            self._names[self._tag] = f"{settings['exchange']} {settings['routing_key']}"
+        self._producer.publish(body, **settings)
+        if not self._confirms:
+            answer(None)
+
+    def wait(self, deadline: float) -> None:
+        """Until all is confirmed; raises `TimeoutError` if the broker needs longer."""
+        while self._waiting:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(f"{len(self._waiting)} confirms did not come in time")
+            self._connection.drain_events(timeout=left)
+        self._returned.clear()
+
+    def close(self) -> None:
+        with suppress(Exception):  # it may be broken, which is why we let go of it
+            self._connection.release()
+
+    def _on_ack(self, tag: int, multiple: bool) -> None:
+        for each in self._settled(tag, multiple):
+            # The broker returns a message that has nowhere to go, and then acks it.
+            self._waiting.pop(each)(self._returned.get(self._names.pop(each)))
+
+    def _on_nack(self, tag: int, multiple: bool) -> None:
+        for each in self._settled(tag, multiple):
+            self._names.pop(each)
+            self._waiting.pop(each)("nack")
+
+    def _settled(self, tag: int, multiple: bool) -> list[int]:
+        if not multiple:
+            return [tag] if tag in self._waiting else []
+        return [each for each in self._waiting if each <= tag]
+
+    def _on_return(self, error: Any, exchange: str, routing_key: str, message: Any) -> None:
+        self._returned[f"{exchange} {routing_key}"] = str(error)

@@ -1,0 +1,306 @@
+"""PubSubSink: publishes to Google Cloud Pub/Sub.
+
+A request of Pub/Sub is confirmed or refused as a whole. What was refused together is sent again
+one by one, so that a message which fails fails alone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from functools import partial
+from typing import Any, Self
+
+from conquiet.acking import Error
+from conquiet.errors import ConfigError, GivenBack, InvalidMessage, SinkUnavailable
+from conquiet.message import Message, describe
+from conquiet.relay.sinks.answers import Answers, Refused
+from conquiet.relay.sinks.envelope import Envelope, topic_of
+from conquiet.relay.sinks.needed import check_timeout, needed
+from conquiet.relay.sinks.url import Url
+
+_MOST_MESSAGES = 1000
+_MOST_BYTES = 9_000_000
+_MOST_ATTRIBUTES = 100
+_LONGEST_NAME = 256
+_LONGEST_VALUE = 1024
+_GRACE_SECONDS = 1.0
+_SENDERS = 8
+
+# After a long outage, gRPC would wait for two minutes before it looks again.
+_CHANNEL = (("grpc.max_reconnect_backoff_ms", 5_000),)
+
+_topic_path = re.compile(r"projects/[^/]+/topics/[^/]+")
+
+_Place = tuple[int, Envelope]
+
+
+class PubSubSink:
+    """Publishes each message to its Pub/Sub topic, `orders` or `projects/shop/topics/orders`.
+
+    `ordered` sends `partitionkey` or `subject` as the ordering key, and gives later messages of
+    a key back when one of it fails. Credentials are Google's defaults, unless a `client` (a
+    `google.pubsub_v1.PublisherClient`) is given; with PUBSUB_EMULATOR_HOST, an emulator's.
+    """
+
+    def __init__(
+        self,
+        project: str,
+        topic: str | None = None,
+        *,
+        ordered: bool = False,
+        timeout: float = 10.0,
+        client: Any = None,
+    ) -> None:
+        self._pubsub = needed("google.pubsub_v1", "pubsub")
+        self._errors = needed("google.api_core.exceptions", "pubsub")
+        self._auth_errors = needed("google.auth.exceptions", "pubsub")
+        if not project:
+            raise ConfigError("a Pub/Sub sink needs a project, as in PubSubSink('my-project')")
+        self.keeps_order = ordered
+        self._project = project
+        self._topic = topic
+        self._timeout = check_timeout(timeout)
+        self._given = client
+        self._client: Any = client
+        self._senders: ThreadPoolExecutor | None = None
+
+    @classmethod
+    def from_url(cls, url: str, topic: str | None = None, timeout: float = 10.0) -> Self:
+        """By `pubsub://PROJECT/TOPIC?ordered=true&timeout=5`."""
+        given = Url(url)
+        ordered, seconds = given.flag("ordered", default=False), given.seconds(timeout)
+        given.end()
+        return cls(given.place, given.path or topic, ordered=ordered, timeout=seconds)
+
+    def publish(self, messages: Sequence[Message[Any]]) -> Sequence[Error]:
+        """One answer per message; raises `SinkUnavailable` if none was confirmed or refused."""
+        return _Batch(self, messages).publish()
+
+    def check(self) -> None:
+        """Raises `SinkUnavailable` if Pub/Sub does not answer for the topic of this sink."""
+        try:
+            path = self._path(self._topic or "any")
+            self._connected().get_topic(topic=path, retry=None, timeout=self._timeout)
+        except self._errors.NotFound as error:
+            if self._topic:
+                raise SinkUnavailable(f"{path} does not exist: {error}") from error
+        except (self._errors.GoogleAPIError, self._auth_errors.GoogleAuthError) as error:
+            raise SinkUnavailable(f"Pub/Sub cannot be reached: {error}") from error
+
+    def close(self) -> None:
+        """Let go of the connection; the next message opens another."""
+        senders, self._senders = self._senders, None
+        if senders is not None:
+            senders.shutdown(wait=False, cancel_futures=True)
+        if self._client is not None and self._given is None:
+            self._client.transport.close()
+            self._client = None
+
+    def _connected(self) -> Any:
+        if self._client is None:
+            try:
+                self._client = self._pubsub.PublisherClient(transport=self._transport())
+            except self._auth_errors.GoogleAuthError as error:
+                raise SinkUnavailable(
+                    f"no credentials for Pub/Sub: {error}; set GOOGLE_APPLICATION_CREDENTIALS, or"
+                    " PUBSUB_EMULATOR_HOST for an emulator"
+                ) from error
+        return self._client
+
+    def _transport(self) -> Any:
+        kind = self._pubsub.PublisherClient.get_transport_class("grpc")
+        emulator = os.environ.get("PUBSUB_EMULATOR_HOST")
+        if emulator:
+            return kind(channel=needed("grpc", "pubsub").insecure_channel(emulator, _CHANNEL))
+
+        def channel(host: str, *, options: Sequence[Any], **settings: Any) -> Any:
+            return kind.create_channel(host, options=[*options, *_CHANNEL], **settings)
+
+        return partial(kind, channel=channel)
+
+    def _path(self, topic: str) -> str:
+        if _topic_path.fullmatch(topic):
+            return topic
+        if not topic or "/" in topic:
+            raise ConfigError(
+                f"{topic!r:.100} is no topic of Pub/Sub: use NAME or projects/P/topics/T"
+            )
+        return f"projects/{self._project}/topics/{topic}"
+
+    def _start(self, topic: str, key: str, envelopes: Sequence[Envelope]) -> Future[Any]:
+        """Send one request; the future raises what Pub/Sub answers."""
+        client = self._connected()
+        request = self._pubsub.PublishRequest(
+            topic=topic,
+            messages=[
+                self._pubsub.PubsubMessage(
+                    data=envelope.body, attributes=_attributes(envelope), ordering_key=key
+                )
+                for envelope in envelopes
+            ],
+        )
+        if self._senders is None:
+            self._senders = ThreadPoolExecutor(_SENDERS, thread_name_prefix="conquiet-pubsub")
+        # No retry here: the relay tries again, and its pauses grow.
+        return self._senders.submit(
+            client.publish, request=request, retry=None, timeout=self._timeout
+        )
+
+    def _failure(self, message: Message[Any], error: BaseException) -> Exception:
+        name = describe(message.attributes)
+        of_this_message = (
+            self._errors.InvalidArgument,
+            self._errors.FailedPrecondition,
+            self._errors.OutOfRange,
+            self._errors.NotFound,
+        )
+        if isinstance(error, of_this_message):
+            return Refused(f"{name}: Pub/Sub refused it: {error}")
+        return SinkUnavailable(f"{name}: Pub/Sub did not confirm it: {error!r:.300}")
+
+
+class _Batch:
+    """One call of `publish`: all requests at once, then what was refused one by one."""
+
+    def __init__(self, sink: PubSubSink, messages: Sequence[Message[Any]]) -> None:
+        self._sink = sink
+        self._messages = messages
+        self._answers = Answers(messages)
+        self._deadline = 0.0
+        self._lost: set[str] = set()
+        """Keys of which a message failed; what follows must wait."""
+
+    def publish(self) -> Sequence[Error]:
+        packed = self._answers.packed(self._check)
+        if self._sink.keeps_order:
+            packed = self._without_followers(packed)
+        groups = list(self._groups(packed))
+        while groups:
+            # One request of each topic and key at a time, so that none overtakes another.
+            sent = [(topic, key, chunks[0]) for topic, key, chunks in groups]
+            futures = [self._send(*request) for request in sent]
+            self._deadline = time.monotonic() + self._sink._timeout + _GRACE_SECONDS
+            for request, future in zip(sent, futures, strict=True):
+                self._settle_all(*request, future)
+            groups = [(topic, key, chunks[1:]) for topic, key, chunks in groups if chunks[1:]]
+        return self._answers.concluded()
+
+    def _check(self, message: Message[Any], envelope: Envelope) -> None:
+        self._sink._path(topic_of(message, self._sink._topic))
+        _check_limits(message, envelope)
+
+    def _without_followers(self, packed: Sequence[_Place]) -> list[_Place]:
+        """What may be sent although some message of the batch could not be packed."""
+        good = dict(packed)
+        lost: set[str] = set()
+        for place, message in enumerate(self._messages):
+            key = message.attributes.get("partitionkey") or message.attributes.get("subject")
+            if not isinstance(key, str):
+                continue
+            if place not in good:
+                lost.add(key)
+            elif key in lost:
+                del good[place]
+                self._answers.set(place, _given_back(message))
+        return list(good.items())
+
+    def _groups(self, packed: Sequence[_Place]) -> Iterator[tuple[str, str, list[list[_Place]]]]:
+        """By topic and key, since a request holds one ordering key, within Pub/Sub's limits."""
+        groups: dict[tuple[str, str], list[_Place]] = {}
+        for place, envelope in packed:
+            message = self._messages[place]
+            topic = self._sink._path(topic_of(message, self._sink._topic))
+            key = message.key if self._sink.keeps_order else ""
+            groups.setdefault((topic, key), []).append((place, envelope))
+        for (topic, key), places in groups.items():
+            yield topic, key, _chunks(places)
+
+    def _send(self, topic: str, key: str, places: Sequence[_Place]) -> Future[Any] | None:
+        if key in self._lost:
+            return None
+        return self._sink._start(topic, key, [envelope for _, envelope in places])
+
+    def _settle_all(
+        self, topic: str, key: str, places: Sequence[_Place], future: Future[Any] | None
+    ) -> None:
+        refused = self._settle(key, places, future)
+        if not refused or len(places) == 1:
+            return
+        self._lost.discard(key)
+
+        def send(place: _Place) -> None:
+            future = self._send(topic, key, [place])
+            self._deadline = time.monotonic() + self._sink._timeout + _GRACE_SECONDS
+            self._settle(key, [place], future)
+
+        self._answers.one_by_one(places, send)
+
+    def _settle(self, key: str, places: Sequence[_Place], future: Future[Any] | None) -> bool:
+        """Answer for these; True if Pub/Sub has something against one of them."""
+        error = None if future is None else _error_of(future, self._deadline)
+        answer: Error = None
+        for place, _ in places:
+            message = self._messages[place]
+            if future is None:
+                answer = _given_back(message)
+            elif error is not None:
+                answer = self._sink._failure(message, error)
+            self._answers.set(place, answer)
+        if answer is not None and key:
+            self._lost.add(key)
+        return isinstance(answer, Refused)
+
+
+def _error_of(future: Future[Any], deadline: float) -> BaseException | None:
+    try:
+        return future.exception(max(0.0, deadline - time.monotonic()))
+    except FutureTimeout as late:
+        future.cancel()  # if it is still waiting for its turn
+        return late
+
+
+def _chunks(places: Sequence[_Place]) -> list[list[_Place]]:
+    chunks: list[list[_Place]] = []
+    size = 0
+    for place, envelope in places:
+        more = _size(envelope)
+        if not chunks or len(chunks[-1]) >= _MOST_MESSAGES or size + more > _MOST_BYTES:
+            chunks.append([])
+            size = 0
+        chunks[-1].append((place, envelope))
+        size += more
+    return chunks
+
+
+def _given_back(message: Message[Any]) -> GivenBack:
+    return GivenBack(f"{describe(message.attributes)}: an earlier one of its key failed")
+
+
+def _attributes(envelope: Envelope) -> dict[str, str]:
+    attributes = envelope.headers("ce-")
+    if envelope.content_type is not None:
+        attributes["Content-Type"] = envelope.content_type
+    return attributes
+
+
+def _size(envelope: Envelope) -> int:
+    attributes = _attributes(envelope).items()
+    return len(envelope.body) + sum(len(f"{name}{value}".encode()) for name, value in attributes)
+
+
+def _check_limits(message: Message[Any], envelope: Envelope) -> None:
+    attributes = _attributes(envelope)
+    subject = describe(message.attributes)
+    if len(attributes) > _MOST_ATTRIBUTES:
+        raise InvalidMessage(f"{subject}: Pub/Sub takes {_MOST_ATTRIBUTES} attributes at most")
+    for name, value in attributes.items():
+        if len(name.encode()) > _LONGEST_NAME or len(value.encode()) > _LONGEST_VALUE:
+            raise InvalidMessage(
+                f"{subject}: attribute {name!r:.60} is too long for Pub/Sub, which takes"
+                f" {_LONGEST_NAME} bytes for a name and {_LONGEST_VALUE} for a value"
+            )

@@ -1,0 +1,352 @@
+"""Idempotency of consumers, on a real Redis: claimed, confirmed, released by its owner."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import redis
+from tests.waiting import eventually
+
+from conquiet.errors import Blameless, ConfigError, StoreError
+from conquiet.events import Idempotency, LeaseLost
+from conquiet.redis import InProgress
+
+EVENT = uuid.UUID("01900000-0000-7000-8000-000000000001")
+KEY = f"pf:evt:processed:mailer:{EVENT}"
+
+
+@pytest.fixture
+def idempotency(redis_client) -> Idempotency:
+    return Idempotency(redis_client, lease=30, ttl=3600)
+
+
+def value(client) -> str:
+    found = client.get(KEY)
+    return "" if found is None else found.decode().partition(":")[0]
+
+
+# --- the ticket's one call ------------------------------------------------------------------
+
+
+def test_the_first_call_marks_and_later_ones_say_so(idempotency, redis_client) -> None:
+    assert idempotency.check_and_mark_processed("mailer", EVENT, 60) is False
+    assert idempotency.check_and_mark_processed("mailer", str(EVENT), 60) is True
+    assert 0 < redis_client.pttl(KEY) <= 60_000
+
+
+def test_consumers_do_not_know_of_each_other(idempotency) -> None:
+    assert idempotency.check_and_mark_processed("mailer", EVENT) is False
+    assert idempotency.check_and_mark_processed("analytics", EVENT) is False
+
+
+def test_a_mark_is_forgotten_after_its_ttl(idempotency, redis_client) -> None:
+    idempotency.check_and_mark_processed("mailer", EVENT, 0.01)
+    eventually(lambda: not redis_client.exists(KEY))
+    assert idempotency.check_and_mark_processed("mailer", EVENT) is False
+
+
+def test_a_crash_after_the_mark_drops_the_event(idempotency) -> None:
+    """What the one call cannot do better, and why `guard` exists."""
+    idempotency.check_and_mark_processed("mailer", EVENT)  # and the process dies here
+    assert idempotency.check_and_mark_processed("mailer", EVENT) is True
+
+
+def test_the_one_call_does_not_overrule_a_guard(idempotency) -> None:
+    with idempotency.guard("mailer", EVENT), pytest.raises(InProgress):
+        idempotency.check_and_mark_processed("mailer", EVENT)
+
+
+# --- guard ----------------------------------------------------------------------------------
+
+
+def test_marked_only_after_success_and_then_for_long(idempotency, redis_client) -> None:
+    with idempotency.guard("mailer", EVENT) as fresh:
+        assert fresh
+        assert value(redis_client) == "processing"
+        assert 0 < redis_client.pttl(KEY) <= 30_000
+    assert value(redis_client) == "done"
+    assert 30_000 < redis_client.pttl(KEY) <= 3_600_000
+
+
+def test_a_duplicate_does_not_run_the_side_effects_again(idempotency) -> None:
+    effects = []
+    for _ in range(3):
+        with idempotency.guard("mailer", EVENT) as fresh:
+            if fresh:
+                effects.append("sent")
+    assert effects == ["sent"]
+
+
+def test_a_failure_releases_and_the_next_delivery_tries_again(idempotency, redis_client) -> None:
+    with pytest.raises(ValueError), idempotency.guard("mailer", EVENT):
+        raise ValueError("smtp")
+    assert value(redis_client) == ""
+    with idempotency.guard("mailer", EVENT) as fresh:
+        assert fresh
+
+
+def test_in_progress_elsewhere_is_not_to_be_acked(idempotency, redis_client) -> None:
+    other = Idempotency(redis_client)
+    with idempotency.guard("mailer", EVENT):
+        with pytest.raises(InProgress, match="do not ack"), other.guard("mailer", EVENT):
+            pytest.fail("it ran twice")
+        assert value(redis_client) == "processing"
+    assert issubclass(InProgress, Blameless)
+
+
+def test_a_crash_costs_one_lease_and_not_the_event_r1(redis_client) -> None:
+    short = Idempotency(redis_client, lease=0.2)
+    claim = short.claim("mailer", EVENT)
+    short.keeper.remove(claim)  # as if its process were dead
+    with pytest.raises(InProgress):
+        short.claim("mailer", EVENT)
+    eventually(lambda: not redis_client.exists(KEY))
+    with short.guard("mailer", EVENT) as fresh:
+        assert fresh
+
+
+def test_a_long_handler_keeps_its_lease(redis_client) -> None:
+    short = Idempotency(redis_client, lease=0.3, ttl=60)
+    other = Idempotency(redis_client)
+    held = threading.Event()
+    with short.guard("mailer", EVENT):
+        for _ in range(10):
+            held.wait(0.1)
+            with pytest.raises(InProgress):
+                other.claim("mailer", EVENT)
+    assert other.claim("mailer", EVENT) is None
+
+
+def test_a_lost_lease_is_reported_and_its_new_holder_left_alone(idempotency, redis_client) -> None:
+    late = idempotency.claim("mailer", EVENT)
+    redis_client.delete(KEY)  # the lease ran out
+    held = idempotency.claim("mailer", EVENT)
+    late.renew()
+    late.release()
+    assert redis_client.get(KEY).decode() == f"processing:{held.owner}"
+    with pytest.raises(LeaseLost, match="happened twice"):
+        late.confirm()
+    assert redis_client.get(KEY).decode() == f"processing:{held.owner}"
+    held.confirm()
+    assert value(redis_client) == "done"
+
+
+def test_a_release_does_not_take_back_what_is_done(idempotency, redis_client) -> None:
+    claim = idempotency.claim("mailer", EVENT)
+    claim.confirm()
+    claim.release()
+    assert value(redis_client) == "done"
+
+
+def test_a_renewal_does_not_bring_back_what_was_released(idempotency, redis_client) -> None:
+    claim = idempotency.claim("mailer", EVENT)
+    claim.release()
+    claim.renew()
+    assert value(redis_client) == ""
+
+
+def test_a_lease_that_ran_out_and_that_nobody_took_is_still_confirmed(
+    idempotency, redis_client
+) -> None:
+    claim = idempotency.claim("mailer", EVENT)
+    redis_client.delete(KEY)
+    claim.confirm()
+    assert value(redis_client) == "done"
+
+
+def test_a_confirm_whose_reply_was_lost_may_be_repeated_r9(idempotency, redis_client) -> None:
+    claim = idempotency.claim("mailer", EVENT)
+    claim.confirm()
+    claim.confirm()
+    assert value(redis_client) == "done"
+
+
+# --- the decorator, and asyncio -------------------------------------------------------------
+
+
+def test_the_decorator_runs_a_function_once_per_event(idempotency) -> None:
+    effects = []
+
+    @idempotency.guard("mailer", lambda event: event["eventId"])
+    def send(event) -> str:
+        effects.append(event["eventId"])
+        return "sent"
+
+    other = str(uuid.uuid4())
+    events = [{"eventId": str(EVENT)}, {"eventId": str(EVENT)}, {"eventId": other}]
+    assert [send(event) for event in events] == ["sent", None, "sent"]
+    assert effects == [str(EVENT), other]
+    assert send.__name__ == "send"
+
+
+def test_a_decorated_function_that_fails_may_be_called_again(idempotency) -> None:
+    failures = iter([ValueError("once"), None])
+
+    @idempotency.guard("mailer", EVENT)
+    def send() -> str:
+        failure = next(failures)
+        if failure:
+            raise failure
+        return "sent"
+
+    with pytest.raises(ValueError):
+        send()
+    assert [send(), send()] == ["sent", None]
+
+
+def test_coroutines_are_guarded_too(idempotency, redis_client) -> None:
+    @idempotency.guard("mailer", lambda event_id: event_id)
+    async def send(event_id) -> str:
+        await asyncio.sleep(0)
+        return "sent"
+
+    async def fail() -> None:
+        async with idempotency.guard("analytics", EVENT) as fresh:
+            assert fresh
+            raise ValueError
+
+    async def run() -> None:
+        assert [await send(EVENT), await send(EVENT)] == ["sent", None]
+        with pytest.raises(ValueError):
+            await fail()
+        async with idempotency.guard("analytics", EVENT) as fresh:
+            assert fresh
+
+    asyncio.run(run())
+
+
+def test_a_block_needs_an_id(idempotency) -> None:
+    with pytest.raises(ConfigError, match="is a decorator"), idempotency.guard("m", str):
+        pass
+
+
+# --- many at once ---------------------------------------------------------------------------
+
+
+def attempt(idempotency: Idempotency, event_id: str) -> str:
+    try:
+        with idempotency.guard("mailer", event_id) as fresh:
+            return "ran" if fresh else "seen"
+    except InProgress:
+        return "held"
+
+
+def test_fifty_threads_run_each_event_once(redis_url: str) -> None:
+    events = [str(uuid.uuid4()) for _ in range(20)]
+    start = threading.Barrier(50)
+    with redis.Redis.from_url(redis_url) as client, ThreadPoolExecutor(50) as pool:
+        idempotency = Idempotency(client)
+
+        def consume(_: int) -> list[str]:
+            start.wait()
+            return [attempt(idempotency, event_id) for event_id in events]
+
+        outcomes = list(pool.map(consume, range(50)))
+    for answers in zip(*outcomes, strict=True):
+        assert answers.count("ran") == 1
+
+
+def test_fifty_threads_mark_once(redis_url: str) -> None:
+    start = threading.Barrier(50)
+    with redis.Redis.from_url(redis_url) as client, ThreadPoolExecutor(50) as pool:
+        idempotency = Idempotency(client)
+
+        def mark(_: int) -> bool:
+            start.wait()
+            return idempotency.check_and_mark_processed("mailer", EVENT)
+
+        assert list(pool.map(mark, range(50))).count(False) == 1
+
+
+CONSUME = """
+import sys, uuid
+import redis
+from conquiet.events import Idempotency
+from conquiet.redis import InProgress
+
+idempotency = Idempotency(redis.Redis.from_url(sys.argv[1]))
+sys.stdin.readline()
+for event_id in sys.argv[2:]:
+    try:
+        with idempotency.guard("mailer", event_id) as fresh:
+            if fresh:
+                print(event_id)
+    except InProgress:
+        pass
+"""
+
+
+def test_several_processes_run_each_event_once(redis_url: str) -> None:
+    events = [str(uuid.uuid4()) for _ in range(100)]
+    command = [sys.executable, "-c", CONSUME, redis_url, *events]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    started = [subprocess.Popen(command, **pipes) for _ in range(4)]
+    ran = [process.communicate("go\n", timeout=60)[0].split() for process in started]
+    assert [process.returncode for process in started] == [0] * 4
+    assert sorted(event_id for one in ran for event_id in one) == sorted(events)
+
+
+KILLED = """
+import sys, os, signal
+import redis
+from conquiet.events import Idempotency
+
+with Idempotency(redis.Redis.from_url(sys.argv[1]), lease=0.5).guard("mailer", sys.argv[2]):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_an_event_of_a_killed_process_is_handled_by_another_r1(redis_url, idempotency) -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED, redis_url, str(EVENT)])
+    assert done.returncode == -9
+    assert eventually(lambda: attempt(idempotency, str(EVENT)) == "ran")
+
+
+# --- trouble --------------------------------------------------------------------------------
+
+
+def test_a_redis_that_is_away_is_nobodys_fault_and_nothing_runs() -> None:
+    away = Idempotency(redis.Redis(port=1))
+    with pytest.raises(StoreError, match="could not claim"), away.guard("mailer", EVENT):
+        pytest.fail("it ran without a claim")
+
+
+def test_the_script_is_loaded_again_after_a_flush(idempotency, redis_client) -> None:
+    idempotency.claim("mailer", EVENT).release()
+    redis_client.script_flush()
+    assert idempotency.claim("mailer", EVENT) is not None
+
+
+def test_clients_that_decode_are_fine(redis_url: str) -> None:
+    with redis.Redis.from_url(redis_url, decode_responses=True) as client:
+        assert Idempotency(client).check_and_mark_processed("mailer", EVENT) is False
+
+
+@pytest.mark.parametrize(
+    ("consumer", "event_id", "why"),
+    [
+        ("a:b", EVENT, "consumer 'a:b'"),
+        ("", EVENT, "consumer ''"),
+        ("mailer", "7", "'7' is not a UUID"),
+        ("mailer", None, "None is not a UUID"),
+    ],
+)
+def test_names_that_could_be_mixed_up_are_refused_r11(idempotency, consumer, event_id, why) -> None:
+    with pytest.raises(ConfigError, match=why):
+        idempotency.claim(consumer, event_id)
+
+
+@pytest.mark.parametrize("settings", [{"lease": 0}, {"ttl": -1}, {"lease": 60, "ttl": 30}])
+def test_settings_that_cannot_work_are_refused(redis_client, settings) -> None:
+    with pytest.raises(ConfigError):
+        Idempotency(redis_client, **settings)
+
+
+def test_an_id_has_one_key_however_it_is_written(idempotency) -> None:
+    assert idempotency.key("mailer", str(EVENT).upper()) == KEY == idempotency.key("mailer", EVENT)

@@ -1,0 +1,364 @@
+"""The source of a relay over `outbox_events`: the contract of sources, and what is its own."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from datetime import datetime
+
+import msgspec
+import pytest
+import redis
+from sqlalchemy import Engine, text
+from sqlalchemy.orm import Session
+from tests.integration.events.samples import notification, one_of_each, rows, store
+from tests.integration.sql.claiming import ListSink
+from tests.waiting import eventually
+
+from conquiet.errors import ConfigError, GivenBack, SinkUnavailable, StoreError
+from conquiet.events import EventSource, emit, schema
+from conquiet.events.check import check
+from conquiet.events.source import MAX_ERROR_CHARACTERS
+from conquiet.marketplace.catalog import CATALOG
+from conquiet.redis import StreamSink, StreamSource
+from conquiet.relay import Relay
+from conquiet.sql import engine as make_engine
+
+
+@pytest.fixture
+def source(engine: Engine) -> Iterator[EventSource]:
+    made = EventSource(engine, poll=0.02, max_attempts=3)
+    yield made
+    made.close()
+
+
+def taken(source: EventSource, count: int, seconds: float = 10.0) -> list:
+    """Exactly so many messages."""
+    got: list = []
+    end = time.monotonic() + seconds
+    while len(got) < count and time.monotonic() < end:
+        got.extend(source.read(count - len(got), 0.1))
+    assert len(got) == count
+    return got
+
+
+# --- what goes out --------------------------------------------------------------------------
+
+
+def test_a_message_carries_the_locked_topic_and_attributes(source: EventSource) -> None:
+    event = notification()
+    with Session(source.engine) as session, session.begin():
+        emit(session, event)
+    [message] = taken(source, 1)
+    assert message.topic == "pf-domain-events"
+    attributes = message.attributes
+    assert attributes["event_id"] == attributes["id"] == str(event.id)
+    assert attributes["event_type"] == attributes["type"] == "notification_requested"
+    assert attributes["aggregate_type"] == "notification"
+    assert attributes["aggregate_id"] == attributes["subject"] == str(event.aggregate_id)
+    assert attributes["created_at"] == attributes["time"]
+    assert attributes["created_at"].endswith("Z")
+    assert datetime.fromisoformat(attributes["created_at"]).tzinfo is not None
+    assert message.key == str(event.aggregate_id)
+
+
+def test_the_data_is_the_envelope_byte_for_byte_the_same_in_both_databases(
+    source: EventSource,
+) -> None:
+    events = one_of_each()
+    with source.engine.begin() as connection:
+        emit(connection, *events)
+    for message, event in zip(taken(source, len(events)), events, strict=True):
+        assert message.data == check(event).payload_json.encode()
+
+
+def test_the_event_id_is_the_same_everywhere(source: EventSource) -> None:
+    [id_] = store(source.engine, 1)
+    [message] = taken(source, 1)
+    payload = msgspec.json.decode(message.data)
+    assert {id_, payload["eventId"], message.id, message.attributes["event_id"]} == {id_}
+
+
+def test_a_row_of_an_unknown_type_goes_out_as_well(empty: Engine) -> None:
+    schema.init(empty, CATALOG)
+    store(empty, 1)
+    source = EventSource(empty)
+    assert len(source.read(10, 1.0)) == 1  # it was given no catalog
+    source.close()
+
+
+# --- settling -------------------------------------------------------------------------------
+
+
+def test_ack_sets_published_at_and_only_then(source: EventSource) -> None:
+    store(source.engine, 2)
+    first, second = taken(source, 2)
+    assert [row.published_at for row in rows(source.engine)] == [None, None]
+    first.ack()
+    second.ack()
+    assert all(row.published_at is not None for row in rows(source.engine))
+    assert [row.attempt_count for row in rows(source.engine)] == [0, 0]
+
+
+def test_nack_counts_an_attempt_and_says_why(source: EventSource) -> None:
+    store(source.engine, 1)
+    taken(source, 1)[0].nack(ValueError("refused"))
+    [row] = rows(source.engine)
+    assert (row.attempt_count, row.last_error) == (1, "ValueError: refused")
+    assert row.published_at is None
+    assert taken(source, 1)[0].deliveries == 2
+
+
+@pytest.mark.parametrize("error", [StoreError, GivenBack, SinkUnavailable])
+def test_a_blameless_error_costs_no_attempt_s7(source: EventSource, error) -> None:
+    store(source.engine, 1)
+    taken(source, 1)[0].nack(error("not its fault"))
+    [row] = rows(source.engine)
+    assert (row.attempt_count, row.last_error) == (0, None)
+    assert taken(source, 1)[0].deliveries == 1
+
+
+def test_a_row_at_its_maximum_is_claimed_no_more_and_can_be_sent_again(
+    source: EventSource, caplog
+) -> None:
+    source.resting._resting._clock = lambda: time.monotonic() * 100  # rests end a hundredfold
+    [id_] = store(source.engine, 1)
+    with caplog.at_level(logging.ERROR, "conquiet.relay"):
+        for _ in range(3):
+            taken(source, 1)[0].nack(ValueError("refused"))
+    assert f"parked event_id={id_} event_type=notification_requested" in caplog.text
+    assert list(source.read(10, 0.3)) == []
+    assert rows(source.engine)[0].attempt_count == 3
+    with source.engine.begin() as connection:
+        connection.execute(text("UPDATE outbox_events SET attempt_count = 0"))
+    assert taken(source, 1)[0].id == id_
+
+
+def test_a_failed_row_rests_and_lets_the_others_pass(source: EventSource) -> None:
+    ids = store(source.engine, 2)
+    first, second = taken(source, 2)
+    first.nack(ValueError("refused"))
+    second.ack()
+    assert list(source.read(10, 0.0)) == []
+    assert taken(source, 1)[0].id == ids[0]
+
+
+def test_last_error_is_cut_on_a_character_and_is_text(source: EventSource) -> None:
+    store(source.engine, 1)
+    taken(source, 1)[0].nack(ValueError("ö\0\ud800" + "☃" * 5_000))
+    kept = rows(source.engine)[0].last_error
+    assert len(kept) == MAX_ERROR_CHARACTERS
+    assert kept.startswith("ValueError: ö\ufffd")
+    assert kept.endswith("☃…")
+
+
+def test_one_row_that_cannot_be_marked_costs_its_neighbours_nothing_s6(
+    source: EventSource,
+) -> None:
+    ids = store(source.engine, 3)
+    with source.engine.begin() as connection:
+        if source.engine.dialect.name == "sqlite":
+            connection.execute(
+                text(
+                    "CREATE TRIGGER broken BEFORE UPDATE OF published_at ON outbox_events"
+                    f" WHEN NEW.id = '{ids[1]}' BEGIN SELECT RAISE(ABORT, 'no'); END"
+                )
+            )
+        else:
+            connection.execute(
+                text(
+                    f"ALTER TABLE outbox_events ADD CHECK (id <> '{ids[1]}'"
+                    " OR published_at IS NULL)"
+                )
+            )
+    messages = taken(source, 3)
+    for message in messages:
+        message.ack()
+    found = rows(source.engine)
+    assert [row.published_at is not None for row in found] == [True, False, True]
+    assert found[1].last_error.startswith("published, but not marked")
+
+
+def test_a_payload_that_is_no_json_fails_alone(sqlite_url: str) -> None:
+    engine = make_engine(sqlite_url)
+    schema.init(engine, CATALOG, append_only=False)
+    ids = store(engine, 2)
+    with engine.begin() as connection:
+        connection.execute(
+            text("UPDATE outbox_events SET payload_json = '{' WHERE id = :id"), {"id": ids[0]}
+        )
+    source = EventSource(engine)
+    [message] = source.read(10, 1.0)
+    message.ack()
+    with engine.connect() as connection:
+        found = connection.execute(
+            text("SELECT attempt_count, last_error FROM outbox_events ORDER BY id")
+        ).all()
+    source.close()
+    engine.dispose()
+    assert [row[0] for row in found] == [1, 0]
+    assert "payload_json is not JSON" in found[0][1]
+
+
+# --- several relays -------------------------------------------------------------------------
+
+
+def test_what_is_claimed_is_not_claimed_again_s4(source: EventSource) -> None:
+    store(source.engine, 3)
+    other = EventSource(source.engine, poll=0.02)
+    taken(source, 3)
+    assert list(source.read(10, 0.2)) == []
+    assert list(other.read(10, 0.2)) == []
+    source.close()
+    assert len(taken(other, 3)) == 3
+    other.close()
+
+
+def test_two_sources_share_rows_in_postgresql(postgres: Engine) -> None:
+    ids = store(postgres, 4)
+    first, second = EventSource(postgres), EventSource(postgres)
+    one, two = first.read(2, 1.0), second.read(2, 1.0)
+    assert [message.id for message in (*one, *two)] == ids
+    first.close()
+    second.close()
+
+
+def test_several_relays_publish_every_row_once(engine: Engine) -> None:
+    ids = store(engine, 300)
+    sinks = [ListSink() for _ in range(3)]
+    relays = [Relay(EventSource(engine, poll=0.02), sink, batch_size=7) for sink in sinks]
+    threads = [threading.Thread(target=relay.run, daemon=True) for relay in relays]
+    for thread in threads:
+        thread.start()
+    eventually(lambda: all(row.published_at is not None for row in rows(engine)), timeout=60)
+    for relay in relays:
+        relay.stop()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(id_ for sink in sinks for id_ in sink.ids) == sorted(ids)
+
+
+def test_a_crash_gives_the_rows_back_at_once(postgres: Engine) -> None:
+    ids = store(postgres, 2)
+    dead = EventSource(postgres)
+    taken(dead, 2)
+    for claim in dead._claims:
+        claim._claimed.connection.connection.driver_connection.close()
+    other = EventSource(postgres, poll=0.02)
+    assert [message.id for message in taken(other, 2)] == ids
+    other.close()
+    dead.close()
+
+
+def test_an_outage_costs_no_attempts_s7(engine: Engine) -> None:
+    store(engine, 20)
+    sink = ListSink()
+    sink.out = True
+    relay = Relay(EventSource(engine, poll=0.02), sink, longest_pause=0.05)
+    for _ in range(5):
+        relay.run_once()
+    assert {row.attempt_count for row in rows(engine)} == {0}
+    sink.out = False
+    eventually(lambda: relay.run_once(0.1) and len(sink.ids) == 20, timeout=20)
+    relay.source.close()
+
+
+def test_a_failing_message_fails_alone(engine: Engine) -> None:
+    ids = store(engine, 3)
+    sink = ListSink()
+    sink.bad = {ids[1]}
+    relay = Relay(EventSource(engine, poll=0.02), sink)
+    relay.run_once(1.0)
+    relay.source.close()
+    assert [(row.attempt_count, row.published_at is None) for row in rows(engine)] == [
+        (0, False),
+        (1, True),
+        (0, False),
+    ]
+
+
+def test_a_commit_wakes_a_waiting_relay(engine: Engine) -> None:
+    source = EventSource(engine, poll=60.0)
+    got: list = []
+    reader = threading.Thread(target=lambda: got.extend(source.read(1, 30.0)), daemon=True)
+    began = time.monotonic()
+    reader.start()
+    eventually(lambda: _listens(engine), timeout=10)
+    store(engine, 1)
+    reader.join(30)
+    source.close()
+    assert len(got) == 1
+    assert time.monotonic() - began < 20
+
+
+def _listens(engine: Engine) -> bool:
+    if engine.dialect.name == "sqlite":
+        return True
+    with engine.connect() as connection:
+        found = connection.execute(
+            text("SELECT count(*) FROM pg_stat_activity WHERE query ILIKE 'LISTEN%'")
+        )
+        return bool(found.scalar_one())
+
+
+# --- the rest -------------------------------------------------------------------------------
+
+
+def test_what_nobody_settles_is_given_up_after_a_while(engine: Engine, caplog) -> None:
+    store(engine, 1)
+    source = EventSource(engine, poll=0.02, hold=0.05)
+    [forgotten] = taken(source, 1)
+    with caplog.at_level(logging.WARNING, "conquiet.relay"):
+        [again] = taken(source, 1)
+    forgotten.ack()
+    assert source.late == 1
+    assert rows(engine)[0].published_at is None
+    again.ack()
+    source.close()
+    assert "were not settled within" in caplog.text
+
+
+def test_a_closed_source_reads_nothing(source: EventSource) -> None:
+    store(source.engine, 1)
+    source.close()
+    assert list(source.read(10, 1.0)) == []
+
+
+def test_a_database_that_is_away_is_nobodys_fault() -> None:
+    source = EventSource("postgresql://nobody@127.0.0.1:1/none")
+    with pytest.raises(StoreError):
+        source.read(1, 0)
+    source.close()
+
+
+@pytest.mark.parametrize(
+    "settings", [{"max_attempts": 0}, {"max_attempts": True}, {"poll": 0}, {"hold": -1}]
+)
+def test_settings_that_cannot_work_are_refused(sqlite_url: str, settings) -> None:
+    with pytest.raises(ConfigError, match=next(iter(settings))):
+        EventSource(sqlite_url, **settings)
+
+
+def test_a_database_in_memory_cannot_be_relayed() -> None:
+    with pytest.raises(ConfigError, match="SQLite file"):
+        EventSource("sqlite://")
+
+
+def test_from_emit_through_a_relay_and_a_stream_to_a_consumer(engine: Engine, redis_url) -> None:
+    events = one_of_each()
+    with Session(engine) as session, session.begin():
+        emit(session, *events)
+    with redis.Redis.from_url(redis_url) as client:
+        relay = Relay(EventSource(engine, cloudevents=True), StreamSink(client))
+        relay.run_once(1.0)
+        relay.source.close()
+        stream = StreamSource(client, "pf-domain-events", group="analytics")
+        got = stream.read(100, 5.0)
+        opened = [CATALOG.open(message.type, message.data) for message in got]
+        stream.close()
+    assert [one.data for one in opened] == [event.data for event in events]
+    assert [message.attributes["aggregatetype"] for message in got] == [
+        event.aggregate_type for event in events
+    ]

@@ -1,0 +1,99 @@
+"""`outbox_events` by the same commands: relay run, and outbox status, list, show, retry, prune."""
+
+from __future__ import annotations
+
+import io
+import json
+from contextlib import redirect_stdout
+from uuid import uuid4
+
+import pytest
+from sqlalchemy import text
+from tests.waiting import eventually
+
+from conquiet.cli import main
+from conquiet.events import schema
+from conquiet.marketplace.catalog import CATALOG
+from conquiet.sql import engine as make_engine
+
+QUICK = ("--table", "outbox_events", "--poll-ms", "50", "--max-attempts", "1")
+INSERT = (
+    "INSERT INTO outbox_events (id, event_type, aggregate_type, aggregate_id, payload_json)"
+    " VALUES (:id, 'order_created', 'vendor_order', :aggregate, :payload)"
+)
+
+
+@pytest.fixture(params=["sqlite_url", "database_url"])
+def url(request) -> str:
+    found: str = request.getfixturevalue(request.param)
+    schema.init(found, CATALOG)
+    return found
+
+
+def store(url: str, count: int) -> list[str]:
+    engine = make_engine(url)
+    ids = [str(uuid4()) for _ in range(count)]
+    with engine.begin() as connection:
+        for id_ in ids:
+            envelope = {
+                "version": 1,
+                "eventId": id_,
+                "occurredAt": "2026-01-31T12:00:00Z",
+                "data": {},
+            }
+            given = {"id": id_, "aggregate": str(uuid4()), "payload": json.dumps(envelope)}
+            connection.execute(text(INSERT), given)
+    engine.dispose()
+    return ids
+
+
+def outbox(url: str, *arguments: str, code: int = 0):
+    said = io.StringIO()
+    where = ["--url", url, "--table", "outbox_events", "--max-attempts", "1", "--json"]
+    with redirect_stdout(said):
+        assert main(["outbox", *arguments, *where]) == code
+    return json.loads(said.getvalue())
+
+
+def test_events_are_published_with_their_ids_and_logged_with_their_aggregate(
+    url, redis_url, redis_client, start
+):
+    ids = store(url, 5)
+    relay = start(url, redis_url, *QUICK)
+    assert eventually(lambda: outbox(url, "status")["pending"] == 0, timeout=30, interval=0.2)
+    found = [fields[b"id"].decode() for _, fields in redis_client.xrange("pf-domain-events")]
+    assert sorted(found) == sorted(ids)
+    assert eventually(lambda: len(relay.said("published")) == 5)
+    line = relay.said("published")[0]
+    assert line["event_type"] == "order_created"
+    assert line["aggregate_type"] == "vendor_order"
+    assert line["aggregate_id"]
+    assert relay.stop() == 0
+
+
+def test_parked_events_are_shown_sent_again_and_pruned(url, redis_url, redis_client, start):
+    [id_] = store(url, 1)
+    redis_client.set("pf-domain-events", "not a stream")
+    relay = start(url, redis_url, *QUICK)
+    assert eventually(
+        lambda: relay.ready()["checks"]["database"].get("parked") == 1, timeout=30, interval=0.2
+    )
+    assert outbox(url, "status", code=1)["parked"] == 1
+    [entry] = outbox(url, "list", "--parked")
+    assert (entry["event_id"], entry["state"], entry["attempts"]) == (id_, "parked", 1)
+    assert entry["aggregate_type"] == "vendor_order"
+    shown = outbox(url, "show", id_)
+    assert json.loads(shown["payload"])["eventId"] == id_
+    redis_client.delete("pf-domain-events")
+    assert outbox(url, "retry", id_)["retried"] == [id_]
+    assert eventually(lambda: outbox(url, "status")["pending"] == 0, timeout=30, interval=0.2)
+    assert relay.stop() == 0
+    assert redis_client.xlen("pf-domain-events") == 1
+    assert outbox(url, "prune", "--older-than", "1h", "--yes") == {"removed": 0}
+    assert eventually(lambda: outbox(url, "prune", "--older-than", "1s", "--yes")["removed"] == 1)
+
+
+def test_an_order_that_the_table_cannot_keep_is_refused(url, start, redis_url):
+    relay = start(url, redis_url, *QUICK, "--ordered", "true")
+    assert relay.process.wait(20) == 2
+    assert "CONQUIET_OUTBOX_ORDERED" in relay.logs.read_text()

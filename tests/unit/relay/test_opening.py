@@ -1,0 +1,79 @@
+"""A sink by its URL: imported when it is used, with a check that does not publish."""
+
+from __future__ import annotations
+
+import pytest
+
+from conquiet.errors import ConfigError, SinkUnavailable
+from conquiet.relay.opening import SINKS, has_events_layout, open_engine, open_sink
+from conquiet.relay.settings import Settings, load
+
+
+def settings(sink: str, **more: str) -> Settings:
+    given = {"database": "sqlite:///shop.db", "sink": sink, "check_timeout_ms": "200", **more}
+    return load(given, environ={})
+
+
+@pytest.mark.parametrize(
+    ("url", "kind"),
+    [
+        ("http://127.0.0.1:1/events", "HttpSink"),
+        ("kafka://127.0.0.1:1/events", "KafkaSink"),
+        ("amqp://guest:guest@127.0.0.1:1//", "KombuSink"),
+    ],
+)
+def test_a_sink_out_of_reach_opens_and_its_check_fails(url, kind) -> None:
+    opened = open_sink(settings(url))
+    try:
+        assert type(opened.sink).__name__ == kind
+        assert opened.check is not None
+        with pytest.raises(SinkUnavailable):
+            opened.check()
+    finally:
+        opened.sink.close()
+        opened.close()
+
+
+def test_redis_is_the_default_and_is_where_the_variable_says(monkeypatch) -> None:
+    import redis
+
+    monkeypatch.setenv("CONQUIET_REDIS_URL", "redis://127.0.0.1:1/0")
+    opened = open_sink(settings("redis:"))
+    assert opened.check is not None
+    with pytest.raises(redis.ConnectionError, match=r"127\.0\.0\.1:1"):
+        opened.check()
+    opened.close()
+
+
+def test_a_wrong_redis_url_is_a_wrong_setting() -> None:
+    with pytest.raises(ConfigError, match="partitions"):
+        open_sink(settings("redis://h/0?partitions=many"))
+
+
+def test_a_package_that_is_missing_is_named_with_the_command_that_brings_it(monkeypatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "redis", None)
+    with pytest.raises(ConfigError, match=r"conquiet\[redis\]"):
+        open_sink(settings("redis:"))
+
+
+def test_a_connection_to_postgresql_does_not_wait_for_ever() -> None:
+    engine = open_engine(settings("redis:", database="postgresql://h/d?connect_timeout=1"))
+    _, options = engine.dialect.create_connect_args(engine.url)
+    assert options["connect_timeout"] == "1"
+    engine.dispose()
+
+
+def test_the_layout_is_told_by_the_name() -> None:
+    assert has_events_layout("outbox_events")
+    assert has_events_layout("sales.outbox_events")
+    assert not has_events_layout("outbox")
+
+
+def test_every_scheme_of_the_message_is_known() -> None:
+    with pytest.raises(ConfigError) as caught:
+        settings("ftp://h")
+    for scheme in SINKS:
+        if scheme not in ("amqps", "kombu+"):
+            assert f"{scheme}:" in str(caught.value)
