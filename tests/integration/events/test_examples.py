@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -75,6 +77,23 @@ def test_the_reference_consumer_gives_back_what_failed(published, redis_client) 
     consumer.source.close()
 
 
+@pytest.fixture
+def _logs_as_before() -> Iterator[None]:
+    """A Celery worker in this process sets up the logs of all of it."""
+    root, disabled = logging.getLogger(), logging.root.manager.disable
+    handlers, level = list(root.handlers), root.level
+    loggers = [
+        item for item in root.manager.loggerDict.values() if isinstance(item, logging.Logger)
+    ]
+    states = [(item, item.level, item.propagate, item.disabled) for item in loggers]
+    yield
+    root.handlers[:], root.manager.disable = handlers, disabled
+    root.setLevel(level)
+    for item, level, item.propagate, item.disabled in states:
+        item.setLevel(level)
+
+
+@pytest.mark.usefixtures("_logs_as_before")
 @pytest.mark.filterwarnings("default")  # of Celery's own
 def test_the_celery_task_handles_duplicates_once(redis_url: str, monkeypatch) -> None:
     celery = pytest.importorskip("celery")
