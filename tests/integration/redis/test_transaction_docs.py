@@ -1,4 +1,4 @@
-"""docs/redis.md: its code runs, and what it says about transactions is so."""
+"""What docs/redis.md says about transactions is so; tests/unit/test_docs.py runs its code."""
 
 from __future__ import annotations
 
@@ -14,23 +14,16 @@ from conquiet.router import Router
 from conquiet.testing import deliver, message
 
 PAGE = Path(__file__).parents[3] / "docs" / "redis.md"
-BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-
-
-def test_the_code_of_the_page_runs(redis_url, monkeypatch):
-    monkeypatch.setenv("REDIS_URL", redis_url)
-    page = PAGE.read_text()
-    typed: dict[str, object] = {"__name__": "__main__"}
-    blocks = list(BLOCK.finditer(page))
-    assert len(blocks) >= 5
-    for block in blocks:
-        line = page.count("\n", 0, block.start(1))
-        exec(compile("\n" * line + block[1], str(PAGE), "exec"), typed)
 
 
 def test_a_user_with_the_permissions_of_the_page_can_work(redis_client):
     [allowed] = re.findall(r"A user of Redis needs `([^`]+)`", PAGE.read_text())
-    rights = (*allowed.split(), "+xadd", "+xack", "+hset", "+command", "+client|setinfo", "+hello")
+    by_redis_py = (
+        "+command",
+        "+client",
+        "+hello",
+    )  # of client, SETINFO; Redis 7.0 has no such part
+    rights = (*allowed.split(), "+xadd", "+xack", "+hset", *by_redis_py)
     redis_client.execute_command("ACL", "SETUSER", "clerk", "on", ">pass", "~*", *rights)
     settings = redis_client.connection_pool.connection_kwargs
     user = {"username": "clerk", "password": "pass"}
