@@ -178,6 +178,11 @@ class Router:
 
     def process(self, batch: Batch) -> Sequence[Result]:
         """Run a batch and settle it: commit first, then ack."""
+        if ATOMIC.get() and any(message.acking is not None for message in batch):
+            raise HandlerError(
+                f"{describe(batch[0].attributes)}: inside a transaction a router would ack before"
+                " the commit; let the outer router settle it, or use run() and settle() after it"
+            )
         handled = self.run(batch)
         self.settle(handled)
         return handled.results

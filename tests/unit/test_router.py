@@ -374,6 +374,18 @@ def test_a_failing_message_leads_to_single_runs_and_costs_its_neighbours_nothing
     assert str(ledger.nacked["1"]) == "bad 1"
 
 
+def test_a_router_inside_a_transaction_does_not_ack_before_the_commit():
+    outer, inner, transaction = Ledger(), Ledger(), ListTransaction()
+    nested = router_with(succeed)
+
+    def pass_on(order: PlaceOrder) -> None:
+        nested.process([inner.message(order.id)])
+
+    router_with(pass_on, transaction).process([outer.message(1)])
+    assert inner.acked == []
+    assert "ack before the commit" in str(outer.nacked["1"])
+
+
 def test_inside_a_transaction_the_first_failure_ends_the_batch():
     ran: list[int] = []
 
