@@ -24,9 +24,7 @@ def resolve(target: str) -> Any:
         try:
             found = getattr(found, name)
         except AttributeError:
-            raise ConfigError(
-                f"{module_name} has no {path!r}{_similar(name, dir(found))}"
-            ) from None
+            raise ConfigError(f"{module_name} has no {path!r}{_known(name, dir(found))}") from None
     return found
 
 
@@ -51,9 +49,12 @@ def _import(name: str) -> Any:
 def _similar(name: str, known: list[str]) -> str:
     public = [item for item in known if not item.startswith("_")]
     close = difflib.get_close_matches(name, public, n=3)
-    if close:
-        return f"; did you mean {' or '.join(close)}?"
-    return f"; there are: {', '.join(public)[:200]}" if public else ""
+    return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def _known(name: str, known: list[str]) -> str:
+    public = ", ".join(item for item in known if not item.startswith("_"))
+    return _similar(name, known) or (f"; there are: {public[:200]}" if public else "")
 
 
 def name_of(target: Callable[..., Any]) -> str:
