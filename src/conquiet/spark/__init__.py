@@ -1,1 +1,27 @@
-"""Spark: the event log and the outbox as sources and sinks, and the same router on a cluster."""
+"""Spark: the event log and the outbox as sources and sinks, and the same router on a cluster.
+
+Imported when first used: a driver that only builds a session needs no Redis, and the reverse.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from conquiet.spark.register import register
+
+__all__ = ["register"]
+
+_home = {
+    "register": "conquiet.spark.register",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _home:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_home[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

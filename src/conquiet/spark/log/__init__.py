@@ -1,0 +1,1 @@
+"""The event log on Spark: Redis Streams as the format `conquiet`."""
