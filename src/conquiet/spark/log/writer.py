@@ -1,0 +1,175 @@
+"""The sink `conquiet`: events to Redis Streams, each once, though Spark may try more than once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pyspark import TaskContext
+from pyspark.sql.datasource import (
+    DataSourceArrowWriter,
+    DataSourceStreamArrowWriter,
+    WriterCommitMessage,
+)
+
+from conquiet.errors import ConfigError
+from conquiet.redis.home import Home
+from conquiet.spark.log.connection import client_of
+from conquiet.spark.log.writer_fence import Attempt, Lane, session_for
+from conquiet.spark.log.writer_options import WriteOptions
+from conquiet.spark.log.writer_rows import Entries, RowEncoder
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_QUERY_ID = "sql.streaming.queryId"
+_RUN_ID = "spark.jobGroup.id"
+_BATCH_ID = "streaming.sql.batchId"
+_APPLICATION_ID = "spark.app.id"
+_EXECUTION_ID = "spark.sql.execution.root.id"
+
+
+def batch_writer(options: Mapping[str, str], schema: Any, overwrite: bool) -> DataSourceArrowWriter:
+    """What `df.write.format("conquiet")` writes with."""
+    if overwrite:
+        raise ConfigError(
+            "mode('overwrite') is refused: a log is appended to; delete the streams yourself, then"
+            " write with mode('append')"
+        )
+    return _BatchWriter(WriteOptions.of(options), schema.names)
+
+
+def stream_writer(
+    options: Mapping[str, str], schema: Any, overwrite: bool
+) -> DataSourceStreamArrowWriter:
+    """What `df.writeStream.format("conquiet")` writes with."""
+    if overwrite:
+        raise ConfigError("outputMode('complete') is refused: a log is appended to; use 'append'")
+    made = WriteOptions.of(options)
+    if made.write_id is not None:
+        raise ConfigError("option writeId is for batches; a stream is known by its checkpoint")
+    return _StreamWriter(made, schema.names)
+
+
+@dataclass(slots=True)
+class Added(WriterCommitMessage):
+    """What a task tells the driver: how many rows it offered."""
+
+    rows: int
+
+
+class _BatchWriter(DataSourceArrowWriter):
+    def __init__(self, options: WriteOptions, columns: list[str]) -> None:
+        RowEncoder(columns, options)  # refuses on the driver what no task could write
+        self._options = options
+        self._columns = columns
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> Added:
+        return _write(iterator, self._options, self._columns, _batch_attempt(self._options))
+
+
+class _StreamWriter(DataSourceStreamArrowWriter):
+    def __init__(self, options: WriteOptions, columns: list[str]) -> None:
+        RowEncoder(columns, options)
+        self._options = options
+        self._columns = columns
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> Added:
+        return _write(iterator, self._options, self._columns, _stream_attempt())
+
+
+def _write(
+    batches: Iterator[pa.RecordBatch], options: WriteOptions, columns: list[str], attempt: Attempt
+) -> Added:
+    prefix = f"{attempt.query}-{attempt.batch}-{attempt.partition}-"
+    rows = RowEncoder(columns, options, prefix)
+    task = _Task(attempt, options, named=not rows.makes_ids)
+    offered = 0
+    try:
+        for batch in batches:
+            offered += batch.num_rows
+            for entries in rows.encode(batch):
+                for piece in entries.slices(options.slice_rows, options.slice_bytes):
+                    task.add(piece)
+        task.finish()
+    finally:
+        task.close()
+    return Added(offered)
+
+
+class _Task:
+    """The lanes of one task. One slice is on its way while the next is made."""
+
+    def __init__(self, attempt: Attempt, options: WriteOptions, named: bool) -> None:
+        self._attempt = attempt
+        self._options = options
+        self._named = named
+        self._home = Home(client_of(options.address))
+        self._sessions: dict[str, Any] = {}
+        self._lanes: dict[str, Lane] = {}
+        self._under_way: tuple[Lane, Entries] | None = None
+
+    def add(self, entries: Entries) -> None:
+        self._settle()
+        lane = self._lane(entries.stream)
+        if lane.offer(entries):
+            self._under_way = (lane, entries)
+
+    def finish(self) -> None:
+        self._settle()
+        for lane in self._lanes.values():
+            lane.close()
+
+    def close(self) -> None:
+        for session in self._sessions.values():
+            session.close()
+
+    def _settle(self) -> None:
+        if self._under_way is None:
+            return
+        (lane, entries), self._under_way = self._under_way, None
+        while not lane.confirm():
+            if not lane.offer(entries):
+                return
+
+    def _lane(self, stream: str) -> Lane:
+        lane = self._lanes.get(stream)
+        if lane is None:
+            # One connection is enough, since one slice is under way; in a cluster, one per stream.
+            name = stream if self._home.is_cluster else ""
+            if name not in self._sessions:
+                self._sessions[name] = session_for(self._home, stream)
+            session = self._sessions[name]
+            lane = Lane(session, stream, self._attempt, self._options, self._named)
+            self._lanes[stream] = lane
+        return lane
+
+
+# --- who writes -----------------------------------------------------------------------------
+
+
+def _stream_attempt() -> Attempt:
+    task = _task()
+    query, batch = (task.getLocalProperty(name) for name in (_QUERY_ID, _BATCH_ID))
+    run = task.getLocalProperty(_RUN_ID)
+    if query is None or batch is None or run is None:
+        raise ConfigError(
+            "this version of Spark does not tell its tasks which micro-batch they write, so that a"
+            " repeated one could not be recognised; use foreachBatch and option writeId"
+        )
+    return Attempt(query, run, int(batch), task.partitionId(), task.taskAttemptId())
+
+
+def _batch_attempt(options: WriteOptions) -> Attempt:
+    task = _task()
+    parts = (task.getLocalProperty(name) or "?" for name in (_APPLICATION_ID, _EXECUTION_ID))
+    run = "/".join(parts)
+    query = options.write_id or run
+    return Attempt(query, run, 0, task.partitionId(), task.taskAttemptId())
+
+
+def _task() -> TaskContext:
+    task = TaskContext.get()
+    assert task is not None, "Spark calls a writer inside a task"
+    return task
