@@ -32,6 +32,7 @@ from sqlalchemy.sql.expression import FunctionElement
 from sqlalchemy.types import TypeDecorator, TypeEngine
 
 from conquiet.events.catalog import Catalog
+from conquiet.sql.layout import SQLITE_NOW
 from conquiet.sql.tables import checked_name
 
 EVENTS_TABLE = "outbox_events"
@@ -76,9 +77,6 @@ def _now_elsewhere(element: Now, compiler: Any, **options: Any) -> str:
     return SQLITE_NOW
 
 
-SQLITE_NOW = "(strftime('%Y-%m-%d %H:%M:%f000', 'now'))"
-
-
 def events_table(
     catalog: Catalog, name: str = EVENTS_TABLE, metadata: MetaData | None = None
 ) -> Table:
@@ -109,6 +107,15 @@ def events_table(
         # The claim reads only what waits, in the order in which it goes out (S8, S10).
         Index(
             f"{table}_unpublished",
+            created_at,
+            id_,
+            postgresql_where=published_at.is_(None),
+            sqlite_where=published_at.is_(None),
+        ),
+        # The same for claims in the order of aggregates, which step from one to the next (S12).
+        Index(
+            f"{table}_by_aggregate",
+            "aggregate_id",
             created_at,
             id_,
             postgresql_where=published_at.is_(None),

@@ -157,15 +157,12 @@ def open_source(settings: Settings, engine: Engine) -> Source:
         "max_attempts": settings.max_attempts,
         "poll": settings.poll_ms / 1000,
         "wakeup": settings.wakeup,
+        "ordered": settings.ordered,
     }
     if not has_events_layout(settings.table):
         from conquiet.sql import OutboxSource
 
-        return OutboxSource(engine, settings.table, ordered=settings.ordered, **options)
-    if settings.ordered:
-        raise ConfigError(
-            f"CONQUIET_OUTBOX_ORDERED: {EVENTS_TABLE} has no key to keep an order by; choose false"
-        )
+        return OutboxSource(engine, settings.table, **options)
     module, _, name = EVENTS_SOURCE.partition(":")
     kind: Any = getattr(_needed(module, "sql"), name)
     plain = scheme_of(settings.sink) in _CLOUDEVENTS_ONLY

@@ -8,12 +8,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import Connection, Engine, Table
+from sqlalchemy import Connection, Engine
 
-from conquiet.sql import dialect
-from conquiet.sql.claim_keys import OF_KEYS
+from conquiet.sql import claim_keys, dialect
 from conquiet.sql.claim_rows import Rows
-from conquiet.sql.claimed import COLUMNS, Failure, Row, as_rows
+from conquiet.sql.claimed import Failure
+from conquiet.sql.layout import Layout, Row
 
 logger = logging.getLogger("conquiet.relay")
 
@@ -23,56 +23,65 @@ _START_OVER_SECONDS = 1.0
 class PsycopgRows(Rows):
     """The hot statements straight to psycopg."""
 
-    def __init__(self, engine: Engine, table: Table, ordered: bool) -> None:
-        super().__init__(engine, table, ordered)
+    def __init__(self, engine: Engine, layout: Layout, ordered: bool) -> None:
+        super().__init__(engine, layout, ordered)
         self._can_pipeline: bool = engine.dialect.loaded_dbapi.Pipeline.is_supported()
-        self._behind = 0
+        self._behind: tuple[Any, ...] = layout.start
         self._start_over_at = 0.0
-        columns = ", ".join(
-            "attributes::text" if name == "attributes" else name for name in COLUMNS
-        )
+        types = [layout.type_of(name, engine.dialect) for name in layout.order]
+        order = ", ".join(layout.order)
         query = (
-            f"SELECT {columns} FROM {self.name}"
-            " WHERE published_at IS NULL AND parked_at IS NULL AND id > %s::bigint{}{}"
-            " ORDER BY id LIMIT %s FOR UPDATE SKIP LOCKED"
+            f"SELECT {layout.selected()} FROM {self.name} WHERE {layout.claimable}"
+            f" AND ({order}) > ({', '.join(f'%s::{type_}' for type_ in types)}){{}}{{}}"
+            f" ORDER BY {order} LIMIT %s FOR UPDATE SKIP LOCKED"
         )
-        rested = " AND id <> ALL(%s::bigint[])"
+        ids = types[-1]
         self._queries = {
             (unkeyed, held): query.format(
-                " AND key IS NULL" if unkeyed else "", rested if held else ""
+                f" AND {layout.key} IS NULL" if unkeyed else "",
+                f" AND id <> ALL(%s::{ids}[])" if held else "",
             )
             for unkeyed in (False, True)
             for held in (False, True)
         }
         self._publish_sql = (
-            f"UPDATE {self.name} SET published_at = clock_timestamp() WHERE id = ANY(%s::bigint[])"
+            f"UPDATE {self.name} SET published_at = clock_timestamp() WHERE id = ANY(%s::{ids}[])"
         )
+        parked = ", parked_at = CASE WHEN f.parks THEN clock_timestamp() END"
         self._fail_sql = (
-            f"UPDATE {self.name} AS o SET attempts = o.attempts + 1, last_error = f.error,"
-            " parked_at = CASE WHEN f.parks THEN clock_timestamp() END"
-            " FROM unnest(%s::bigint[], %s::text[], %s::boolean[]) AS f (id, error, parks)"
+            f"UPDATE {self.name} AS o SET {layout.attempts} = o.{layout.attempts} + 1,"
+            f" last_error = f.error{parked if layout.most_attempts is None else ''}"
+            f" FROM unnest(%s::{ids}[], %s::text[], %s::boolean[]) AS f (id, error, parks)"
             " WHERE o.id = f.id"
         )
-        self._of_keys_sql = OF_KEYS.format(table=self.name, keys="%s::text[]", each="%s::integer")
+        self._of_keys_sql = claim_keys.of_keys(
+            layout, self.name, engine.dialect, keys="%s", each="%s::integer"
+        )
 
     def _pipeline(self, driver: Any) -> contextlib.AbstractContextManager[object]:
         return driver.pipeline() if self._can_pipeline else contextlib.nullcontext()
 
+    def _plan(self, connection: Connection) -> None:
+        """Said in the round trip of the claim itself, unless that is ordered."""
+        if self.ordered:
+            super()._plan(connection)
+
     def _any(
-        self, connection: Connection, limit: int, held: Sequence[int], unkeyed: bool
+        self, connection: Connection, limit: int, held: Sequence[Any], unkeyed: bool
     ) -> list[Row]:
         # While an old snapshot is open anywhere, vacuum leaves the index entries of published
         # rows, and a claim from the start would walk over all of them. So go on behind the last
         # claim, and once a second look from the start, for what failed or committed late.
         now = time.monotonic()
-        behind = self._behind if now < self._start_over_at else 0
-        if not behind:
+        start = self.layout.start
+        behind = self._behind if now < self._start_over_at else start
+        if behind == start:
             self._start_over_at = now + _START_OVER_SECONDS
         sql = self._queries[unkeyed, bool(held)]
-        rows = self._fetch(connection, sql, (behind, *((held,) if held else ()), limit))
-        if not rows and behind:
-            rows = self._fetch(connection, sql, (0, *((held,) if held else ()), limit))
-        self._behind = rows[-1].id if len(rows) == limit else 0
+        rows = self._fetch(connection, sql, (*behind, *((held,) if held else ()), limit))
+        if not rows and behind != start:
+            rows = self._fetch(connection, sql, (*start, *((held,) if held else ()), limit))
+        self._behind = self.layout.position(rows[-1]) if len(rows) == limit else start
         return rows
 
     def _of_keys(self, connection: Connection, keys: Sequence[str], each: int) -> list[Row]:
@@ -82,12 +91,14 @@ class PsycopgRows(Rows):
         driver = dialect.driver_connection(connection)
         # BEGIN, which psycopg sends first, and the statement in one round trip.
         with self._pipeline(driver), driver.cursor(binary=True) as cursor:
+            if self.layout.planning is not None and not self.ordered:
+                driver.execute(self.layout.planning)
             cursor.execute(sql, given)
-            return as_rows(cursor.fetchall())
+            return self.layout.rows(cursor.fetchall())
 
     def _mark(
-        self, connection: Connection, published: Sequence[int], failures: Sequence[Failure]
-    ) -> Sequence[int]:
+        self, connection: Connection, published: Sequence[Any], failures: Sequence[Failure]
+    ) -> Sequence[Any]:
         """Savepoint, marks and COMMIT in one round trip; a failed mark keeps it from committing."""
         if not published and not failures:
             return ()
@@ -110,7 +121,7 @@ class PsycopgRows(Rows):
         dialect.driver_connection(connection).commit()
 
     def _mark_all(
-        self, connection: Connection, published: Sequence[int], failures: Sequence[Failure]
+        self, connection: Connection, published: Sequence[Any], failures: Sequence[Failure]
     ) -> None:
         with dialect.driver_connection(connection).cursor() as cursor:
             if published:

@@ -11,11 +11,12 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import Connection, Engine, Table, func, or_, select
+from sqlalchemy import Connection, Engine, literal_column, or_, text
 
 from conquiet.sql import dialect
 from conquiet.sql.claim_rows import Opened, Rows
-from conquiet.sql.claimed import Failure, Row, as_rows
+from conquiet.sql.claimed import Failure
+from conquiet.sql.layout import SQLITE_NOW, Layout, Row
 from conquiet.sql.resting import Resting
 from conquiet.sql.turn import turn_of
 
@@ -23,19 +24,15 @@ from conquiet.sql.turn import turn_of
 class SqliteRows(Rows):
     """One claimer at a time, by a lock that dies with its process; marks in short writes."""
 
-    def __init__(self, engine: Engine, table: Table, ordered: bool) -> None:
-        super().__init__(engine, table, ordered)
-        self._turn = turn_of(engine, table)
+    def __init__(self, engine: Engine, layout: Layout, ordered: bool) -> None:
+        super().__init__(engine, layout, ordered)
+        self._turn = turn_of(engine, layout.table)
         self._changing = threading.Lock()
-        self._in_flight: dict[int, Row] = {}
-        parked = table.alias("parked")
-        stuck = select(parked.c.id).where(
-            parked.c.parked_at.is_not(None), parked.c.key == table.c.key
-        )
-        self._not_stuck = or_(table.c.key.is_(None), ~stuck.exists())
+        self._in_flight: dict[Any, Row] = {}
+        self._stuck = layout.stuck(self.name, f"{self.name}.{layout.key}")
 
     def clock(self) -> Any:
-        return func.current_timestamp()
+        return literal_column(SQLITE_NOW)
 
     def close(self) -> None:
         self._turn.release()
@@ -56,19 +53,21 @@ class SqliteRows(Rows):
         return Opened(rows, self, None) if rows else None
 
     def _select(self, connection: Connection, limit: int, resting: Resting) -> list[Row]:
+        layout = self.layout
         held = [*resting.ids(), *self._in_flight]
-        query = self._query(held, unkeyed=False).limit(limit)
-        if self.ordered:
-            key = self.table.c.key
-            keys = {*resting.keys(), *(row.key for row in self._in_flight.values())} - {None}
-            query = query.where(self._not_stuck)
-            if keys:
-                query = query.where(or_(key.is_(None), key.not_in(keys)))
-        return as_rows(connection.execute(query))
+        if not self.ordered:
+            return layout.rows(connection.execute(self._query(layout.claimable, held).limit(limit)))
+        key = self.table.c[layout.key]
+        condition = layout.claimable if layout.has_unkeyed else layout.keyed
+        keys = {*resting.keys(), *(row.key for row in self._in_flight.values())} - {None}
+        query = self._query(condition, held).where(text(f"NOT {self._stuck}")).limit(limit)
+        if keys:
+            query = query.where(or_(key.is_(None), key.not_in(keys)))
+        return layout.not_overtaking(layout.rows(connection.execute(query)))
 
     def settle(
-        self, opened: Opened, published: Sequence[int], failures: Sequence[Failure]
-    ) -> Sequence[int]:
+        self, opened: Opened, published: Sequence[Any], failures: Sequence[Failure]
+    ) -> Sequence[Any]:
         try:
             if not published and not failures:
                 return ()

@@ -1,8 +1,7 @@
-"""What a claim gets out of an outbox, and what it leaves in the row when it failed."""
+"""What a claim leaves in a row when it failed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from conquiet.acking import Error
@@ -10,36 +9,13 @@ from conquiet.acking import Error
 MAX_ERROR_CHARACTERS = 2_000
 """How much of an error is kept in `last_error`."""
 
-COLUMNS = (
-    *("id", "topic", "event_type", "event_id", "key", "content_type", "data"),
-    *("attributes", "attempts"),
-)
-
-
-class Row(NamedTuple):
-    """A claimed row of the outbox."""
-
-    id: int
-    topic: str
-    event_type: str
-    event_id: str
-    key: str | None
-    content_type: str
-    data: bytes
-    attributes: str
-    attempts: int
-
 
 class Failure(NamedTuple):
     """What a nack leaves in a row."""
 
-    id: int
+    id: Any
     error: str
     parks: bool
-
-
-def as_rows(found: Iterable[Sequence[Any]]) -> list[Row]:
-    return [Row._make(row) for row in found]
 
 
 def error_text(error: Error) -> str:

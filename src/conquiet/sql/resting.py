@@ -6,11 +6,13 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, NamedTuple
 
 _FIRST_REST_SECONDS = 1.0
 _LONGEST_REST_SECONDS = 300.0
+_LONGEST_OUTAGE_SECONDS = 10.0
+"""The longest rest by nobody's fault: what an outage's end may go unnoticed for."""
 _MOST_RESTING = 10_000
 
 
@@ -26,21 +28,22 @@ class Resting:
         self._by_key = by_key
         self._clock = clock
         self._lock = threading.Lock()
-        self._rows: dict[int, _Rest] = {}
+        self._rows: dict[Hashable, _Rest] = {}
         self._blameless = 0
 
-    def add(self, id_: int, key: str | None, attempts: int, *, costs: bool) -> None:
+    def add(self, id_: Hashable, key: str | None, attempts: int, *, costs: bool) -> None:
         with self._lock:
             former = self._pop(id_)
             times = max(attempts, former.times + 1 if former else 0)
-            seconds = min(_LONGEST_REST_SECONDS, _FIRST_REST_SECONDS * 2.0 ** min(times, 60))
+            longest = _LONGEST_REST_SECONDS if costs else _LONGEST_OUTAGE_SECONDS
+            seconds = min(longest, _FIRST_REST_SECONDS * 2.0 ** min(times, 60))
             until = self._clock() + seconds * random.uniform(0.5, 1.0)
             if len(self._rows) >= _MOST_RESTING:
                 self._pop(next(iter(self._rows)))
             self._rows[id_] = _Rest(until, times, key, costs)
             self._blameless += not costs
 
-    def forget(self, published: Iterable[int]) -> None:
+    def forget(self, published: Iterable[Hashable]) -> None:
         """These went out: whatever else was held up by an outage may try again."""
         if not self._rows:
             return
@@ -55,13 +58,13 @@ class Resting:
                         self._rows[id_] = rest._replace(until=until, costs=True)
                 self._blameless = 0
 
-    def _pop(self, id_: int) -> _Rest | None:
+    def _pop(self, id_: Hashable) -> _Rest | None:
         rest = self._rows.pop(id_, None)
         if rest is not None:
             self._blameless -= not rest.costs
         return rest
 
-    def ids(self) -> list[int]:
+    def ids(self) -> list[Any]:
         """The rows that a claim must leave alone now."""
         if not self._rows:
             return []

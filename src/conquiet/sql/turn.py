@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 
 from sqlalchemy import Engine, Table
 
+from conquiet.errors import StoreError
 from conquiet.sql import dialect
 
 
@@ -31,8 +32,13 @@ class Turn:
             taken = self._in_memory.acquire(blocking=False)
             self._release = self._in_memory.release if taken else self._release
             return taken
-        # A new description each time: flock() tells those apart, also within one process.
-        file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            # A new description each time: flock() tells those apart, also within one process.
+            file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise StoreError(
+                f"{self._path}: {error.strerror}; a relay keeps a lock there, beside the database"
+            ) from error
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 
 import msgspec
 import pytest
-from sqlalchemy import Engine, make_url, select, text
+from sqlalchemy import Engine, make_url, select
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 from tests.integration.events.samples import notification, one_of_each, rows
@@ -16,7 +16,6 @@ from tests.integration.events.samples import notification, one_of_each, rows
 from conquiet.errors import ConfigError
 from conquiet.events import AppendOnly, InvalidEvent, emit, emit_async, mapped
 from conquiet.events.check import check
-from conquiet.events.claim import Claims
 from conquiet.marketplace.catalog import CATALOG
 
 OutboxEvent = mapped(CATALOG)
@@ -177,24 +176,3 @@ def test_a_model_may_be_added_like_any_other(engine: Engine) -> None:
         session.add(made)
         session.commit()
     assert rows(engine)[0].id == row.id
-
-
-def test_a_claim_from_a_backlog_reads_the_partial_index_and_sorts_nothing_s8(
-    postgres: Engine,
-) -> None:
-    with postgres.begin() as connection:
-        connection.execute(
-            text(
-                "INSERT INTO outbox_events (id, event_type, aggregate_type, aggregate_id,"
-                " payload_json, created_at, published_at) SELECT gen_random_uuid(), 'ad_paused',"
-                " 'ad', gen_random_uuid(), '{}', now() - n * interval '1 second',"
-                " CASE WHEN n % 2 > 0 THEN now() END"
-                " FROM generate_series(1, 20000) AS n"
-            )
-        )
-        connection.execute(text("ANALYZE outbox_events"))
-        query = Claims(postgres, "outbox_events", 10)._due(50, []).with_for_update(skip_locked=True)
-        sql = str(query.compile(postgres, compile_kwargs={"literal_binds": True}))
-        plan = "\n".join(connection.execute(text(f"EXPLAIN {sql}")).scalars())
-    assert "Index Scan using outbox_events_unpublished" in plan
-    assert "Sort" not in plan

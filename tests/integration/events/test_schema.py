@@ -48,6 +48,7 @@ INDEXES = {
     "outbox_events_event_type": "(event_type)",
     "outbox_events_aggregate": "(aggregate_type, aggregate_id)",
     "outbox_events_unpublished": "(created_at, id) WHERE (published_at IS NULL)",
+    "outbox_events_by_aggregate": "(aggregate_id, created_at, id) WHERE (published_at IS NULL)",
 }
 
 
@@ -67,7 +68,7 @@ def test_columns_types_and_defaults_are_as_locked(database_url: str, way: str) -
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_three_locked_indexes_and_the_one_on_unpublished_rows(
+def test_the_three_locked_indexes_and_those_on_unpublished_rows(
     database_url: str, way: str
 ) -> None:
     engine = make_engine(database_url)
@@ -137,6 +138,17 @@ def test_a_downgrade_leaves_nothing_behind(empty: Engine) -> None:
     assert [found.found for found in schema.verify(empty, CATALOG)] == ["missing"]
     schema.migrate(empty, CATALOG)
     assert schema.verify(empty, CATALOG) == []
+
+
+def test_an_older_table_gets_the_index_for_ordered_claims_and_keeps_its_rows(empty: Engine) -> None:
+    schema.migrate(empty, CATALOG, revision="0001")
+    store(empty, 2)
+    before = rows(empty)
+    [difference] = schema.verify(empty, CATALOG)
+    assert "outbox_events_by_aggregate" in str(difference)
+    schema.migrate(empty, CATALOG)
+    assert schema.verify(empty, CATALOG) == []
+    assert rows(empty) == before
 
 
 def test_it_stands_beside_the_tables_of_conquiet_sql(empty: Engine) -> None:
@@ -209,7 +221,7 @@ def test_the_trigger_and_the_indexes_outlive_the_migration_of_an_enum(engine: En
     store(engine, 1)
     schema.migrate(engine, NEWER)
     with engine.connect() as connection:
-        assert len(inspect(connection).get_indexes("outbox_events")) == 4
+        assert len(inspect(connection).get_indexes("outbox_events")) == 5
     with pytest.raises(DBAPIError, match="append-only"), engine.begin() as connection:
         connection.execute(text("UPDATE outbox_events SET event_type = 'ad_paused'"))
 

@@ -20,11 +20,11 @@ from tests.waiting import eventually
 from conquiet.errors import ConfigError, GivenBack, SinkUnavailable, StoreError
 from conquiet.events import EventSource, emit, schema
 from conquiet.events.check import check
-from conquiet.events.source import MAX_ERROR_CHARACTERS
 from conquiet.marketplace.catalog import CATALOG
 from conquiet.redis import StreamSink, StreamSource
 from conquiet.relay import Relay
 from conquiet.sql import engine as make_engine
+from conquiet.sql.claimed import MAX_ERROR_CHARACTERS
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_a_blameless_error_costs_no_attempt_s7(source: EventSource, error) -> No
 def test_a_row_at_its_maximum_is_claimed_no_more_and_can_be_sent_again(
     source: EventSource, caplog
 ) -> None:
-    source.resting._resting._clock = lambda: time.monotonic() * 100  # rests end a hundredfold
+    source.resting._clock = lambda: time.monotonic() * 100  # rests end a hundredfold
     [id_] = store(source.engine, 1)
     with caplog.at_level(logging.ERROR, "conquiet.relay"):
         for _ in range(3):
@@ -245,7 +245,7 @@ def test_a_crash_gives_the_rows_back_at_once(postgres: Engine) -> None:
     dead = EventSource(postgres)
     taken(dead, 2)
     for claim in dead._claims:
-        claim._claimed.connection.connection.driver_connection.close()
+        claim._opened.connection.connection.driver_connection.close()
     other = EventSource(postgres, poll=0.02)
     assert [message.id for message in taken(other, 2)] == ids
     other.close()
@@ -339,11 +339,6 @@ def test_a_database_that_is_away_is_nobodys_fault() -> None:
 def test_settings_that_cannot_work_are_refused(sqlite_url: str, settings) -> None:
     with pytest.raises(ConfigError, match=next(iter(settings))):
         EventSource(sqlite_url, **settings)
-
-
-def test_a_database_in_memory_cannot_be_relayed() -> None:
-    with pytest.raises(ConfigError, match="SQLite file"):
-        EventSource("sqlite://")
 
 
 def test_from_emit_through_a_relay_and_a_stream_to_a_consumer(engine: Engine, redis_url) -> None:
