@@ -1,0 +1,195 @@
+"""Inspection: what lies in Redis under a key prefix, and clearing away what nobody needs.
+
+    >>> from conquiet.kombu import inspection
+    >>> inspection.queues(client)
+    []
+
+Every function takes a redis-py client and the `global_keyprefix` of the application.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import redis
+
+from conquiet.kombu import scripts
+from conquiet.kombu.keys import BACK, GROUP, Keys
+
+_MOST_REAPED = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumerInfo:
+    """A channel that reads a queue; it is alive while its lease lasts."""
+
+    name: str
+    pending: int
+    alive: bool
+    lease_seconds: float | None
+    """Until the lease ends, negative if it has ended, None if there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueueInfo:
+    """One queue, all its priorities together."""
+
+    name: str
+    exists: bool
+    """False if it had an `x-expires` that has passed; only its name is left."""
+    ready: int
+    pending: int
+    consumers: tuple[ConsumerInfo, ...]
+    dead_letters: int
+    expires_ms: int | None = None
+    message_ttl_ms: int | None = None
+    max_length: int | None = None
+
+    @property
+    def alive(self) -> int:
+        return sum(consumer.alive for consumer in self.consumers)
+
+    @property
+    def expired(self) -> int:
+        return len(self.consumers) - self.alive
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """What a clean-up did."""
+
+    consumers: int
+    given_back: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetter:
+    """A message that was given up, and why."""
+
+    id: str
+    queue: str
+    reason: str
+    deliveries: int
+    message: bytes | None
+
+
+def queues(client: Any, prefix: str = "") -> list[QueueInfo]:
+    """All queues that were declared or published to, by name."""
+    keys = Keys(prefix)
+    settings = {_text(name): _text(value) for name, value in client.hgetall(keys.queues).items()}
+    leases = {
+        _text(name): float(ends)
+        for name, ends in client.zrange(keys.leases, 0, -1, withscores=True)
+    }
+    seconds, microseconds = client.time()
+    now_ms = seconds * 1000 + microseconds / 1000
+    return [_queue(client, keys, name, settings[name], leases, now_ms) for name in sorted(settings)]
+
+
+def remove_dead_consumers(client: Any, prefix: str = "", queue: str | None = None) -> Removed:
+    """Give back what dead consumers hold, then remove them; nothing pending is ever dropped."""
+    keys = Keys(prefix)
+    names = [queue] if queue is not None else [_text(name) for name in client.hkeys(keys.queues)]
+    consumers = given_back = 0
+    for name in names:
+        more = 1
+        while more:
+            moved, removed, more = scripts.reap.call(
+                client, [keys.leases, *keys.streams(name)], [GROUP, BACK, _MOST_REAPED]
+            )
+            consumers, given_back = consumers + removed, given_back + moved
+    return Removed(consumers, given_back)
+
+
+def delete_queue(client: Any, queue: str, prefix: str = "", force: bool = False) -> bool:
+    """Delete a queue and its bindings; False if it is kept, since it is in use or not empty.
+
+    With `force` its messages, and what consumers are working on, go with it. Its dead letters stay.
+    """
+    keys = Keys(prefix)
+    only_if = "" if force else "1"
+    return bool(
+        scripts.delete.call(
+            client,
+            [keys.queues, keys.exchanges, keys.leases, *keys.streams(queue)],
+            [queue, keys.namespace, GROUP, "", only_if, only_if],
+        )
+    )
+
+
+def forget_expired_queues(client: Any, prefix: str = "") -> list[str]:
+    """Remove the names and bindings of queues whose `x-expires` has passed."""
+    gone = [info.name for info in queues(client, prefix) if not info.exists]
+    for name in gone:
+        delete_queue(client, name, prefix)
+    return gone
+
+
+def dead_letters(client: Any, queue: str, prefix: str = "", limit: int = 100) -> list[DeadLetter]:
+    """The oldest dead letters of a queue."""
+    found = []
+    for entry, fields in client.xrange(Keys(prefix).dead(queue), count=limit):
+        named = {_text(name): value for name, value in fields.items()}
+        found.append(
+            DeadLetter(
+                _text(entry),
+                _text(named.get("queue", queue)),
+                _text(named.get("reason", "")),
+                int(named.get("deliveries", 0)),
+                named.get("m"),
+            )
+        )
+    return found
+
+
+def delete_dead_letters(client: Any, queue: str, prefix: str = "") -> int:
+    """Delete the dead letters of a queue for good, and say how many they were."""
+    key = Keys(prefix).dead(queue)
+    with client.pipeline() as pipe:
+        count, _ = pipe.xlen(key).delete(key).execute()
+    return int(count)
+
+
+def _queue(
+    client: Any, keys: Keys, name: str, settings: str, leases: dict[str, float], now_ms: float
+) -> QueueInfo:
+    streams = keys.streams(name)
+    ready, pending = scripts.size.call(client, streams, [GROUP, BACK])
+    expires, ttl, most = (settings or "||").split("|")
+    return QueueInfo(
+        name=name,
+        exists=bool(client.exists(*streams)),
+        ready=ready,
+        pending=pending,
+        consumers=_consumers(client, streams, leases, now_ms),
+        dead_letters=client.xlen(keys.dead(name)),
+        expires_ms=int(expires) if expires else None,
+        message_ttl_ms=int(ttl) if ttl else None,
+        max_length=int(most) if most else None,
+    )
+
+
+def _consumers(
+    client: Any, streams: list[str], leases: dict[str, float], now_ms: float
+) -> tuple[ConsumerInfo, ...]:
+    pending: dict[str, int] = {}
+    for stream in streams:
+        try:
+            rows = client.xinfo_consumers(stream, GROUP)
+        except redis.ResponseError:  # no such stream, or nobody has read it yet
+            continue
+        for row in rows:
+            name = _text(row["name"])
+            pending[name] = pending.get(name, 0) + row["pending"]
+    pending.pop(BACK, None)
+    found = []
+    for name, count in sorted(pending.items()):
+        ends = leases.get(name)
+        left = None if ends is None else (ends - now_ms) / 1000
+        found.append(ConsumerInfo(name, count, left is not None and left > 0, left))
+    return tuple(found)
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)

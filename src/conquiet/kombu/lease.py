@@ -1,0 +1,178 @@
+"""Lease: the sign that a consumer's process lives, renewed by one small thread per process.
+
+A thread, because an event loop stands still while a callback runs, and on Celery's solo pool that
+is as long as the task. It also sends what was settled and found no fetch to travel with.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import redis
+
+from conquiet.kombu import scripts
+from conquiet.kombu.keys import BACK, GROUP, Keys
+from conquiet.kombu.settlement import Settlement
+
+logger = logging.getLogger(__name__)
+
+SETTLE_AFTER = 0.02
+"""Seconds that an ack waits for a fetch to travel with."""
+
+_MOST_REAPED = 1000  # entries in one script, so that others get their turn
+
+
+class Lease:
+    """One consumer's claim to be alive, and what is done in its name in the background.
+
+    It lasts 0.8 of `seconds`, is renewed every 0.2 and others look every 0.1, so that the work of a
+    dead process is back within `seconds`.
+    """
+
+    def __init__(
+        self,
+        client: Any,
+        keys: Keys,
+        consumer: str,
+        settlement: Settlement,
+        seconds: float,
+        reap_every: float | None,
+    ) -> None:
+        self.consumer = consumer
+        self.milliseconds = int(seconds * 800)
+        self.streams: set[str] = set()
+        self.expires: dict[str, int] = {}  # stream -> milliseconds of x-expires
+        self.settlement = settlement
+        self.client = client
+        self._keys = keys
+        self._renew_every = seconds * 0.2
+        self._reap_every = reap_every or seconds * 0.1
+        self._renew_at = self._reap_at = self._touch_at = 0.0
+        self.ended = False
+
+    def due(self) -> float:
+        """When to come back, in monotonic seconds."""
+        times = [self._renew_at, self._reap_at]
+        if self.expires:
+            times.append(self._touch_at)
+        if self.settlement.since is not None:
+            times.append(self.settlement.since + SETTLE_AFTER)
+        return min(times)
+
+    def tend(self, now: float) -> None:
+        since = self.settlement.since
+        if since is not None and since + SETTLE_AFTER <= now:
+            self._try(self._settle)
+        if self.ended:
+            return
+        if self._renew_at <= now:
+            self._renew_at = now + self._renew_every
+            if not self._try(self.renew):
+                # Whoever cannot renew a lease knows nothing of the others': they may be as unable.
+                self._reap_at = now + 2 * self._renew_every
+        if self.expires and self._touch_at <= now:
+            self._touch_at = now + min(self.expires.values()) / 4000
+            self._try(self._touch)
+        if self._reap_at <= now:
+            self._reap_at = now + self._reap_every
+            self._try(self._reap)
+
+    def renew(self) -> None:
+        scripts.renew.call(self.client, [self._keys.leases], [self.milliseconds, self.consumer])
+
+    def _settle(self) -> None:
+        self.settlement.send(self.client, self.consumer)
+
+    def _touch(self) -> None:
+        with self.client.pipeline(transaction=False) as pipe:
+            for stream, milliseconds in list(self.expires.items()):
+                pipe.pexpire(stream, milliseconds)
+            pipe.execute()
+
+    def _reap(self) -> None:
+        keys = [self._keys.leases, *sorted(self.streams)]
+        more = len(keys) > 1
+        while more:
+            moved, removed, more = scripts.reap.call(self.client, keys, [GROUP, BACK, _MOST_REAPED])
+            if moved:
+                logger.warning(
+                    "%d message(s) of %d dead consumer(s) were given back", moved, removed
+                )
+
+    def _try(self, work: Callable[[], None]) -> bool:
+        try:
+            work()
+        except (redis.RedisError, OSError) as error:
+            logger.warning("%s: %s failed, and is tried again: %r", self.consumer, work, error)
+            if self.settlement.since is not None:
+                self.settlement.since = time.monotonic() + 1.0
+            return False
+        return True
+
+
+class Keeper:
+    """The thread; it lives while there are leases to renew."""
+
+    def __init__(self) -> None:
+        self._leases: set[Lease] = set()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._hurried = False
+
+    def add(self, lease: Lease) -> None:
+        with self._changed:
+            self._leases.add(lease)
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(
+                    target=self._keep, name="conquiet-kombu-leases", daemon=True
+                )
+                self._thread.start()
+            self._changed.notify()
+
+    def remove(self, lease: Lease) -> None:
+        lease.ended = True
+        with self._changed:
+            self._leases.discard(lease)
+            self._changed.notify()
+
+    def hurry(self) -> None:
+        """Something was settled; see to it that it does not wait long."""
+        if not self._hurried:
+            self._hurried = True
+            with self._changed:
+                self._changed.notify()
+
+    def _keep(self) -> None:
+        due = 0.0
+        while True:
+            with self._changed:
+                if not self._leases:
+                    self._thread = None
+                    return
+                if not self._hurried:
+                    self._changed.wait(max(due - time.monotonic(), 0.001))
+                leases = list(self._leases)
+            if self._hurried:
+                # Most acks travel with a fetch meanwhile; waking for each would only cost time.
+                time.sleep(SETTLE_AFTER)
+                self._hurried = False
+            now = time.monotonic()
+            for lease in leases:
+                lease.tend(now)
+            due = min((lease.due() for lease in leases), default=now)
+
+
+keeper = Keeper()
+
+
+def _forget() -> None:
+    """In a forked child: the leases are the parent's, and the thread was not copied."""
+    keeper.__init__()  # type: ignore[misc]
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,132 @@
+"""Options: what each transport option means here, and which are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from conquiet.kombu.errors import OptionError
+
+DEFAULT_LEASE = 60.0
+"""Seconds of silence after which the work of a process is given to others."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One line of the table in the docs. `kind`: ours, kept, nothing or refused."""
+
+    name: str
+    kind: str
+    meaning: str
+
+
+OURS = (
+    Option(
+        "lease",
+        "ours",
+        "seconds of silence after which a process counts as dead and its messages are given to "
+        "others (60); its length never limits how long a task may take",
+    ),
+    Option(
+        "delivery_limit",
+        "ours",
+        "after so many deliveries that ended in a crash or a requeue, a message goes to the "
+        "dead-letter stream of its queue with the reason; 0 for never (0)",
+    ),
+    Option("consumer_id", "ours", "a name that stands in front of the consumers' own in Redis"),
+    Option(
+        "autoclaim_interval",
+        "ours",
+        "seconds between looks for the messages of dead processes (a tenth of `lease`)",
+    ),
+    Option("prefetch_count", "ours", "the prefetch count of a channel until `basic_qos` sets one"),
+)
+
+KEPT = (
+    Option("global_keyprefix", "kept", "stands before every key"),
+    Option("priority_steps", "kept", "the priorities that have a stream; 0 is the highest"),
+    Option("queue_order_strategy", "kept", "round_robin, sorted or priority"),
+    Option("fanout_patterns", "kept", "false: a fanout exchange ignores routing keys"),
+    Option("polling_interval", "kept", "seconds that a read blocks, 10 at most"),
+    Option("socket_timeout", "kept", "as in Kombu"),
+    Option("socket_connect_timeout", "kept", "as in Kombu"),
+    Option("socket_keepalive", "kept", "as in Kombu"),
+    Option("socket_keepalive_options", "kept", "as in Kombu"),
+    Option("max_connections", "kept", "as in Kombu"),
+    Option("health_check_interval", "kept", "as in Kombu; 0 also ends half-open detection"),
+    Option("reauth_check_interval", "kept", "as in Kombu, from 5.7 on"),
+    Option("retry_on_timeout", "kept", "as in Kombu; a publish may then be there twice"),
+    Option("client_name", "kept", "as in Kombu"),
+    Option("body_encoding", "kept", "as in Kombu"),
+    Option("deadletter_queue", "kept", "as in Kombu: where messages without a route go"),
+    Option("master_name", "kept", "Sentinel, as in Kombu"),
+    Option("min_other_sentinels", "kept", "Sentinel, as in Kombu"),
+    Option("sentinel_kwargs", "kept", "Sentinel, as in Kombu"),
+)
+
+NOTHING = (
+    Option(
+        "visibility_timeout",
+        "nothing",
+        "a message is never given to others while its process lives; see `lease`",
+    ),
+    Option("ack_emulation", "nothing", "acks are Redis' own here, and cannot be switched off"),
+    Option("unacked_key", "nothing", "unacked messages are pending entries of their stream"),
+    Option("unacked_index_key", "nothing", "as `unacked_key`"),
+    Option("unacked_mutex_key", "nothing", "recovery is one atomic script and needs no mutex"),
+    Option("unacked_mutex_expire", "nothing", "as `unacked_mutex_key`"),
+    Option("unacked_restore_limit", "nothing", "all that a dead process held is given back"),
+    Option("unacked_restore_interval", "nothing", "see `autoclaim_interval`"),
+    Option("unacked_restore_throttle", "nothing", "see `autoclaim_interval`"),
+    Option("fanout_prefix", "nothing", "fanout goes to the streams of the queues, not to PUB/SUB"),
+    Option("sentinel_fanout_compat", "nothing", "as `fanout_prefix`"),
+    Option("sep", "nothing", "no key or binding is put together with it"),
+)
+
+REFUSED = (
+    Option(
+        "stream_maxlen",
+        "refused",
+        "it drops the oldest messages although nobody has read them; to have that for one queue, "
+        "declare it with Queue(..., max_length=n)",
+    ),
+    Option(
+        "consumer_group_prefix",
+        "refused",
+        "every group of a stream gets every message, so two prefixes would run each task twice; "
+        "to separate applications, set global_keyprefix or another database",
+    ),
+)
+
+TABLE = OURS + KEPT + NOTHING + REFUSED
+
+
+def check(options: Mapping[str, Any]) -> None:
+    """Refuse what cannot be honoured safely; names of other transports pass unseen."""
+    for option in REFUSED:
+        if options.get(option.name) is not None:
+            raise OptionError(
+                f"the transport option {option.name} is not supported: {option.meaning}"
+            )
+    _require(options, "lease", lambda value: value >= 1, "at least 1 second")
+    _require(options, "autoclaim_interval", lambda value: value > 0, "more than 0 seconds")
+    _require(options, "delivery_limit", _is_count, "a whole number, 0 for no limit")
+    _require(options, "prefetch_count", _is_count, "a whole number, 0 for no limit")
+    name = options.get("consumer_id")
+    if name is not None and (not isinstance(name, str) or not name or name.startswith("~")):
+        raise OptionError(
+            f"the transport option consumer_id is {name!r}; it must be a name, and ~ is reserved"
+        )
+
+
+def _is_count(value: Any) -> bool:
+    return bool(int(value) == value and value >= 0)
+
+
+def _require(options: Mapping[str, Any], name: str, holds: Any, wanted: str) -> None:
+    value = options.get(name)
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float) or not holds(value):
+        raise OptionError(f"the transport option {name} is {value!r}; it must be {wanted}")

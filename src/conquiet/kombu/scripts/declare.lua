@@ -1,0 +1,20 @@
+-- A queue is declared: its settings are written down, and it lives for another x-expires.
+--
+-- KEYS[1]   <ns>queues
+-- KEYS[2..] the streams of the queue, that of priority 0 first
+-- ARGV[1]   group
+-- ARGV[2]   queue
+-- ARGV[3]   "<x-expires>|<x-message-ttl>|<x-max-length>", or empty if it has none of them
+-- ARGV[4]   milliseconds of x-expires, or empty
+--
+-- A queue is there while its stream of priority 0 is, even if the queue is empty.
+
+redis.call("HSET", KEYS[1], ARGV[2], ARGV[3])
+redis.pcall("XGROUP", "CREATE", KEYS[2], ARGV[1], "0", "MKSTREAM")
+for i = 2, #KEYS do
+    if ARGV[4] ~= "" then
+        redis.call("PEXPIRE", KEYS[i], ARGV[4])
+    else
+        redis.call("PERSIST", KEYS[i])
+    end
+end

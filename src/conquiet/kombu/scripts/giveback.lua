@@ -1,0 +1,21 @@
+-- Give entries back to the queue, where they keep their id and so their place.
+--
+-- KEYS[1]   a stream
+-- ARGV[1]   group
+-- ARGV[2]   consumer that has them; an entry that is another's by now stays with that one
+-- ARGV[3]   consumer to whom entries are given back
+-- ARGV[4..] ids
+--
+-- Answers how many. A delivery that ends so is not counted: nothing went wrong with the message.
+
+local key, group, me, back = KEYS[1], ARGV[1], ARGV[2], ARGV[3]
+local given = 0
+for i = 4, #ARGV do
+    local row = redis.pcall("XPENDING", key, group, ARGV[i], ARGV[i], 1, me)
+    if not row.err and row[1] then
+        local count = math.max(tonumber(row[1][4]) - 1, 0)
+        redis.call("XCLAIM", key, group, back, 0, ARGV[i], "RETRYCOUNT", count, "JUSTID")
+        given = given + 1
+    end
+end
+return given

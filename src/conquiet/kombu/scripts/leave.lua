@@ -1,0 +1,36 @@
+-- A consumer leaves: all that it was given and did not finish goes back, and it is forgotten.
+--
+-- KEYS[1]   <ns>leases
+-- KEYS[2..] streams
+-- ARGV[1]   group
+-- ARGV[2]   consumer
+-- ARGV[3]   consumer to whom entries are given back
+-- ARGV[4]   "1": it leaves for good; its lease ends
+--
+-- Answers how many entries went back. A delivery that ends so is not counted.
+
+local group, me, back = ARGV[1], ARGV[2], ARGV[3]
+local given = 0
+for i = 2, #KEYS do
+    local key = KEYS[i]
+    repeat
+        local rows = redis.pcall("XPENDING", key, group, "-", "+", 100, me)
+        if rows.err then
+            break
+        end
+        for _, row in ipairs(rows) do
+            local count = math.max(tonumber(row[4]) - 1, 0)
+            redis.call("XCLAIM", key, group, back, 0, row[1], "RETRYCOUNT", count, "JUSTID")
+            -- Redis 6.2 does not claim what was deleted meanwhile.
+            if redis.call("XPENDING", key, group, row[1], row[1], 1, me)[1] then
+                redis.call("XACK", key, group, row[1])
+            end
+            given = given + 1
+        end
+    until #rows == 0
+    redis.pcall("XGROUP", "DELCONSUMER", key, group, me)
+end
+if ARGV[4] == "1" then
+    redis.call("ZREM", KEYS[1], me)
+end
+return given

@@ -1,0 +1,61 @@
+-- Remove the ready messages; what is pending with a consumer stays that consumer's.
+--
+-- KEYS[i]  a stream
+-- ARGV[1]  group
+-- ARGV[2]  consumer to whom entries are given back
+--
+-- Answers how many. DEL would be shorter, but it ends the blocked reads of all consumers with an
+-- error and takes unacked work with it.
+
+local group, back = ARGV[1], ARGV[2]
+
+local function last_delivered(key)
+    for _, fields in ipairs(redis.call("XINFO", "GROUPS", key)) do
+        local found = {}
+        for i = 1, #fields, 2 do
+            found[fields[i]] = fields[i + 1]
+        end
+        if found["name"] == group then
+            return found["last-delivered-id"]
+        end
+    end
+    return nil
+end
+
+local function purge(key)
+    local from = last_delivered(key)
+    if not from or redis.call("XPENDING", key, group)[1] == 0 then
+        return redis.call("XTRIM", key, "MAXLEN", 0)
+    end
+    local removed = 0
+    repeat
+        local rows = redis.call("XPENDING", key, group, "-", "+", 1000, back)
+        local ids = {}
+        for i, row in ipairs(rows) do
+            ids[i] = row[1]
+        end
+        if #ids > 0 then
+            redis.call("XACK", key, group, unpack(ids))
+            removed = removed + redis.call("XDEL", key, unpack(ids))
+        end
+    until #rows == 0
+    repeat
+        local entries = redis.call("XRANGE", key, "(" .. from, "+", "COUNT", 1000)
+        local ids = {}
+        for i, entry in ipairs(entries) do
+            ids[i] = entry[1]
+        end
+        if #ids > 0 then
+            removed = removed + redis.call("XDEL", key, unpack(ids))
+        end
+    until #entries == 0
+    return removed
+end
+
+local removed = 0
+for _, key in ipairs(KEYS) do
+    if redis.call("EXISTS", key) == 1 then
+        removed = removed + purge(key)
+    end
+end
+return removed

@@ -1,0 +1,169 @@
+"""Topology: queues, exchanges and the bindings between them, as Redis knows them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from amqp.protocol import queue_declare_ok_t  # type: ignore[import-untyped]
+from kombu.exceptions import ChannelError
+from kombu.utils.uuid import uuid
+
+from conquiet.kombu import scripts
+from conquiet.kombu.connecting import Connecting
+from conquiet.kombu.keys import BACK, GROUP
+
+Binding = tuple[str, str | None, str]
+"""Routing key, pattern, queue."""
+
+
+class Topology(Connecting):
+    """Declaring, binding, counting, purging and deleting."""
+
+    consumer: str
+
+    def queue_declare(self, queue: str | None = None, passive: bool = False, **kwargs: Any) -> Any:
+        queue = queue or f"amq.gen-{uuid()}"
+        if not passive:
+            self._new_queue(queue, **kwargs)
+        elif not self._has_queue(queue):
+            vhost = self.connection.client.virtual_host or "/"
+            raise ChannelError(
+                f"NOT_FOUND - no queue {queue!r} in vhost {vhost!r}",
+                (50, 10),
+                "Channel.queue_declare",
+                "404",
+            )
+        return queue_declare_ok_t(queue, self._size(queue), self._consumers_of(queue))
+
+    def _new_queue(self, queue: str, auto_delete: bool = False, **kwargs: Any) -> None:
+        if auto_delete:
+            self.auto_delete_queues.add(queue)
+        arguments = kwargs.get("arguments") or {}
+        expires, ttl, most = (
+            _whole(arguments.get(name)) for name in ("x-expires", "x-message-ttl", "x-max-length")
+        )
+        settings = f"{expires}|{ttl}|{most}"
+        if expires:
+            self._expires[queue] = int(expires)
+        else:
+            self._expires.pop(queue, None)
+        self.call(
+            scripts.declare,
+            [self.keys.queues, *self.keys.streams(queue)],
+            [GROUP, queue, "" if settings == "||" else settings, expires],
+        )
+
+    def _has_queue(self, queue: str, **kwargs: Any) -> bool:
+        return bool(self.commands.exists(*self.keys.streams(queue)))
+
+    def _consumers_of(self, queue: str) -> int:
+        return 0  # as all virtual transports of Kombu answer
+
+    def _size(self, queue: str) -> int:
+        ready, _ = self.call(scripts.size, self.keys.streams(queue), [GROUP, BACK])
+        return int(ready)
+
+    def _purge(self, queue: str) -> int:
+        return int(self.call(scripts.purge, self.keys.streams(queue), [GROUP, BACK]))
+
+    def queue_delete(
+        self, queue: str, if_unused: bool = False, if_empty: bool = False, **kwargs: Any
+    ) -> None:
+        if self._delete_queue(queue, if_unused=if_unused, if_empty=if_empty):
+            self.auto_delete_queues.discard(queue)
+            self._expires.pop(queue, None)
+            self.state.queue_bindings_delete(queue)
+
+    def _delete_queue(self, queue: str, *, if_unused: bool, if_empty: bool) -> bool:
+        keys = [self.keys.queues, self.keys.exchanges, self.keys.leases]
+        asks = [str(int(bool(if_unused))), str(int(bool(if_empty)))]
+        return bool(
+            self.call(
+                scripts.delete,
+                keys + self.keys.streams(queue),
+                [queue, self.keys.namespace, GROUP, self.consumer, *asks],
+            )
+        )
+
+    def exchange_delete(self, exchange: str, if_unused: bool = False, nowait: bool = False) -> None:
+        """Remove the exchange and its bindings; the queues stay, as in AMQP."""
+        table = self.get_table(exchange)
+        if if_unused and table:
+            return
+        for routing_key, _, queue in table:
+            self.state.binding_delete(queue, exchange, routing_key)
+        self.commands.delete(self.keys.bindings(exchange))
+        self.commands.srem(self.keys.exchanges, exchange)
+        self.state.exchanges.pop(exchange, None)
+
+    def queue_bind(
+        self,
+        queue: str,
+        exchange: str | None = None,
+        routing_key: str = "",
+        arguments: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        exchange = exchange or "amq.direct"
+        self.state.exchanges.setdefault(exchange, _unknown_exchange())
+        # Even if this connection bound it before: the queue may have expired since.
+        self.state.binding_declare(queue, exchange, routing_key, arguments)
+        self._queue_bind(exchange, *self._meta(exchange, routing_key, queue, arguments))
+
+    def queue_unbind(
+        self,
+        queue: str,
+        exchange: str | None = None,
+        routing_key: str = "",
+        arguments: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        exchange = exchange or "amq.direct"
+        self.state.binding_delete(queue, exchange, routing_key)
+        meta = self._meta(exchange, routing_key, queue, arguments)
+        self.commands.srem(self.keys.bindings(exchange), _member(*meta))
+
+    def _meta(self, exchange: str, routing_key: str, queue: str, arguments: Any) -> Binding:
+        meta: Binding = self.typeof(exchange).prepare_bind(queue, exchange, routing_key, arguments)
+        return meta
+
+    def _queue_bind(self, exchange: str, routing_key: str, pattern: str | None, queue: str) -> None:
+        with self.commands.pipeline() as pipe:
+            pipe.sadd(self.keys.exchanges, exchange)
+            pipe.sadd(self.keys.bindings(exchange), _member(routing_key, pattern, queue))
+            pipe.execute()
+
+    def get_table(self, exchange: str) -> list[Binding]:
+        members = self.commands.smembers(self.keys.bindings(exchange))
+        return [tuple(json.loads(member)) for member in members]
+
+    # Kombu 5.7 keeps the tables of expiring queues alive by these; ours go with their queue.
+
+    def maybe_refresh_binding_expiry(self) -> None:
+        pass
+
+    def sweep_bindings(self, limit: int = 100) -> int:
+        return 0
+
+
+def _member(routing_key: str | None, pattern: str | None, queue: str) -> str:
+    return json.dumps([routing_key or "", pattern or "", queue])
+
+
+def _unknown_exchange() -> dict[str, Any]:
+    return {
+        "type": "direct",
+        "durable": False,
+        "auto_delete": False,
+        "arguments": {},
+        "table": [],
+    }
+
+
+def _whole(value: Any) -> str:
+    """Milliseconds or a number as the scripts want it; empty if there is none."""
+    try:
+        return str(int(value))
+    except (TypeError, ValueError):
+        return ""
