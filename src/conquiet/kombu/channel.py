@@ -44,11 +44,14 @@ class Channel(Consuming):
     def __init__(self, connection: Any, **kwargs: Any) -> None:
         options = connection.client.transport_options
         self.lease_seconds = options.get("lease") or DEFAULT_LEASE
-        self.closed = True  # until there is something to close
         super().__init__(connection, **kwargs)
         self.consumer = self._new_name()
         self.forget_consuming()
-        connection.check_server_once(self)
+        try:
+            connection.check_server_once(self)
+        except BaseException:
+            self.close()
+            raise
         if self.prefetch_count:
             self.qos.prefetch_count = int(self.prefetch_count)
         _living.add(self)
@@ -64,9 +67,10 @@ class Channel(Consuming):
             for tag in list(self._consumers):
                 self._basic_cancel(tag)
             self._end_read()
-            self.leave()
             if self._qos is not None:
-                self._qos._delivered.clear()
+                self._qos.restore_unacked_once()
+            else:
+                self.leave()
         super().close()
 
     def _after_fork(self) -> None:
@@ -76,8 +80,9 @@ class Channel(Consuming):
         self.__dict__.pop("client", None)
         self.consumer = self._new_name()
         self._in_poll = None
-        consuming = list(self._takers.items())
+        takers = self._takers
         self.forget_consuming()
+        self._takers = takers  # a child that goes on consuming gets a lease then
         if self._qos is not None:
             self._qos._delivered.clear()
             self._qos._dirty.clear()
@@ -85,9 +90,6 @@ class Channel(Consuming):
             self.connection.begin_anew_in_child()
             self.connection.cycle.add(self)
             self._registered = True
-            for queue, takers in consuming:
-                self._watch(queue)
-                self._takers[queue] = takers
 
     # Kombu's fanout by PUB/SUB is not used; its queues are streams like the others.
 

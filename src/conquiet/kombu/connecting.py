@@ -43,9 +43,12 @@ class Connecting(lists.Channel):  # type: ignore[misc]
     def background_client(self) -> Any:
         """A client for the thread that renews leases; it outlives the channel."""
         pool = self._get_pool()
-        for name in ("socket_timeout", "socket_connect_timeout"):
-            if pool.connection_kwargs.get(name) is None:
-                pool.connection_kwargs[name] = _BACKGROUND_TIMEOUT
+        params = pool.connection_kwargs
+        params["socket_timeout"] = params.get("socket_timeout") or _BACKGROUND_TIMEOUT
+        if "socket_connect_timeout" in params:  # a unix socket has none
+            params["socket_connect_timeout"] = (
+                params["socket_connect_timeout"] or _BACKGROUND_TIMEOUT
+            )
         return redis.Redis(connection_pool=pool)
 
     def _get_client(self) -> Any:

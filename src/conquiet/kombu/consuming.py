@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from queue import Empty
@@ -93,14 +94,21 @@ class Consuming(Publishing):
             self._end_read()
         self._give_back_buffered(queue)
         if self.lease:
-            for stream in self.keys.streams(queue):
-                self.lease.expires.pop(stream, None)
+            mine = set(self.keys.streams(queue))
+            self.lease.expires = {
+                stream: ms for stream, ms in self.lease.expires.items() if stream not in mine
+            }
         if queue in self.auto_delete_queues:
             self._delete_unused(queue)
         return result
 
     def _delete_unused(self, queue: str) -> None:
-        if self._delete_queue(queue, if_unused=True, if_empty=False):
+        try:
+            is_deleted = self._delete_queue(queue, if_unused=True, if_empty=False)
+        except self.connection_errors as error:
+            logger.warning("queue %r could not be deleted with its last consumer: %r", queue, error)
+            return
+        if is_deleted:
             self.auto_delete_queues.discard(queue)
             self.state.queue_bindings_delete(queue)
 
@@ -144,6 +152,9 @@ class Consuming(Publishing):
         if wanted <= 0:
             return
         connection = self.client.connection
+        if self.lease is None:  # in a forked child
+            for queue in queues:
+                self._watch(queue)
         self._order = self._streams_of(queues)
         if self._waits:
             command = self._blocking_read(self.brpop_timeout if timeout is None else timeout)
@@ -225,8 +236,8 @@ class Consuming(Publishing):
         self.slow_start = min(max(self.slow_start, len(entries)) * 2, MOST_AT_ONCE)
         for queue in dict.fromkeys(entry.queue for entry in entries):
             self._queue_cycle.rotate(queue)
-        room = max(self.qos.credit(), 1) - len(self._buffer)
-        if self.qos.prefetch_count and len(entries) > room > 0:
+        room = max(self.qos.credit() - len(self._buffer), 0)
+        if self.qos.prefetch_count and len(entries) > room:
             entries, excess = entries[:room], entries[room:]
             for entry in excess:
                 self.settlement.give_back(entry.stream, entry.id)
@@ -272,9 +283,13 @@ class Consuming(Publishing):
             except redis.RedisError:  # not allowed; then it ends by itself, within the block time
                 logger.debug("CLIENT UNBLOCK failed", exc_info=True)
         try:
-            self._receive_answer()
-        except self.connection_errors:
+            if self._in_poll.can_read(timeout=_LONGEST_BLOCK + 1):
+                self._receive_answer()
+            else:  # half-open: whatever is in it, the server has it as ours, and takes it back
+                self._in_poll.disconnect()
+        except (*self.connection_errors, redis.ResponseError):
             logger.debug("the connection was lost with a read", exc_info=True)
+        self._lose_read()
         for entry in self._buffer:
             self.settlement.give_back(entry.stream, entry.id)
         self._buffer.clear()
@@ -413,10 +428,12 @@ class Consuming(Publishing):
             )
             self.lease.renew()
             keeper.add(self.lease)
-        self.lease.streams.update(self._streams_of([queue]))
-        expires = self._expires.get(queue)
+            weakref.finalize(self, keeper.remove, self.lease).atexit = False
+        streams = self._streams_of([queue])
+        self.lease.streams |= frozenset(streams)
+        expires = self.expires_of(queue)
         if expires:
-            self.lease.expires.update(dict.fromkeys(self._streams_of([queue]), expires))
+            self.lease.expires = {**self.lease.expires, **dict.fromkeys(streams, expires)}
 
     def settle(self, stream: str, entry: str) -> None:
         """It is done with; Redis is told with the next fetch, or by the keeper soon."""

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import redis
@@ -45,8 +45,9 @@ class Lease:
     ) -> None:
         self.consumer = consumer
         self.milliseconds = int(seconds * 800)
-        self.streams: set[str] = set()
-        self.expires: dict[str, int] = {}  # stream -> milliseconds of x-expires
+        # Replaced, never changed: another thread looks at them.
+        self.streams: frozenset[str] = frozenset()
+        self.expires: Mapping[str, int] = {}  # stream -> milliseconds of x-expires
         self.settlement = settlement
         self.client = client
         self._keys = keys
@@ -90,7 +91,7 @@ class Lease:
 
     def _touch(self) -> None:
         with self.client.pipeline(transaction=False) as pipe:
-            for stream, milliseconds in list(self.expires.items()):
+            for stream, milliseconds in self.expires.items():
                 pipe.pexpire(stream, milliseconds)
             pipe.execute()
 
@@ -163,7 +164,10 @@ class Keeper:
                 self._hurried = False
             now = time.monotonic()
             for lease in leases:
-                lease.tend(now)
+                try:
+                    lease.tend(now)
+                except Exception:  # whatever it is, the others' leases must go on
+                    logger.exception("the lease of %s could not be tended", lease.consumer)
             due = min((lease.due() for lease in leases), default=now)
 
 

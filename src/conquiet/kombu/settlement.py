@@ -53,11 +53,13 @@ class Settlement:
         if not self._acks:
             return acks
         with self._lock:
+            # Before the first is taken: an ack that comes meanwhile must find it so, and set it.
+            self.since = None
             for _ in range(min(len(self._acks), _MOST_AT_ONCE)):
                 stream, entry = self._acks.popleft()
                 acks.setdefault(stream, []).append(entry)
-            if not self:
-                self.since = None
+        if self:
+            self.since = time.monotonic()
         return acks
 
     def put_back(self, acks: Acks) -> None:
@@ -74,12 +76,18 @@ class Settlement:
             except BaseException:
                 self.put_back(acks)
                 raise
+        self.since = None
         while self._rest:
-            item = self._rest[0]
-            self._send_one(client, consumer, *item)
-            self._rest.remove(item)
-        if not self:
-            self.since = None
+            try:
+                item = self._rest.popleft()
+            except IndexError:  # another thread sends as well
+                return
+            try:
+                self._send_one(client, consumer, *item)
+            except BaseException:
+                self._rest.appendleft(item)
+                self.since = time.monotonic()
+                raise
 
     def _send_one(
         self, client: Any, consumer: str, stream: str, entry: str, reason: str | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from kombu.transport import get_transport_cls
@@ -25,6 +26,7 @@ class Transport(lists.Transport):  # type: ignore[misc]
         super().__init__(client, **kwargs)
         self.cycle = Poller()
         self._background: Any = None
+        self._pid = os.getpid()
         self._server_is_checked = False
 
     def _refuse_other_transports(self, client: Any) -> None:
@@ -54,7 +56,8 @@ class Transport(lists.Transport):  # type: ignore[misc]
 
     def begin_anew_in_child(self) -> None:
         """After a fork; once, although every channel asks for it."""
-        if self._background is not None or self.cycle._channels:
+        if self._pid != os.getpid():
+            self._pid = os.getpid()
             self._background = None
             self.cycle = Poller()
 
