@@ -1,0 +1,1 @@
+"""An outbox on Spark: the format `conquiet-outbox`, in the columns of the event log."""

@@ -1,0 +1,184 @@
+"""Columns: what a database answered, as record batches in the columns of the event log."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from conquiet.events.check import canonical
+from conquiet.spark.columns import ARROW_SCHEMA, MALFORMED
+from conquiet.spark.outbox.options import OutboxOptions
+from conquiet.spark.outbox.select import DOMAIN_SOURCE
+
+_TIME = ARROW_SCHEMA.field("time").type
+_JSON = "application/json"
+_DOCUMENTS = 500
+_objects = msgspec.json.Decoder(list[dict[str, Any]])
+_texts = msgspec.json.Decoder(list[dict[str, str]])
+_values = msgspec.json.Decoder(list[Any])
+_value = msgspec.json.Decoder()
+
+
+def events(answer: pa.RecordBatch, options: OutboxOptions) -> pa.RecordBatch:
+    """The rows that `select.statement` asked for as events."""
+    given = {name: answer.column(name) for name in answer.schema.names}
+    columns = _domain(given, options) if options.has_domain_events else _generic(given)
+    columns["entry_time"] = times(given["created_at"])
+    columns["attributes"] = attributes(given["attributes"])
+    arrays = [_as(columns.get(field.name), field, answer.num_rows) for field in ARROW_SCHEMA]
+    return pa.RecordBatch.from_arrays(arrays, schema=ARROW_SCHEMA)
+
+
+def _generic(given: dict[str, pa.Array]) -> dict[str, pa.Array]:
+    names = ("stream", "entry_id", "event_id", "type", "data")
+    optional = ("key", "source", "subject", "content_type")
+    return {
+        **{name: given[name] for name in names},
+        **{name: _nulled(given[name]) for name in optional},
+        "time": times(_nulled(given["time"])),
+    }
+
+
+def _domain(given: dict[str, pa.Array], options: OutboxOptions) -> dict[str, pa.Array]:
+    rows = len(given["entry_id"])
+    data, malformed = published(given["data"])
+    return {
+        "stream": pa.repeat(options.stream, rows),
+        "entry_id": given["entry_id"],
+        "event_id": given["entry_id"],
+        "key": given["key"],
+        "subject": given["key"],
+        "type": given["type"],
+        "source": pa.repeat(DOMAIN_SOURCE, rows),
+        "content_type": pa.repeat(_JSON, rows),
+        "time": times(given["created_at"]),
+        "data": data,
+        MALFORMED: malformed,
+    }
+
+
+def _as(column: pa.Array | None, field: pa.Field, rows: int) -> pa.Array:
+    if column is None:
+        return pa.nulls(rows, field.type)
+    return column if column.type == field.type else column.cast(field.type)
+
+
+def _nulled(column: pa.Array) -> pa.Array:
+    """An empty text is an attribute that is not there."""
+    column = column if column.type == pa.string() else column.cast(pa.string())
+    return pc.if_else(pc.equal(column, ""), pa.scalar(None, pa.string()), column)
+
+
+# --- times ----------------------------------------------------------------------------------
+
+
+def times(column: pa.Array) -> pa.Array:
+    """Times of the database or of attributes, in UTC; a text that is no time is null."""
+    if not pa.types.is_string(column.type):
+        return column.cast(_TIME)
+    for read in (_zoned, _unzoned):
+        try:
+            return read(column)
+        except pa.ArrowInvalid:
+            continue
+    return pa.array([_time(text) for text in column.to_pylist()], _TIME)
+
+
+def _zoned(column: pa.Array) -> pa.Array:
+    return column.cast(_TIME)
+
+
+def _unzoned(column: pa.Array) -> pa.Array:
+    """SQLite's own, which are UTC and do not say so."""
+    return pc.assume_timezone(column.cast(pa.timestamp("us")), "UTC")
+
+
+def _time(text: str | None) -> datetime | None:
+    try:
+        moment = datetime.fromisoformat(text or "")
+    except ValueError:
+        return None
+    return moment.astimezone(UTC) if moment.tzinfo else moment.replace(tzinfo=UTC)
+
+
+# --- JSON -----------------------------------------------------------------------------------
+
+
+def attributes(column: pa.Array) -> pa.Array:
+    """JSON objects as maps of texts."""
+    encoded = column.dictionary_encode()
+    if len(encoded.dictionary) * 2 < len(column):  # events of one kind often have the same
+        return _maps(encoded.dictionary).take(encoded.indices)
+    return _maps(column)
+
+
+def _maps(column: pa.Array) -> pa.Array:
+    keys: list[str] = []
+    values: list[str] = []
+    offsets = [0]
+    for joined in _joined(column):
+        for one in _attributes(joined):
+            keys.extend(one)
+            values.extend(one.values())
+            offsets.append(len(keys))
+    return pa.MapArray.from_arrays(
+        pa.array(offsets, pa.int32()), pa.array(keys, pa.string()), pa.array(values, pa.string())
+    )
+
+
+def _attributes(joined: bytes) -> list[dict[str, str]]:
+    try:
+        return _texts.decode(joined)
+    except msgspec.ValidationError:  # numbers and booleans
+        objects = _objects.decode(joined)
+        return [{name: _text(value) for name, value in one.items()} for one in objects]
+
+
+def _text(value: Any) -> str:
+    """A value in the form in which the log has it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return value if isinstance(value, str) else str(value)
+
+
+def published(column: pa.Array) -> tuple[pa.Array, pa.Array]:
+    """Payloads byte for byte as the relay publishes them, and what is wrong with the others."""
+    rows = len(column)
+    try:
+        data = [canonical(one) for joined in _joined(column) for one in _values.decode(joined)]
+        if len(data) == rows:
+            return pa.array(data, pa.binary()), pa.nulls(rows, pa.string())
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        pass
+    made = [_published(text) for text in column.to_pylist()]
+    return (
+        pa.array([data for data, _ in made], pa.binary()),
+        pa.array([wrong for _, wrong in made], pa.string()),
+    )
+
+
+def _published(text: str) -> tuple[bytes, str | None]:
+    try:
+        return canonical(_value.decode(text)), None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return text.encode(), f"the column payload_json is not JSON: {error}"
+
+
+def _joined(column: pa.Array) -> Iterator[bytes]:
+    """The documents of a column as arrays of JSON: few calls of the parser.
+
+    Not one array for all: thousands of objects at a time keep Python's garbage collector busy.
+    """
+    for start in range(0, len(column), _DOCUMENTS):
+        part = column.slice(start, _DOCUMENTS)
+        [joined] = pc.binary_join(pa.ListArray.from_arrays(_whole(len(part)), part), ",")
+        yield b"[" + joined.as_buffer().to_pybytes() + b"]"
+
+
+def _whole(rows: int) -> pa.Array:
+    return pa.array([0, rows], pa.int32())

@@ -1,0 +1,175 @@
+"""Select: the rows of a stretch of an outbox as SQL, in the same columns whatever the table.
+
+    entry_id, created_at, stream, key, event_id, type, source, subject, time, content_type,
+    attributes (a JSON object of those that have no column), data
+
+Every value is text, except data: ADBC guesses the types of SQLite from the rows it sees first, so
+nothing may be NULL there. What is empty means "not there".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+
+from conquiet.spark.outbox.options import OutboxOptions
+from conquiet.sql.log import Position
+from conquiet.sql.tables import checked_name
+
+DOMAIN_SOURCE = "/outbox_events"
+"""The attribute `source` of domain events, as the relay sets it."""
+
+_COLUMNED = ("id", "type", "source", "subject", "time", "datacontenttype")
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A piece of an outbox, for one task: positions of the log, or ids; bounds may be open."""
+
+    after: Position | None = None
+    upto: Position | None = None
+    above: str | None = None
+    """Only ids above this one."""
+    to: str | None = None
+    """Only ids up to this one."""
+    rows: int | None = None
+    """How many rows it must have, if that is known."""
+
+
+def statement(options: OutboxOptions, stretch: Stretch, *, postgresql: bool) -> str:
+    """The query for a stretch; numbers and checked names alone are written into it."""
+    where = [*_bounds(options, stretch, postgresql), *_filters(options, postgresql)]
+    columns = _columns(options, postgresql)
+    order = "id" if options.has_domain_events or not postgresql else "xid, id"
+    shown = ", ".join(f"{expression} AS {name}" for name, expression in columns.items())
+    return (
+        f"SELECT {shown} FROM {_table(options)} AS o"
+        f"{' WHERE ' if where else ''}{' AND '.join(where)} ORDER BY {order}"
+    )
+
+
+def _table(options: OutboxOptions) -> str:
+    schema, table = checked_name(options.table)
+    return f"{schema}.{table}" if schema else table
+
+
+# --- what is read ---------------------------------------------------------------------------
+
+
+def _columns(options: OutboxOptions, postgresql: bool) -> dict[str, str]:
+    if options.has_domain_events:
+        return _domain_columns(options, postgresql)
+    return _generic_columns(options, postgresql)
+
+
+def _generic_columns(options: OutboxOptions, postgresql: bool) -> dict[str, str]:
+    def attribute(name: str) -> str:
+        if postgresql:
+            return f"o.attributes->>'{name}'"
+        return f"coalesce(json_extract(o.attributes, '$.{name}'), '')"
+
+    names = ", ".join(f"'$.{name}'" for name in _COLUMNED)
+    rest = (
+        f"(o.attributes - '{{{','.join(_COLUMNED)}}}'::text[])"
+        if postgresql
+        else f"json_remove(o.attributes, {names})"
+    )
+    return {
+        "entry_id": "o.xid::text || '-' || o.id" if postgresql else "'0-' || o.id",
+        "created_at": "o.created_at",
+        "stream": "o.topic",
+        "key": "o.key" if postgresql else "coalesce(o.key, '')",
+        "event_id": "o.event_id",
+        "type": "o.event_type",
+        **{name: attribute(name) for name in ("source", "subject", "time")},
+        "content_type": attribute("datacontenttype"),
+        "attributes": _with_delivery(rest, options, postgresql, "attempts"),
+        "data": "o.data",
+    }
+
+
+def _domain_columns(options: OutboxOptions, postgresql: bool) -> dict[str, str]:
+    text = "::text" if postgresql else ""
+    rest = (
+        "jsonb_build_object('specversion', '1.0', 'aggregatetype', o.aggregate_type)"
+        if postgresql
+        else "json_object('specversion', '1.0', 'aggregatetype', o.aggregate_type)"
+    )
+    return {
+        "entry_id": f"o.id{text}",
+        "created_at": "o.created_at",
+        "key": f"o.aggregate_id{text}",
+        "type": f"o.event_type{text}",
+        "attributes": _with_delivery(rest, options, postgresql, "attempt_count"),
+        "data": f"o.payload_json{text}",
+    }
+
+
+def _with_delivery(rest: str, options: OutboxOptions, postgresql: bool, attempts: str) -> str:
+    """What the relay left in a row, as more attributes; a NULL is no attribute."""
+    if options.delivery and postgresql:
+        moment = """to_char(o.published_at AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"')"""
+        rest = (
+            f"({rest} || jsonb_strip_nulls(jsonb_build_object('attempts', o.{attempts},"
+            f" 'lasterror', o.last_error, 'publishedat', {moment})))"
+        )
+    elif options.delivery:
+        moment = "strftime('%Y-%m-%dT%H:%M:%fZ', o.published_at)"
+        rest = (
+            f"json_patch({rest}, json_object('attempts', o.{attempts},"
+            f" 'lasterror', o.last_error, 'publishedat', {moment}))"
+        )
+    return f"{rest}::text" if postgresql else rest
+
+
+# --- which rows -----------------------------------------------------------------------------
+
+
+def _bounds(options: OutboxOptions, stretch: Stretch, postgresql: bool) -> list[str]:
+    where = []
+    if stretch.after is not None:
+        where.append(_beyond(stretch.after, ">", postgresql))
+    if stretch.upto is not None:
+        where.append(_beyond(stretch.upto, "<=", postgresql))
+    if stretch.above is not None:
+        where.append(f"o.id > {_id(stretch.above, options)}")
+    if stretch.to is not None:
+        where.append(f"o.id <= {_id(stretch.to, options)}")
+    return where
+
+
+def _beyond(position: Position, sign: str, postgresql: bool) -> str:
+    if postgresql:  # row-wise, so that the index on (xid, id) is entered at the position
+        return f"(o.xid, o.id) {sign} ('{position.xid:d}'::xid8, {position.id:d})"
+    return f"o.id {sign} {position.id:d}"
+
+
+def _id(value: str, options: OutboxOptions) -> str:
+    return quoted(value) if options.has_domain_events else f"{int(value):d}"
+
+
+def _filters(options: OutboxOptions, postgresql: bool) -> list[str]:
+    where = []
+    if options.topic is not None and not options.has_domain_events:
+        where.append(f"o.topic = {quoted(options.topic)}")
+    if options.types:
+        kinds = ", ".join(map(quoted, options.types))
+        where.append(f"o.event_type{'::text' if postgresql else ''} IN ({kinds})")
+    if options.since is not None:
+        where.append(f"o.created_at >= {_moment(options.since, postgresql)}")
+    if options.until is not None:
+        where.append(f"o.created_at < {_moment(options.until, postgresql)}")
+    return where
+
+
+def _moment(moment: datetime, postgresql: bool) -> str:
+    if postgresql:
+        return f"timestamptz '{moment.isoformat()}'"
+    # SQLite compares texts, and some of them end with the seconds: '…:00' < '…:00.000000'.
+    seconds = moment.strftime("%Y-%m-%d %H:%M:%S")
+    return f"'{seconds}.{moment.microsecond:06d}'" if moment.microsecond else f"'{seconds}'"
+
+
+def quoted(text: str) -> str:
+    """A literal of SQL; COPY takes no parameters."""
+    return "'" + text.replace("\0", "").replace("'", "''") + "'"

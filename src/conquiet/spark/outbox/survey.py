@@ -1,0 +1,176 @@
+"""Survey: where an outbox begins and ends, and how a read of it is cut into tasks.
+
+positions   of the log: exact counts by one scan of the index on (xid, id); for streams
+ids         by a sample of the table; for batches, which need no exact count
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+from sqlalchemy import Connection, Row, text
+from sqlalchemy.exc import SQLAlchemyError
+
+from conquiet.errors import ConfigError, StoreError
+from conquiet.spark.outbox.options import OutboxOptions
+from conquiet.spark.outbox.select import Stretch
+from conquiet.sql import dialect
+from conquiet.sql.log import Horizon, OutboxLog, Position
+from conquiet.sql.tables import checked_name
+
+ROWS_PER_TASK = 100_000
+SAMPLE_ROWS = 20_000
+_GRAIN_ROWS = 10_000
+_FINE_GRAIN_ROWS = 500
+
+
+class Survey:
+    """Asks the database before anything is read; lives on the driver."""
+
+    def __init__(self, options: OutboxOptions) -> None:
+        self.options = options
+        self.database = options.address.resolve()
+        self.engine = dialect.engine(self.database.url, pool_pre_ping=True)
+        schema, table = checked_name(options.table)
+        self._name = f"{schema}.{table}" if schema else table
+        self._postgresql = self.database.is_postgresql
+
+    def close(self) -> None:
+        self.engine.dispose()
+
+    # --- positions ----------------------------------------------------------------------------
+
+    def horizon(self) -> Horizon:
+        """How far the log can be read, and who holds it up."""
+        return OutboxLog(self.engine, self.options.table).horizon()
+
+    def end(self) -> Position:
+        """The last row that can be read now."""
+        query = _END if self._postgresql else _SQLITE_END
+        found = self._rows(query.format(table=self._name), {})
+        return Position(int(found[0].xid), found[0].id) if found else Position()
+
+    def reached(self) -> Position:
+        """A position that no row is beyond: to tell this database from another."""
+        query = _REACHED if self._postgresql else _SQLITE_REACHED
+        found = self._rows(query, {"table": self._name.rpartition(".")[2]})
+        return Position(int(found[0].xid), found[0].id or 0) if found else Position()
+
+    def cut(
+        self, after: Position, upto: Position | None = None, limit: int | None = None
+    ) -> list[Stretch]:
+        """Stretches with exact counts behind a position: up to another one, at most `limit` rows.
+
+        Rows below the horizon never grow in number, so the same positions are the same rows for
+        as long as nobody deletes any.
+        """
+        grain = _GRAIN_ROWS if self.options.min_partitions == 1 else _FINE_GRAIN_ROWS
+        given: dict[str, Any] = {"id": after.id, "grain": grain}
+        if self._postgresql:
+            bound = "AND (xid, id) <= (CAST(:to_xid AS xid8), :to_id)" if upto else ""
+            query, given["xid"], given["limit"] = _CUT, str(after.xid), limit
+        else:
+            bound = "AND id <= :to_id" if upto else ""
+            query, given["limit"] = _SQLITE_CUT, -1 if limit is None else limit
+        if upto:
+            given["to_id"] = upto.id
+            given |= {"to_xid": str(upto.xid)} if self._postgresql else {}
+        found = self._rows(query.format(table=self._name, bound=bound), given)
+        marks = [(Position(int(row.xid), row.id), row.n) for row in found]
+        return _even(after, marks, self.options.min_partitions)
+
+    # --- ids ----------------------------------------------------------------------------------
+
+    def ranges(self) -> list[Stretch]:
+        """Stretches of about as many rows each, by id."""
+        ids, rows = self._sample()
+        tasks = max(self.options.min_partitions, round(rows / ROWS_PER_TASK))
+        at = sorted({ids[len(ids) * n // tasks] for n in range(1, tasks)} if ids else set())
+        borders = [None, *map(str, at), None]
+        return [Stretch(above=a, to=b) for a, b in pairwise(borders)]
+
+    def _sample(self) -> tuple[list[Any], int]:
+        """Some ids in order, and about how many rows there are."""
+        if not self._postgresql:
+            ids = [row.id for row in self._rows(_SQLITE_SAMPLE.format(table=self._name), {})]
+            return ids, len(ids)
+        [size] = self._rows(_SIZE, {"table": self._name})
+        percent = min(100.0, 100.0 * SAMPLE_ROWS / max(size.rows, 1.0))
+        ids = [
+            row.id
+            for row in self._rows(_SAMPLE.format(table=self._name), {"percent": float(percent)})
+        ]
+        return ids, int(len(ids) * 100 / percent)
+
+    def _rows(self, query: str, given: dict[str, Any]) -> Sequence[Row[Any]]:
+        try:
+            with self.engine.connect() as connection:
+                return connection.execute(text(query), given).all()
+        except SQLAlchemyError as error:
+            reason = dialect.one_line(error)
+            if not self._exists():
+                raise ConfigError(
+                    f"{self.database.shown} has no table {self.options.table}; name another by the"
+                    " option table, or make it: conquiet outbox schema"
+                ) from error
+            raise StoreError(f"{self.database.shown}: {reason:.300}") from error
+
+    def _exists(self) -> bool:
+        """Whether the table is there; also yes if nobody can tell."""
+        try:
+            with self.engine.connect() as connection:
+                return _has_table(connection, self.options.table)
+        except SQLAlchemyError:
+            return True
+
+
+def _has_table(connection: Connection, name: str) -> bool:
+    schema, table = checked_name(name)
+    return connection.dialect.has_table(connection, table, schema=schema)
+
+
+def _even(
+    after: Position, marks: Iterable[tuple[Position, int]], min_partitions: int
+) -> list[Stretch]:
+    """Grains put together to tasks of about the same size."""
+    marks = list(marks)
+    rows = marks[-1][1] if marks else 0
+    tasks = max(min_partitions, round(rows / ROWS_PER_TASK))
+    stretches: list[Stretch] = []
+    start, done = after, 0
+    for position, count in marks:
+        if count * tasks >= rows * (len(stretches) + 1) or count == rows:
+            stretches.append(Stretch(start, position, rows=count - done))
+            start, done = position, count
+    return stretches
+
+
+_END = """
+SELECT o.xid::text AS xid, o.id FROM {table} AS o
+ WHERE o.xid < pg_snapshot_xmin(pg_current_snapshot()) ORDER BY o.xid DESC, o.id DESC LIMIT 1
+"""
+_SQLITE_END = "SELECT 0 AS xid, id FROM {table} ORDER BY id DESC LIMIT 1"
+_REACHED = "SELECT pg_snapshot_xmax(pg_current_snapshot())::text AS xid, 0 AS id"
+_SQLITE_REACHED = "SELECT 0 AS xid, max(seq) AS id FROM sqlite_sequence WHERE name = :table"
+_CUT = """
+SELECT counted.xid::text AS xid, id, n FROM (
+    SELECT xid, id, row_number() OVER w AS n, lead(id) OVER w AS next FROM (
+        SELECT xid, id FROM {table}
+         WHERE (xid, id) > (CAST(:xid AS xid8), :id) {bound}
+           AND xid < pg_snapshot_xmin(pg_current_snapshot())
+         ORDER BY xid, id LIMIT :limit) AS ahead
+    WINDOW w AS (ORDER BY xid, id)) AS counted
+ WHERE n % :grain = 0 OR next IS NULL ORDER BY n
+"""
+_SQLITE_CUT = """
+SELECT 0 AS xid, id, n FROM (
+    SELECT id, row_number() OVER w AS n, lead(id) OVER w AS next FROM (
+        SELECT id FROM {table} WHERE id > :id {bound} ORDER BY id LIMIT :limit) AS ahead
+    WINDOW w AS (ORDER BY id)) AS counted
+ WHERE n % :grain = 0 OR next IS NULL ORDER BY n
+"""
+_SIZE = "SELECT reltuples::float8 AS rows FROM pg_class WHERE oid = CAST(:table AS regclass)"
+_SAMPLE = "SELECT id FROM {table} TABLESAMPLE SYSTEM (:percent) ORDER BY id"
+_SQLITE_SAMPLE = "SELECT id FROM {table} ORDER BY id"
