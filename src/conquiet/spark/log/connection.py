@@ -95,6 +95,14 @@ def client_of(address: RedisAddress) -> Any:
     return client
 
 
+def pool_of(client: Any, stream: str) -> Any:
+    """The connections to the server, or in a cluster to the node, that holds a stream."""
+    if not isinstance(client, redis.RedisCluster):
+        return client.connection_pool
+    node = client.get_node_from_key(stream)  # type: ignore[no-untyped-call]
+    return client.get_redis_connection(node).connection_pool
+
+
 def connect(url: str) -> Any:
     """A new client of a server, a cluster, or the master that sentinels name."""
     try:
@@ -122,7 +130,7 @@ def _cluster(scheme: str, rest: str) -> Any:
 
     nodes, settings, _ = _hosts(scheme, rest)
     settings.pop("db", None)
-    where = [ClusterNode(host, port or 6379) for host, port in nodes]
+    where = [ClusterNode(host, port or 6379) for host, port in nodes]  # type: ignore[no-untyped-call]
     return redis.RedisCluster(startup_nodes=where, **_with_tls(scheme, settings))
 
 
@@ -135,7 +143,7 @@ def _sentinel(scheme: str, rest: str) -> Any:
         )
     own = {name: settings.pop(name) for name in list(settings) if name.startswith("sentinel_")}
     for_sentinels = {name.removeprefix("sentinel_"): value for name, value in own.items()}
-    sentinels = Sentinel(
+    sentinels: Any = Sentinel(  # type: ignore[no-untyped-call]
         [(host, port or 26379) for host, port in nodes],
         sentinel_kwargs=_with_tls(scheme, {"socket_timeout": _SECONDS} | for_sentinels),
     )
@@ -148,7 +156,8 @@ def _hosts(scheme: str, rest: str) -> tuple[list[tuple[str, int]], dict[str, Any
     place, _, query = rest.partition("?")
     place, _, path = place.partition("/")
     user, _, hosts = place.rpartition("@")
-    settings = parse_url(f"{scheme}://{user}@host?{query}" if user else f"{scheme}://host?{query}")
+    plain = f"{scheme}://{user}@host?{query}" if user else f"{scheme}://host?{query}"
+    settings = parse_url(plain)  # type: ignore[no-untyped-call]
     for name in ("host", "port", "connection_class"):
         settings.pop(name, None)
     nodes = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+import pyarrow as pa
 from pyspark.sql.datasource import (
     DataSource,
     DataSourceReader,
@@ -12,7 +13,14 @@ from pyspark.sql.datasource import (
     DataSourceStreamWriter,
     DataSourceWriter,
 )
+from pyspark.sql.pandas.types import from_arrow_type
 from pyspark.sql.types import StructType
+
+from conquiet.spark.columns import ARROW_SCHEMA
+from conquiet.spark.log.options import ReadOptions, schema_of
+from conquiet.spark.log.payload import RAW
+from conquiet.spark.log.reader import FilteringLogReader, LogReader, pushes_filters
+from conquiet.spark.log.stream_reader import LogStreamReader
 
 
 class LogSource(DataSource):
@@ -24,18 +32,21 @@ class LogSource(DataSource):
     def name(cls) -> str:
         return "conquiet"
 
-    def schema(self) -> StructType:
-        from pyspark.sql.pandas.types import from_arrow_schema
-
-        from conquiet.spark.columns import ARROW_SCHEMA
-
-        return from_arrow_schema(ARROW_SCHEMA)
+    def schema(self) -> str:
+        data = schema_of(self.options)
+        columns = [
+            *(f"{field.name} {_ddl(field)}" for field in ARROW_SCHEMA if field.name != "data"),
+            *([f"{RAW} BINARY"] if data.startswith("STRUCT") else []),
+        ]
+        columns.insert(ARROW_SCHEMA.get_field_index("data"), f"data {data}")
+        return ", ".join(columns)
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        raise NotImplementedError
+        options = ReadOptions.of(self.options, streaming=False)
+        return (FilteringLogReader if pushes_filters() else LogReader)(options, schema)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's
-        raise NotImplementedError
+        return LogStreamReader(ReadOptions.of(self.options, streaming=True), schema)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
         made: DataSourceWriter = _writing().batch_writer(self.options, schema, overwrite)
@@ -46,6 +57,11 @@ class LogSource(DataSource):
     ) -> DataSourceStreamWriter:
         made: DataSourceStreamWriter = _writing().stream_writer(self.options, schema, overwrite)
         return made
+
+
+def _ddl(field: pa.Field) -> str:
+    kind = from_arrow_type(field.type).simpleString()
+    return kind if field.nullable else f"{kind} NOT NULL"
 
 
 def _writing() -> Any:

@@ -1,0 +1,129 @@
+"""Planner: decides what the next micro-batch of a query holds."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from conquiet.spark.log.connection import client_of
+from conquiet.spark.log.limiting import limited
+from conquiet.spark.log.loss import Loss, loss_of, refuse
+from conquiet.spark.log.offsets import START, Position, entries_between
+from conquiet.spark.log.options import ReadOptions
+from conquiet.spark.log.piece import BEGINNING, Piece, parts
+from conquiet.spark.log.standing import Standing
+from conquiet.spark.log.streams import Streams, StreamState
+from conquiet.spark.log.tasks import LogPartition, plan
+
+logger = logging.getLogger("conquiet.spark")
+
+Positions = dict[str, Position]
+
+
+class Planner:
+    """One per query, in a process of its own."""
+
+    def __init__(self, options: ReadOptions) -> None:
+        client = client_of(options.address)
+        self._options = options
+        self._streams = Streams(client, options.streams, options.discovery_seconds)
+        self._standing = Standing(client, options.reader_name, options.mirror_group)
+        self._present: Positions | None = None
+        """The end that is not to be passed (Trigger.AvailableNow)."""
+        self._starts: Positions = {}
+        self._ends: Positions = {}
+        """What was planned last."""
+        self._warned: set[Loss] = set()
+        self.newest: Positions = {}
+
+    def initial(self) -> Positions:
+        """Where a query begins that has no checkpoint yet."""
+        states = self._streams.states(self._streams.names())
+        start = {name: self._options.start.position(name, state) for name, state in states.items()}
+        self._standing.tell(start)
+        return start
+
+    def stop_at_present(self) -> None:
+        """Behave from now on as if nothing were added any more."""
+        states = self._streams.states(self._streams.names())
+        self._present = {name: state.end for name, state in states.items()}
+
+    def next(self, start: Mapping[str, Position], limit: int | None) -> Positions:
+        """The end of the next micro-batch."""
+        names = sorted({*self._streams.names(), *start})
+        states = self._streams.states(names)
+        self.newest = {name: state.end for name, state in states.items()}
+        self._notice(start, states)
+        starts: Positions = {}
+        ends: Positions = {}
+        for name in names:
+            if name in states:
+                starts[name] = begin = _begin(start.get(name), states[name])
+                end = self._end(name, states[name])
+                ends[name] = end if end is not None and end.is_after(begin) else begin
+        # Spark asks for the next batch when the last one is committed: all up to here is done.
+        self._standing.tell(starts)
+        if limit is not None:
+            ends = limited(self._streams.wire, starts, ends, limit)
+        # A stream that is gone keeps its place; one that was not begun is not mentioned yet.
+        kept = {name: at for name, at in start.items() if name not in ends}
+        begun = {name: at for name, at in ends.items() if name in start or at.id != BEGINNING}
+        self._starts, self._ends = starts, kept | begun
+        return self._ends
+
+    def _end(self, name: str, state: StreamState) -> Position | None:
+        if self._present is None:
+            return state.end
+        last = self._present.get(name)
+        return state.end if last is None or not state.end.is_after(last) else last
+
+    def partitions(self, start: Positions, end: Positions) -> list[LogPartition]:
+        """The tasks that read from one offset to another."""
+        starts = self._starts
+        if end != self._ends:  # planned before the query was restarted
+            states = self._streams.states(end)
+            self._notice(start, states)
+            starts = {}
+        pieces = []
+        for name, to in end.items():
+            given = start.get(name, START)
+            begin = starts.get(name, given)
+            if parts(to.id) < parts(given.id):  # it begins anew
+                begin = Position(BEGINNING, begin.added if begin.id == BEGINNING else None)
+            if to.is_after(begin):
+                pieces.append(Piece(name, begin.id, to.id, entries_between(begin, to)))
+        options = self._options
+        return plan(self._streams.wire, pieces, options.min_partitions, options.max_per_partition)
+
+    def done(self, end: Positions) -> None:
+        """All up to here is committed."""
+        self._standing.tell({name: at for name, at in end.items() if at.id != BEGINNING})
+
+    # --- loss -------------------------------------------------------------------------------
+
+    def _notice(self, start: Mapping[str, Position], states: Mapping[str, StreamState]) -> None:
+        """Fail, or warn, if what follows `start` is not all there."""
+        losses = []
+        for name, position in start.items():
+            loss = loss_of(name, position, states.get(name))
+            if loss is None:
+                continue
+            # A server that does not count cannot tell what conquiet trimmed for good reason;
+            # and of what a registered reader has not read, it trims nothing.
+            is_trusted = not loss.is_certain and self._options.reader_name
+            if self._options.fail_on_data_loss and not is_trusted:
+                losses.append(loss)
+            elif loss not in self._warned:
+                self._warned.add(loss)
+                logger.warning("%s", loss)
+        refuse(losses)
+
+
+def _begin(start: Position | None, state: StreamState) -> Position:
+    """Where to go on in a stream, given how far the query has come in it."""
+    if start is None or parts(state.last_id) < parts(start.id):
+        return state.beginning
+    if not state.length or parts(state.first_id) > parts(start.id):
+        # Nothing up to there is left, so that much is known to be added before what is left.
+        return Position(start.id, state.removed)
+    return start

@@ -1,0 +1,214 @@
+"""The reply to an XRANGE, seen as an array of bytes: where each value of each entry lies.
+
+    *2 ⏎  *2 ⏎ $15 ⏎ 1700000000000-0 ⏎ *4 ⏎ $2 ⏎ id ⏎ $1 ⏎ 7 ⏎ $4 ⏎ data ⏎ $2 ⏎ {} ⏎  *2 ⏎ …
+
+Line ends are found in one pass over all bytes. Then the entries of one shape (the same fields in
+the same order) are a table of lines, of which whole columns are checked and cut at once.
+
+A value may hold a line end of its own, which then is taken for one of the reply. So nothing is
+believed: the bytes between the values must be those of the shape, and every declared length that
+of its line. What passes is exactly what a sequential reader would have found. What does not pass
+is `None` here, and goes to a sequential reader.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Numbers: TypeAlias = NDArray[np.int64]
+
+_CR, _LF, _STAR, _ZERO = b"\r\n*0"
+_MOST_SHAPES = 32
+_MOST_DIGITS = 9
+"""Of a declared length: Redis holds no value of a gigabyte."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The entries of a reply that have the same fields in the same order."""
+
+    names: tuple[bytes, ...]
+    rows: Numbers
+    """Which entries of the reply these are."""
+    starts: Numbers
+    """Where each value begins, by column: the id first, then the fields."""
+    ends: Numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A reply whose every value was found."""
+
+    buffer: NDArray[np.uint8]
+    count: int
+    groups: list[Group]
+
+
+def locate(buffer: NDArray[np.uint8], count: int, start: int) -> Table | None:
+    """The values of `count` entries that begin at `start`; None if it takes a closer look."""
+    if count == 0:
+        return Table(buffer, 0, [])
+    ends = np.flatnonzero(buffer[start:] == _LF)
+    ends += start
+    shape = _Shape.at(buffer, start, ends)
+    if shape is None:
+        return None
+    if len(ends) != count * shape.lines:
+        ends = ends[buffer[ends - 1] == _CR]  # a lone line feed is part of a value
+    if len(ends) == count * shape.lines:
+        heads = np.arange(0, len(ends), shape.lines)
+        group = _Reply(buffer, ends, start).group(shape, np.arange(count), heads)
+        if group is not None and len(group.rows) == count:
+            return Table(buffer, count, [group])
+    groups = _Reply(buffer, ends, start).by_shape(count)
+    return None if groups is None else Table(buffer, count, groups)
+
+
+class _Shape:
+    """What stands between the values of an entry, byte for byte."""
+
+    def __init__(self, names: tuple[bytes, ...]) -> None:
+        self.names = names
+        self.lines = 4 + 4 * len(names)
+        first = b"\r\n*%d\r\n" % (2 * len(names))
+        gaps = [b"\r\n$%d\r\n%s\r\n$" % (len(name), name) for name in names]
+        gaps[0] = first + gaps[0][2:]
+        self.gaps = gaps
+        """Between the end of a value and the length of the next."""
+        self.value_lines = np.array([2, *range(7, self.lines, 4)])
+        """Which lines of an entry are values."""
+
+    @classmethod
+    def at(cls, buffer: NDArray[np.uint8], start: int, ends: Numbers) -> _Shape | None:
+        """The shape of the entry that begins here, read line by line."""
+        try:
+            id_length, at = _length(buffer, start + 4)
+            strings, at = _length(buffer, at + id_length + 2)
+            if strings < 2 or strings % 2 or 4 + 2 * strings > len(ends):
+                return None
+            names = []
+            for place in range(strings):
+                length, at = _length(buffer, at)
+                if place % 2 == 0:
+                    names.append(buffer[at : at + length].tobytes())
+                at += length + 2
+        except (ValueError, IndexError):
+            return None
+        return cls(tuple(names))
+
+
+def _length(buffer: NDArray[np.uint8], at: int) -> tuple[int, int]:
+    """The number in a line such as `$15`, and where the next line begins."""
+    line = buffer[at + 1 : at + 2 + _MOST_DIGITS + 1].tobytes()
+    digits, found, _ = line.partition(b"\r\n")
+    if not found or not digits.isdigit():
+        raise ValueError(line)
+    return int(digits), at + 1 + len(digits) + 2
+
+
+class _Reply:
+    """The bytes of a reply with its line ends."""
+
+    def __init__(self, buffer: NDArray[np.uint8], ends: Numbers, start: int) -> None:
+        self.buffer = buffer
+        self.ends = ends
+        self.start = start
+        # Eight bytes from anywhere as one number, to compare much at once.
+        self.words: Any = np.ndarray((len(buffer) - 7,), dtype="<u8", buffer=buffer, strides=(1,))
+
+    def by_shape(self, count: int) -> list[Group] | None:
+        """Entries of different shapes, each among its like."""
+        heads = self._heads(count)
+        if heads is None:
+            return None
+        left = np.arange(count)
+        groups: list[Group] = []
+        while len(left):
+            if len(groups) == _MOST_SHAPES:
+                return None
+            first = heads[left[0]]
+            shape = _Shape.at(self.buffer, self._line_start(first), self.ends)
+            if shape is None:
+                return None
+            lengths = np.diff(heads, append=len(self.ends))[left]
+            group = self.group(shape, left, heads[left], lengths == shape.lines)
+            if group is None or not len(group.rows) or group.rows[0] != left[0]:
+                return None
+            groups.append(group)
+            left = np.setdiff1d(left, group.rows, assume_unique=True)
+        return groups
+
+    def _heads(self, count: int) -> Numbers | None:
+        """The line with which each entry begins, found by walking from one to the next."""
+        starts = np.concatenate(([self.start], self.ends[:-1] + 1))
+        stars = np.flatnonzero(self.buffer[starts] == _STAR)
+        strings = np.full(len(starts), -1)
+        strings[stars] = self._numbers(starts[stars] + 1, self.ends[stars] - 1)
+        steps, heads, at = strings.data, [], 0
+        for _ in range(count):
+            if at + 3 >= len(steps) or steps[at] != 2 or steps[at + 3] < 2:
+                return None
+            heads.append(at)
+            at += 4 + 2 * steps[at + 3]
+        return np.array(heads) if at == len(steps) else None
+
+    def _line_start(self, line: int) -> int:
+        return int(self.ends[line - 1]) + 1 if line else self.start
+
+    def group(
+        self, shape: _Shape, rows: Numbers, heads: Numbers, likely: NDArray[np.bool_] | None = None
+    ) -> Group | None:
+        """Those of the entries that have the shape; None if a length is not as declared."""
+        if likely is not None:
+            rows, heads = rows[likely], heads[likely]
+        lines = shape.value_lines[:, None] + heads
+        ends = self.ends[lines] - 1
+        starts = self.ends[lines - 1] + 1
+        first = np.where(heads > 0, self.ends[heads - 1] + 1, self.start)
+        fits = self._equal(first, b"*2\r\n$")
+        lengths_at = np.empty_like(starts)
+        lengths_at[0] = first + 5
+        for column, gap in enumerate(shape.gaps):
+            lengths_at[column + 1] = ends[column] + len(gap)
+            fits &= self._equal(ends[column], gap)
+        if not fits.all():
+            rows, starts, ends = rows[fits], starts[:, fits], ends[:, fits]
+            lengths_at = lengths_at[:, fits]
+        for column, at in enumerate(lengths_at):
+            declared = self._numbers(at, starts[column] - 2)
+            if not np.array_equal(declared, ends[column] - starts[column]):
+                return None
+        return Group(shape.names, rows, starts, ends)
+
+    def _equal(self, at: Numbers, wanted: bytes) -> NDArray[np.bool_]:
+        """Whether these bytes stand there."""
+        at = np.minimum(at, len(self.words) - 1 - max(0, len(wanted) - 8))
+        if len(wanted) < 8:
+            mask = (1 << 8 * len(wanted)) - 1
+            return np.asarray(self.words[at] & mask == int.from_bytes(wanted, "little"))
+        equal: Any = True
+        for offset in [*range(0, len(wanted) - 8, 8), len(wanted) - 8]:
+            word = int.from_bytes(wanted[offset : offset + 8], "little")
+            equal = equal & (self.words[at + offset] == word)
+        return np.asarray(equal)
+
+    def _numbers(self, starts: Numbers, ends: Numbers) -> Numbers:
+        """The decimal numbers that stand there; -1 for what is too long or nothing.
+
+        What is no number comes out as another: the checks around refuse it by its value.
+        """
+        widths = ends - starts
+        good = (widths > 0) & (widths <= _MOST_DIGITS)
+        widest = int(widths.max(initial=0, where=good))
+        is_even = bool((widths == widest).all())
+        numbers = np.zeros(len(starts), dtype=np.int64)
+        for place in range(widest):
+            digits = self.buffer[ends - 1 - place].astype(np.int64) - _ZERO
+            numbers += (digits if is_even else np.where(widths > place, digits, 0)) * 10**place
+        if not is_even:
+            numbers[~good] = -1
+        return numbers

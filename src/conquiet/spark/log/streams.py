@@ -1,0 +1,132 @@
+"""Streams: which there are, and what Redis says about each."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import redis
+
+from conquiet.errors import StoreError
+from conquiet.redis.group import pairs
+from conquiet.redis.wire import TROUBLE, Command, Wire
+from conquiet.spark.log.offsets import Position
+from conquiet.spark.log.piece import BEGINNING
+
+logger = logging.getLogger("conquiet.spark")
+
+_AT_ONCE = 1_000
+_SCAN_COUNT = 2_000
+_GLOB = frozenset("*?[")
+
+
+@dataclass(frozen=True, slots=True)
+class StreamState:
+    """A stream as XINFO describes it; what older servers do not count is None."""
+
+    length: int
+    first_id: str
+    """`0-0` if it is empty."""
+    last_id: str
+    """The largest id ever added, be the entry there or not."""
+    added: int | None = None
+    deleted_id: str | None = None
+    """The largest id that was ever deleted by XDEL; trimming does not count."""
+
+    @property
+    def removed(self) -> int | None:
+        """How many entries were ever trimmed or deleted."""
+        return None if self.added is None else self.added - self.length
+
+    @property
+    def beginning(self) -> Position:
+        return Position(BEGINNING, self.removed)
+
+    @property
+    def end(self) -> Position:
+        return Position(self.last_id, self.added)
+
+
+class Streams:
+    """The streams that a query names, by name or by pattern."""
+
+    def __init__(self, client: Any, named: Sequence[str], discovery_seconds: float) -> None:
+        self.wire = Wire(client)
+        self._client = client
+        self._names = [name for name in named if not is_pattern(name)]
+        self._patterns = [name for name in named if is_pattern(name)]
+        self._discovery_seconds = discovery_seconds
+        self._found: list[str] = []
+        self._looked_at: float | None = None
+
+    def names(self) -> list[str]:
+        """All of them that are known now; patterns are looked up again every few seconds."""
+        if self._patterns:
+            now = time.monotonic()
+            if self._looked_at is None or now - self._looked_at >= self._discovery_seconds:
+                self._found = self._scan()
+                self._looked_at = now
+        return sorted({*self._names, *self._found})
+
+    def _scan(self) -> list[str]:
+        found: set[bytes] = set()
+        try:
+            for pattern in self._patterns:
+                found.update(
+                    self._client.scan_iter(match=pattern, count=_SCAN_COUNT, _type="stream")
+                )
+        except (redis.RedisError, OSError) as error:
+            raise StoreError(f"Redis cannot be asked for its streams: {error}") from error
+        names = []
+        for key in found:
+            try:
+                names.append(key.decode())
+            except UnicodeDecodeError:
+                logger.warning("stream %r is left out: its name is not UTF-8", key)
+        return names
+
+    def states(self, names: Iterable[str]) -> dict[str, StreamState]:
+        """What is known of each stream that exists."""
+        wanted = list(names)
+        states: dict[str, StreamState] = {}
+        for at in range(0, len(wanted), _AT_ONCE):
+            part = wanted[at : at + _AT_ONCE]
+            keys = [name.encode() for name in part]
+            replies = self._send([(key, (b"XINFO", b"STREAM", key)) for key in keys])
+            for name, reply in zip(part, replies, strict=True):
+                if not isinstance(reply, Exception):
+                    states[name] = _state(pairs(reply))
+                elif "no such key" not in str(reply).lower():
+                    raise StoreError(f"stream {name!r} cannot be looked at: {reply}") from reply
+        return states
+
+    def _send(self, commands: Sequence[tuple[bytes, Command]]) -> list[Any]:
+        try:
+            return self.wire.send(commands)
+        except TROUBLE as error:
+            raise StoreError(f"Redis cannot be reached: {error}") from error
+
+
+def is_pattern(name: str) -> bool:
+    """Whether a name is a glob of Redis.
+
+    >>> is_pattern("orders:{0}"), is_pattern("orders:*")
+    (False, True)
+    """
+    return not _GLOB.isdisjoint(name)
+
+
+def _state(about: Mapping[bytes, Any]) -> StreamState:
+    first = about.get(b"first-entry")
+    added = about.get(b"entries-added")
+    deleted = about.get(b"max-deleted-entry-id")
+    return StreamState(
+        length=int(about[b"length"]),
+        first_id=first[0].decode() if first else BEGINNING,
+        last_id=about[b"last-generated-id"].decode(),
+        added=None if added is None else int(added),
+        deleted_id=None if deleted is None else deleted.decode(),
+    )
