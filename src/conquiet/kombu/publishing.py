@@ -17,6 +17,10 @@ from conquiet.kombu.topology import Topology
 class Publishing(Topology):
     """Direct, topic and fanout, one round trip for the message whatever the number of queues."""
 
+    def __init__(self, connection: Any, **kwargs: Any) -> None:
+        self._plain: set[str] = set()
+        super().__init__(connection, **kwargs)
+
     def basic_publish(self, message: Any, exchange: str, routing_key: str, **kwargs: Any) -> Any:
         self._inplace_augment_message(message, exchange, routing_key)
         if not exchange:
@@ -60,23 +64,30 @@ class Publishing(Topology):
         _publish_batch: Any = None,
         **kwargs: Any,
     ) -> None:
-        priority = self.priority(self._get_message_priority(message))
-        stream = self.keys.stream
         names = list(queues)
         if not names:
+            return
+        priority = self.priority(self._get_message_priority(message))
+        stream = self.keys.stream
+        lives = _milliseconds(message["properties"].get("expiration"))
+        batch = _publish_batch
+        if batch is not None and not lives and not declared_only and self._are_plain(names):
+            payload = dumps(message)
+            for queue in names:
+                batch.add("execute_command", "XADD", stream(queue, priority), "*", "m", payload)
             return
         keys = [self.keys.queues, *(stream(queue, priority) for queue in names)]
         args: list[scripts.Argument] = [
             GROUP,
             self.keys.namespace,
             dumps(message),
-            _milliseconds(message["properties"].get("expiration")),
+            lives,
             "1" if declared_only else "",
             BACK,
             *names,
         ]
-        if _publish_batch is not None:
-            _publish_batch.add("execute_command", *scripts.publish.by_hash(keys, args))
+        if batch is not None:
+            batch.add("execute_command", *scripts.publish.by_hash(keys, args))
             return
         for gone in self.call(scripts.publish, keys, args):
             self._delete_queue(gone.decode(), if_unused=False, if_empty=False)
@@ -84,7 +95,22 @@ class Publishing(Topology):
     def create_publish_batch(self, max_size: int) -> Any:
         # A pipeline cannot send the script again, so it must be there beforehand.
         self.commands.script_load(scripts.publish.body)
+        self._plain.clear()
         return super().create_publish_batch(max_size)
+
+    def _are_plain(self, queues: list[str]) -> bool:
+        """Whether they have no settings, so that XADD will do; asked once in a batch."""
+        return self._plain.issuperset(queues) or all(self._is_plain(queue) for queue in queues)
+
+    def _is_plain(self, queue: str) -> bool:
+        with self.commands.pipeline() as pipe:
+            pipe.hsetnx(self.keys.queues, queue, "")
+            pipe.hget(self.keys.queues, queue)
+            _, settings = pipe.execute()
+        if settings:
+            return False
+        self._plain.add(queue)
+        return True
 
     def _lookup(self, exchange: str, routing_key: str, default: str | None = None) -> list[str]:
         if not exchange:
@@ -101,6 +127,8 @@ class Publishing(Topology):
 
 def _milliseconds(expiration: Any) -> str:
     """Kombu writes the property `expiration` in milliseconds, as AMQP wants it."""
+    if expiration is None:
+        return ""
     try:
         return str(max(int(expiration), 0))
     except (TypeError, ValueError):
