@@ -66,5 +66,5 @@ def events_layout(table: str, max_attempts: int) -> Layout:
         most_attempts=max_attempts,
         # With statistics from when little waited, the planner would rather take all that waits
         # from the locked index on published_at, and sort it, than go by the order of an index.
-        planning="SET LOCAL enable_sort = off",
+        sorts=False,
     )

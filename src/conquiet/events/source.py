@@ -66,11 +66,13 @@ class EventSource(TableSource):
         self.source = source
         self.cloudevents = cloudevents
 
-    def described(self, row: Row) -> str:
-        return (
-            f"event_id={row.id} event_type={row.event_type}"
-            f" aggregate_type={row.aggregate_type} aggregate_id={row.aggregate_id}"
-        )
+    def named(self, row: Row) -> dict[str, str]:
+        return {
+            "event_id": str(row.id),
+            "event_type": row.event_type,
+            "aggregate_type": row.aggregate_type,
+            "aggregate_id": str(row.aggregate_id),
+        }
 
     def _message(self, row: Row, acking: Acking) -> Message[bytes]:
         try:

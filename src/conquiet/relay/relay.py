@@ -5,8 +5,9 @@
                  └ nothing went out ──▶ an outage: nack without cost, pause, smaller batches
 
 A sink that cannot be reached is nobody's fault. Neither, as far as one can tell, is a batch of
-which nothing went out; so the next one is half as large, down to a single message, which is
-then judged by itself.
+which nothing went out; so the next one is half as large, down to a single message. That one is
+suspected and pays; but if others fail alone as well, with nothing gone out in between, it is the
+sink after all, and they pay nothing (S7).
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ class Relay:
         """How long one read may wait; `stop()` is noticed after it."""
         self._observe = observe
         self._limit = batch_size
+        self._suspect: str | None = None
         self._pauses = Backoff(first=0.1, cap=longest_pause)
         self._stopping = threading.Event()
 
@@ -106,13 +108,12 @@ class Relay:
     def run_once(self, timeout: float = 0.0) -> Outcome:
         """One batch; waits `timeout` seconds at most for it. Says what happened, never raises."""
         try:
-            outcome = publish_batch(
-                self.source,
+            outcome = publish_messages(
+                self._read(timeout),
                 self.sink,
-                self._limit,
-                timeout,
                 ordered=self.ordered,
                 observe=self._observe,
+                blames=self._blames,
             )
         except EndOfSource:
             raise
@@ -124,6 +125,18 @@ class Relay:
     def stop(self) -> None:
         """End `run()` after the batch that is under way."""
         self._stopping.set()
+        end_waiting = getattr(self.source, "stop", None)
+        if end_waiting is not None:
+            end_waiting()
+
+    def _read(self, timeout: float) -> Sequence[Message[Any]]:
+        return self.source.read(self._limit, timeout)
+
+    def _blames(self, message: Message[Any]) -> bool:
+        """Whether a message that failed alone is to blame: one at most until something goes out."""
+        if self._suspect is None:
+            self._suspect = message.id
+        return self._suspect == message.id
 
     def _learn(self, outcome: Outcome) -> None:
         self.published += outcome.published
@@ -131,6 +144,7 @@ class Relay:
         if outcome != Outcome():
             self.in_outage = outcome.outage is not None
         if outcome.published:
+            self._suspect = None
             self._pauses.reset()
             self._limit = min(self.batch_size, self._limit * 2)
         elif outcome.outage is not None:
@@ -152,14 +166,25 @@ def publish_batch(
     Raises what the source raises, when it reads and when it settles: what was published then
     and could not be marked will be published again.
     """
-    messages = source.read(limit, timeout)
+    return publish_messages(source.read(limit, timeout), sink, ordered=ordered, observe=observe)
+
+
+def publish_messages(
+    messages: Sequence[Message[Any]],
+    sink: Sink,
+    *,
+    ordered: bool = False,
+    observe: Observe | None = None,
+    blames: Callable[[Message[Any]], bool] = lambda message: True,
+) -> Outcome:
+    """Publish what was claimed, and settle it; `blames` judges one that failed alone."""
     if not messages:
         return Outcome()
     began = time.perf_counter()
     answers = _publish_in_order(sink, messages) if ordered else answers_of(sink, messages)
     acked: list[Acking] = []
     nacked: list[tuple[Acking, Error]] = []
-    outage = _outage(answers)
+    outage = _outage(messages, answers, blames)
     if observe is not None:
         observe(messages, answers, outage, time.perf_counter() - began)
     for message, answer in zip(messages, answers, strict=True):
@@ -177,18 +202,30 @@ def publish_batch(
     return Outcome(len(acked), failed, outage)
 
 
-def _outage(answers: Sequence[Error]) -> Exception | None:
+def _outage(
+    messages: Sequence[Message[Any]],
+    answers: Sequence[Error],
+    blames: Callable[[Message[Any]], bool],
+) -> Exception | None:
     """Why nothing went out, if it is not the fault of the one message that was tried."""
-    tried = [answer for answer in answers if not isinstance(answer, GivenBack)]
-    if None in tried:
+    tried = [
+        (message, answer)
+        for message, answer in zip(messages, answers, strict=True)
+        if not isinstance(answer, GivenBack)
+    ]
+    if any(answer is None for _, answer in tried):
         return None
-    first = tried[0] if tried else answers[0]
+    message, first = tried[0] if tried else (messages[0], answers[0])
     assert first is not None
     if isinstance(first, Blameless):
         return first
-    if len(tried) == 1:
+    if len(tried) == 1 and blames(message):
         return None
-    outage = SinkUnavailable(f"none of {len(tried)} messages went out: {first!r:.300}")
+    outage = SinkUnavailable(
+        f"none of {len(tried)} messages went out: {first!r:.300}"
+        if len(tried) > 1
+        else f"nothing has gone out since another message failed: {first!r:.300}"
+    )
     outage.__cause__ = first
     return outage
 

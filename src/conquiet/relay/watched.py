@@ -58,13 +58,12 @@ class WatchedRelay(Relay):
 
     @property
     def busy_seconds(self) -> float:
-        """How long the batch under way has taken; 0 between batches."""
+        """How long the batch under way has taken; 0 between batches, and while it waits for one."""
         since = self._busy_since
-        return 0.0 if since is None else time.monotonic() - since
+        return 0.0 if since is None else max(0.0, time.monotonic() - since)
 
     def run_once(self, timeout: float = 0.0) -> Outcome:
         self._confirmed = []
-        self._busy_since = time.monotonic()
         try:
             outcome = super().run_once(timeout)
         finally:
@@ -77,6 +76,12 @@ class WatchedRelay(Relay):
         else:
             self._idle.reset()
         return outcome
+
+    def _read(self, timeout: float) -> Sequence[Message[Any]]:
+        self._busy_since = time.monotonic() + timeout  # until then it may well wait
+        messages = super()._read(timeout)
+        self._busy_since = time.monotonic()
+        return messages
 
     def _wait(self, seconds: float) -> None:
         self.read_seconds = seconds

@@ -80,8 +80,8 @@ class OutboxSource(TableSource):
             hold=hold,
         )
 
-    def described(self, row: Row) -> str:
-        return f"{row.event_type} id={row.event_id}, row {row.id} of {self.table.fullname},"
+    def named(self, row: Row) -> dict[str, str]:
+        return {"event_id": row.event_id, "event_type": row.event_type, "row": str(row.id)}
 
     def _message(self, row: Row, acking: Acking) -> Message[bytes]:
         """As it was stored; what its attributes lack is taken from the columns."""

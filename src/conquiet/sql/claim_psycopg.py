@@ -61,10 +61,10 @@ class PsycopgRows(Rows):
     def _pipeline(self, driver: Any) -> contextlib.AbstractContextManager[object]:
         return driver.pipeline() if self._can_pipeline else contextlib.nullcontext()
 
-    def _plan(self, connection: Connection) -> None:
-        """Said in the round trip of the claim itself, unless that is ordered."""
+    def _set(self, connection: Connection) -> None:
+        """In the round trip of the claim itself, unless that is ordered."""
         if self.ordered:
-            super()._plan(connection)
+            super()._set(connection)
 
     def _any(
         self, connection: Connection, limit: int, held: Sequence[Any], unkeyed: bool
@@ -91,8 +91,8 @@ class PsycopgRows(Rows):
         driver = dialect.driver_connection(connection)
         # BEGIN, which psycopg sends first, and the statement in one round trip.
         with self._pipeline(driver), driver.cursor(binary=True) as cursor:
-            if self.layout.planning is not None and not self.ordered:
-                driver.execute(self.layout.planning)
+            if not self.ordered:
+                driver.execute(self.layout.setting)
             cursor.execute(sql, given)
             return self.layout.rows(cursor.fetchall())
 

@@ -97,7 +97,7 @@ class Rows:
     def claim(self, limit: int, resting: Resting) -> Opened | None:
         connection = self._connect()
         try:
-            self._plan(connection)
+            self._set(connection)
             rows = self._select(connection, limit, resting)
         except self._errors as error:
             self._drop(connection)
@@ -118,9 +118,8 @@ class Rows:
         except self._errors as error:
             raise self._store_error(error) from error
 
-    def _plan(self, connection: Connection) -> None:
-        if self.layout.planning is not None:
-            connection.exec_driver_sql(self.layout.planning)
+    def _set(self, connection: Connection) -> None:
+        connection.exec_driver_sql(self.layout.setting)
 
     def _select(self, connection: Connection, limit: int, resting: Resting) -> list[Row]:
         if not self.ordered:

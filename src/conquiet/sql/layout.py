@@ -47,8 +47,17 @@ class Layout:
     """Columns that are read as text, whatever they are in the database."""
     most_attempts: int | None = None
     """Rows with so many attempts are parked; None: those that have `parked_at`."""
-    planning: str | None = None
-    """What PostgreSQL's planner is told before a claim, for its transaction."""
+    sorts: bool = True
+    """Whether PostgreSQL may sort for a claim, where it could go by the order of an index."""
+
+    @property
+    def setting(self) -> str:
+        """What is set for the transaction of a claim on PostgreSQL.
+
+        It is idle while the sink works; ended for that, its rows would go out again and again.
+        """
+        sort = "" if self.sorts else ", set_config('enable_sort', 'off', true)"
+        return f"SELECT set_config('idle_in_transaction_session_timeout', '0', true){sort}"
 
     @property
     def columns(self) -> tuple[Column[Any], ...]:

@@ -72,8 +72,8 @@ class TableSource(ABC):
         """The message of a row; whatever it raises costs that row an attempt."""
 
     @abstractmethod
-    def described(self, row: Any) -> str:
-        """A row as the logs name it."""
+    def named(self, row: Any) -> dict[str, str]:
+        """What the logs call a row: `event_id`, `event_type` and the like."""
 
     def read(self, limit: int, timeout: float) -> Sequence[Message[bytes]]:
         if limit < 1:
@@ -88,10 +88,14 @@ class TableSource(ABC):
             self._wakeup.wait(min(left, self.poll, self.resting.seconds_to_next()))
         return ()
 
-    def close(self) -> None:
-        """Mark what was settled and let go of the rest, which is claimable at once."""
+    def stop(self) -> None:
+        """No more rows: a `read` that waits ends at once. What was read can still be settled."""
         self._closed = True
         self._wakeup.close()
+
+    def close(self) -> None:
+        """Mark what was settled and let go of the rest, which is claimable at once."""
+        self.stop()
         with self._lock:
             claims = list(self._claims)
         for claim in claims:
@@ -131,11 +135,17 @@ class TableSource(ABC):
             except Exception as error:  # noqa: BLE001 - whatever it is, its neighbours go on
                 reason = InvalidMessage(f"the row cannot be read: {error}")
                 broken.append((row.id, reason))
+                self.log(logging.WARNING, "not published", row, reason)
                 if self.ordered and row.key is not None:
                     broken_keys.add(row.key)
         if broken:
             claim.settle((), broken)
         return messages
+
+    def log(self, level: int, what: str, row: Row, reason: object) -> None:
+        about = {**self.named(row), "attempt": row.attempts + 1}
+        told = " ".join(f"{name}={value}" for name, value in about.items())
+        logger.log(level, "%s: %s: %s", what, told, reason, extra=about)
 
     def _give_up_old_claims(self) -> None:
         limit = time.monotonic() - self.hold
@@ -214,8 +224,10 @@ class Claim:
         unmarked = self._opened.settle(self._acked, failures)
         if self._acked:
             resting.forget(self._acked)
+        parked = {failure.id for failure in failures if failure.parks}
         for row, error in self._nacked:
-            if not isinstance(error, GivenBack):
+            # What is parked is not claimed, and goes at once when an operator sends it again.
+            if not isinstance(error, GivenBack) and row.id not in parked:
                 resting.add(row.id, row.key, row.attempts, costs=_costs(error))
         for id_ in unmarked:
             row = self._rows[id_]
@@ -225,12 +237,7 @@ class Claim:
         parks = row.attempts + 1 >= self._source.max_attempts
         reason = error_text(error)
         if parks:
-            logger.error(
-                "parked %s after attempt=%d: %s",
-                self._source.described(row),
-                row.attempts + 1,
-                reason,
-            )
+            self._source.log(logging.ERROR, "parked", row, reason)
         return Failure(row.id, reason, parks)
 
 

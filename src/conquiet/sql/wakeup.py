@@ -130,6 +130,7 @@ class Listener:
         self._retries = Backoff(first=0.5, cap=30.0)
         self._retry_at = 0.0
         self._closed = False
+        self._closing = threading.Lock()
         self._wake, self._woken = socket.socketpair()
 
     def wait(self, seconds: float) -> bool:
@@ -172,11 +173,11 @@ class Listener:
             return False
 
     def close(self) -> None:
-        if self._closed:
-            return
-        self._wake.send(b".")  # ends the wait that holds the lock
-        with self._lock:
-            if not self._closed:
+        with self._closing:  # who waits may close it too, when it is told to end
+            if self._closed:
+                return
+            self._wake.send(b".")  # ends the wait that holds the lock
+            with self._lock:
                 self._closed = True
                 self._disconnect()
                 self._wake.close()

@@ -34,6 +34,12 @@ def source(engine: Engine) -> Iterator[EventSource]:
     made.close()
 
 
+def rows_but_payload(engine: Engine) -> list:
+    with engine.connect() as connection:
+        found = connection.execute(text("SELECT id, attempt_count, last_error FROM outbox_events"))
+        return list(found)
+
+
 def taken(source: EventSource, count: int, seconds: float = 10.0) -> list:
     """Exactly so many messages."""
     got: list = []
@@ -128,7 +134,9 @@ def test_a_row_at_its_maximum_is_claimed_no_more_and_can_be_sent_again(
     with caplog.at_level(logging.ERROR, "conquiet.relay"):
         for _ in range(3):
             taken(source, 1)[0].nack(ValueError("refused"))
-    assert f"parked event_id={id_} event_type=notification_requested" in caplog.text
+    assert f"parked: event_id={id_} event_type=notification_requested" in caplog.text
+    [record] = caplog.records
+    assert (record.event_id, record.attempt) == (id_, 3)  # type: ignore[attr-defined]
     assert list(source.read(10, 0.3)) == []
     assert rows(source.engine)[0].attempt_count == 3
     with source.engine.begin() as connection:
@@ -200,6 +208,48 @@ def test_a_payload_that_is_no_json_fails_alone(sqlite_url: str) -> None:
     engine.dispose()
     assert [row[0] for row in found] == [1, 0]
     assert "payload_json is not JSON" in found[0][1]
+
+
+def test_a_row_that_nobody_can_read_costs_its_neighbours_nothing(engine: Engine, caplog) -> None:
+    """JSONB takes what no decoder does; whoever wrote it, the others go out."""
+    ids = store(engine, 3)
+    deep = "[" * 3_000 + "]" * 3_000
+    with engine.begin() as connection:
+        copy = (
+            "INSERT INTO outbox_events (id, event_type, aggregate_type, aggregate_id, payload_json)"
+            " SELECT :id, event_type, aggregate_type, aggregate_id, :deep"
+            " FROM outbox_events LIMIT 1"
+        )
+        if engine.dialect.name == "postgresql":
+            copy = copy.replace(":id", "CAST(:id AS uuid)").replace(":deep", "CAST(:deep AS jsonb)")
+        broken = str(notification().id)
+        connection.execute(text(copy), {"id": broken, "deep": deep})
+    sink = ListSink()
+    relay = Relay(EventSource(engine, poll=0.02, wakeup=False), sink)
+    relay.run_once()
+    relay.source.close()
+    assert sink.ids == ids
+    [failed] = [row for row in rows_but_payload(engine) if row.attempt_count]
+    assert str(failed.id) == broken
+    assert "cannot be read" in failed.last_error
+    assert f"not published: event_id={broken}" in caplog.text
+
+
+def test_a_slow_sink_is_not_ended_for_being_idle_in_a_transaction(database_url: str) -> None:
+    engine = make_engine(database_url)
+    schema.init(engine, CATALOG)
+    with engine.begin() as connection:
+        impatient = "SET idle_in_transaction_session_timeout = 50"
+        connection.execute(text(f'ALTER DATABASE "{engine.url.database}" {impatient}'))
+    engine.dispose()
+    store(engine, 1)
+    source = EventSource(engine)
+    [message] = source.read(1, 1.0)
+    time.sleep(0.3)  # longer than the server would wait
+    message.ack()
+    assert rows(engine)[0].published_at is not None
+    source.close()
+    engine.dispose()
 
 
 # --- several relays -------------------------------------------------------------------------

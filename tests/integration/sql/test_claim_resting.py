@@ -156,3 +156,53 @@ def test_a_sink_that_keeps_order_gets_whole_batches():
 def test_a_batch_size_that_cannot_work_is_refused():
     with pytest.raises(ConfigError):
         Relay(Settled(), ListSink(), batch_size=0)
+
+
+def test_a_rest_by_nobodys_fault_is_short(clock):
+    """Or the last rows of an outage would wait for minutes when it is over."""
+    rests = Resting(by_key=False, clock=clock)
+    for _ in range(30):
+        rests.add(1, None, 0, costs=False)
+    assert rests.seconds_to_next() <= 10
+
+
+class Waiting:
+    """A source over messages in memory; each may be tried at once again."""
+
+    def __init__(self, count):
+        self.waiting = {str(n): 0 for n in range(count)}
+
+    def read(self, limit, timeout):
+        return [
+            Message(b"", {"id": id_, "type": "t"}, acking=Acking(self, id_))
+            for id_ in list(self.waiting)[:limit]
+        ]
+
+    def settle(self, acked, nacked):
+        for id_ in acked:
+            del self.waiting[id_]
+        for id_, error in nacked:
+            attempts = self.waiting.pop(id_)  # to the end: it rests, and the others go first
+            self.waiting[id_] = attempts + (not isinstance(error, SinkUnavailable))
+
+    def close(self): ...
+
+
+def test_S7_a_sink_that_refuses_everything_costs_one_row_its_attempts_and_no_other():
+    source, sink = Waiting(20), ListSink()
+    sink.bad = set(source.waiting)
+    relay = Relay(source, sink, batch_size=8)
+    outcomes = [relay.run_once() for _ in range(100)]
+    assert sorted(source.waiting.values())[:-1] == [0] * 19
+    assert max(source.waiting.values()) > 1  # the one that is suspected
+    assert sum(outcome.outage is not None for outcome in outcomes) > 90  # each of them a pause
+
+
+def test_S7_what_fails_while_others_go_out_pays_for_itself():
+    source, sink = Waiting(20), ListSink()
+    sink.bad = {"3", "7"}
+    relay = Relay(source, sink, batch_size=1)
+    for _ in range(40):
+        relay.run_once()
+    assert source.waiting.keys() == {"3", "7"}
+    assert all(attempts >= 1 for attempts in source.waiting.values())

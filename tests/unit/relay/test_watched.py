@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import threading
 
 import pytest
 
@@ -156,3 +157,35 @@ def test_nothing_to_do_makes_it_patient_and_work_makes_it_quick_again(metrics) -
     relay.run_once()
     relay.run_once()
     assert 0.25 <= relay.read_seconds <= 0.5
+
+
+class Patient:
+    """A source that waits for as long as it may, and until it is stopped."""
+
+    poll = 0.0
+
+    def __init__(self) -> None:
+        self.waits = threading.Event()
+        self.stopped = threading.Event()
+
+    def read(self, limit, timeout):
+        self.waits.set()
+        self.stopped.wait(timeout)
+        return []
+
+    def stop(self):
+        self.stopped.set()
+
+    def close(self): ...
+
+
+def test_waiting_for_rows_is_not_being_busy_and_ends_when_told(metrics) -> None:
+    source = Patient()
+    relay = WatchedRelay(source, Answers(), metrics, poll=60.0)
+    thread = threading.Thread(target=relay.run)
+    thread.start()
+    assert source.waits.wait(10)
+    assert relay.busy_seconds == 0.0
+    relay.stop()
+    thread.join(10)
+    assert not thread.is_alive()
