@@ -34,7 +34,6 @@ def failing_once(mark: Path, redis_url: str):
 
     def passing(batches):
         import redis
-
         from tests.waiting import eventually
 
         seen = 0

@@ -157,6 +157,7 @@ def test_a_frame_that_cannot_be_written_is_refused(columns, options, said) -> No
         ({"partitions": "0"}, "option partitions='0'"),
         ({"denseIds": "maybe"}, "true or false"),
         ({"topic": ""}, "a topic needs a name"),
+        ({"partition": "2"}, "did you mean partitions"),
     ],
 )
 def test_a_wrong_option_is_refused(options, said) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 from conquiet.errors import ConfigError
 from conquiet.redis.topic import Topic
@@ -11,6 +12,24 @@ from conquiet.spark.log.connection import RedisAddress
 
 _DAY_SECONDS = 24 * 60 * 60
 _FLAGS = {"true": True, "false": False}
+_OF_SPARK = {"path", "checkpointlocation", "queryname"}
+"""What Spark itself hands on to a sink."""
+
+WRITE_OPTIONS = {
+    "url": ("", "where Redis is, as for reading; or `urlFile`, or `urlEnv`"),
+    "urlFile": ("", "a file, on driver and executors, that holds the URL"),
+    "urlEnv": ("", "an environment variable, on driver and executors, that holds the URL"),
+    "topic": ("", "where events go; else the column `topic`, else the column `stream`"),
+    "partitions": ("1", "streams of a topic, among which the key of an event chooses"),
+    "source": ("", "for rows that have no `source`"),
+    "type": ("", "for rows that have no `type`"),
+    "denseIds": ("false", "entry ids 0-1, 0-2, … instead of times (Redis 7)"),
+    "writeId": ("", "batch only: a name; what was written under it is not written again"),
+    "sliceRows": ("2000", "rows per EXEC at most"),
+    "sliceBytes": ("1000000", "bytes per EXEC, about, at most"),
+    "fenceSeconds": ("2592000", "how long it is remembered what a query has written"),
+}
+"""Option → default and meaning."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +50,7 @@ class WriteOptions:
     @classmethod
     def of(cls, options: Mapping[str, str]) -> WriteOptions:
         known = {str(name).lower(): value for name, value in options.items()}
+        _refuse_unknown(known)
         made = cls(
             RedisAddress.of(options),
             topic=known.get("topic"),
@@ -51,6 +71,15 @@ class WriteOptions:
     def entry_id(self) -> bytes:
         """What XADD makes an id of: the time, or the last id and one more."""
         return b"0-*" if self.dense_ids else b"*"
+
+
+def _refuse_unknown(given: Mapping[str, str]) -> None:
+    known = {name.lower(): name for name in WRITE_OPTIONS}
+    for name in given:
+        if name not in known and name not in _OF_SPARK:
+            near = get_close_matches(name, known, 1)
+            advice = f"; did you mean {known[near[0]]}?" if near else ""
+            raise ConfigError(f"the format 'conquiet' has no option {name!r} for writing{advice}")
 
 
 def _count(options: Mapping[str, str], name: str, default: int) -> int:

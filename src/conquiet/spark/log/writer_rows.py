@@ -240,7 +240,7 @@ def _by_value(names: Sequence[str]) -> Iterator[tuple[str, Sequence[int] | None]
 def _value(column: str, batch: pa.RecordBatch) -> Any:
     value = batch.column(column)
     if column == "time" and pa.types.is_timestamp(value.type):
-        return _time_text(value)
+        return time_text(value)
     if column == "key" and "subject" in batch.schema.names:
         subject = batch.column("subject")
         same = pc.fill_null(pc.equal(value, subject), False)
@@ -248,7 +248,7 @@ def _value(column: str, batch: pa.RecordBatch) -> Any:
     return value
 
 
-def _time_text(value: Any) -> Any:
+def time_text(value: Any) -> Any:
     """RFC 3339 in UTC, as CloudEvents writes it."""
     text = value.cast(pa.timestamp("us")).cast(pa.string()).cast(pa.binary())
     return _joined(pc.binary_replace_slice(text, start=10, stop=11, replacement=b"T"), b"Z")

@@ -1,0 +1,58 @@
+"""A lock per checkpoint: of the queries that use one, one runs at a time.
+
+Spark's quick way to write a checkpoint on a local disk cannot tell that another query writes it
+too. This can, on one machine; elsewhere Spark's own check stays in force.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from conquiet.errors import ConfigError
+
+_LOCK_NAME = ".conquiet.lock"
+
+
+@contextmanager
+def held(checkpoint: str) -> Iterator[None]:
+    """Hold the checkpoint's lock; a checkpoint that is not a local directory has none.
+
+    >>> with held("checkpoint"):
+    ...     print("one query at a time")
+    one query at a time
+    """
+    directory = local_directory(checkpoint)
+    if directory is None:
+        yield
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    file = os.open(directory / _LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        _lock(file, checkpoint)
+        yield
+    finally:
+        os.close(file)  # which releases the lock, as does the end of the process
+
+
+def _lock(file: int, checkpoint: str) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(file, 20, 0).decode(errors="replace").strip() or "?"
+        raise ConfigError(
+            f"checkpoint {checkpoint!r} is in use by process {holder}: stop the query that runs"
+            " there, or give this one a checkpoint of its own"
+        ) from None
+    os.truncate(file, 0)
+    os.pwrite(file, str(os.getpid()).encode(), 0)
+
+
+def local_directory(checkpoint: str) -> Path | None:
+    scheme, separator, path = checkpoint.partition(":")
+    if not separator or "/" in scheme:
+        return Path(checkpoint)
+    return Path("/" + path.lstrip("/")) if scheme == "file" else None

@@ -1,0 +1,210 @@
+"""What a Spark task does with its rows: slices through a router, each in one commit.
+
+A row is done when its handlers and the commit succeeded, when the inbox knew it, or when it is in
+the dead letters. What is nobody's fault (the store is away, another attempt holds the message) is
+waited for, then fails the task, which Spark runs again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from conquiet.backoff import Backoff
+from conquiet.errors import Blameless, ConfigError, ConquietError, StoreError
+from conquiet.handler import SKIPPED, Process, Result
+from conquiet.message import Message, describe
+from conquiet.middleware.dead_letter import IS_DEAD, DeadLetter
+from conquiet.publish import Publish
+from conquiet.router import Handled, Router
+from conquiet.sink import Sink
+from conquiet.spark.worker_messages import ROW, messages_of, reasons_of, slices
+
+logger = logging.getLogger("conquiet.spark")
+
+HANDLED, SKIPPED_AS_SEEN, FAILED, DEAD = "handled", "skipped", "failed", "dead"
+"""`failed` counts tries; the others count messages, and each message once per handler."""
+
+COUNTS = pa.schema([("handler", pa.string()), ("outcome", pa.string()), ("count", pa.int64())])
+COUNTS_DDL = "handler string, outcome string, count long"
+NO_HANDLER = "(none)"
+
+_MOST_PARTS = 8
+"""Routers that one Python process keeps; the longest unused goes first."""
+
+
+class Undeliverable(ConquietError):
+    """A message failed at every try and there are no dead letters to put it into."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What travels to the executors: how to make a router, and how to run it."""
+
+    token: str
+    """Of one SparkWorker: a process makes the router once for it."""
+    make_router: Callable[[], Router]
+    make_sink: Callable[[], Sink] | None
+    make_dead_letters: Callable[[], Sink] | None
+    slice_rows: int
+    tries: int
+    patience: float
+    ordered: bool
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """For `mapInArrow`: the rows of a partition become its counts."""
+        part = _part_of(self)
+        counts: Counter[tuple[str, str]] = Counter()
+        for batch in batches:
+            for piece in slices(batch, self.slice_rows):
+                part.handle(piece, counts)
+        rows = [
+            {"handler": handler, "outcome": outcome, "count": count}
+            for (handler, outcome), count in sorted(counts.items())
+        ]
+        yield pa.RecordBatch.from_pylist(rows, COUNTS)
+
+
+_parts: dict[tuple[int, str], _Part] = {}
+
+
+def _part_of(work: Work) -> _Part:
+    """The router of this process, made by the first task that asks."""
+    key = os.getpid(), work.token  # Spark forks its workers; a connection belongs to one process
+    part = _parts.pop(key, None)
+    if part is None:
+        part = _Part(work)
+        while len(_parts) >= _MOST_PARTS:
+            _parts.pop(next(iter(_parts))).close()
+    _parts[key] = part
+    return part
+
+
+class _Part:
+    """A started router, its chain, and where its dead letters go."""
+
+    def __init__(self, work: Work) -> None:
+        router = work.make_router()
+        if not isinstance(router, Router):
+            raise ConfigError(f"the router factory made {router!r:.80}; it must return a Router")
+        if router.ack != "on_success":
+            raise ConfigError(
+                f"Router(ack={router.ack!r}): on Spark the checkpoint is the position, and there is"
+                " nothing to ack; use ack='on_success'"
+            )
+        self._work = work
+        self._router = router
+        self._sinks = [make() for make in (work.make_sink, work.make_dead_letters) if make]
+        chain = router.start(Publish(self._sinks[0] if work.make_sink else None))
+        self._letters = _letters_of(router)
+        if work.make_dead_letters is not None:
+            self._letters = DeadLetter(self._sinks[-1], after=work.tries)
+            chain = self._letters(chain)
+        self._chain = chain
+
+    def handle(self, batch: pa.RecordBatch, counts: Counter[tuple[str, str]]) -> None:
+        """Run a slice until every row of it is done."""
+        messages = messages_of(batch, ordered=self._work.ordered)
+        bad = {row: why for row, why in enumerate(reasons_of(batch)) if why is not None}
+        if bad:
+            self._run([messages[row] for row in bad], self._refusing(bad), counts)
+        good = [message for row, message in enumerate(messages) if row not in bad]
+        if good:
+            self._run(good, lambda left: self._router.run(left, self._chain), counts)
+
+    def _run(
+        self,
+        messages: list[Message[Any]],
+        run: Callable[[list[Message[Any]]], Handled],
+        counts: Counter[tuple[str, str]],
+    ) -> None:
+        """Again and again what failed, as a source would deliver it again."""
+        pauses, outages = Backoff(first=0.02, cap=2.0), Backoff(first=0.05, cap=5.0)
+        end = time.monotonic() + self._work.patience
+        done: set[tuple[int, str]] = set()
+        while messages:
+            handled = run(messages)
+            self._router.settle(handled)  # acks nothing, and logs what failed
+            failures = _account(handled, counts, done)
+            if not failures:
+                return
+            blameless = [error for error in failures.values() if isinstance(error, Blameless)]
+            if len(blameless) == len(failures) and time.monotonic() > end:
+                raise StoreError(
+                    f"{len(failures)} messages could not be handled within"
+                    f" {self._work.patience:g} s and were given back: {blameless[0]}"
+                ) from blameless[0]
+            messages = [message for message in messages if message.locals[ROW] in failures]
+            for message in messages:
+                self._count_try(message, failures[message.locals[ROW]])
+            time.sleep((outages if blameless else pauses).next())
+
+    def _count_try(self, message: Message[Any], error: Exception) -> None:
+        if isinstance(error, Blameless):
+            return
+        if message.deliveries >= self._work.tries:
+            raise Undeliverable(
+                f"{describe(message.attributes)} failed {message.deliveries} times and could not be"
+                f" put aside: {type(error).__name__}: {error}. Give the router a DeadLetter(after=…"
+                f"{self._work.tries} or less) or SparkWorker(dead_letters=…); nothing was lost"
+            ) from error
+        message.deliveries += 1
+
+    def _refusing(
+        self, reasons: Mapping[int, Exception]
+    ) -> Callable[[list[Message[Any]]], Handled]:
+        """Runs entries that are no events: they go to the dead letters, past the handlers."""
+
+        def refuse(batch: Sequence[Message[Any]]) -> Sequence[Result]:
+            return [reasons[message.locals[ROW]] for message in batch]
+
+        chain: Process = refuse if self._letters is None else self._letters(refuse)
+        return lambda batch: Handled(batch, chain(batch))
+
+    def close(self) -> None:
+        items: list[Sink | Router] = [*self._sinks, self._router]
+        for item in items:
+            try:
+                item.close()
+            except Exception:
+                logger.exception("closing %r failed", item)
+
+
+def _letters_of(router: Router) -> DeadLetter | None:
+    return next((item for item in router._middlewares if isinstance(item, DeadLetter)), None)
+
+
+def _account(
+    handled: Handled, counts: Counter[tuple[str, str]], done: set[tuple[int, str]]
+) -> dict[int, Exception]:
+    """Count outcomes; gives the rows that are not done, and why.
+
+    A message that several handlers take runs again with all of them when one has failed; what
+    was counted for the others before is not counted again.
+    """
+    failures: dict[int, Exception] = {}
+    for message, result in zip(handled.messages, handled.results, strict=True):
+        row = message.locals[ROW]
+        handler = message.handler.name if message.handler is not None else NO_HANDLER
+        if isinstance(result, Exception):
+            if not isinstance(result, Blameless):
+                counts[handler, FAILED] += 1
+            if row not in failures or isinstance(failures[row], Blameless):
+                failures[row] = result
+        elif (row, handler) not in done:
+            done.add((row, handler))
+            counts[handler, _outcome(message, result)] += 1
+    return failures
+
+
+def _outcome(message: Message[Any], result: Result) -> str:
+    if IS_DEAD in message.locals:
+        return DEAD
+    return SKIPPED_AS_SEEN if result is SKIPPED else HANDLED

@@ -1,0 +1,85 @@
+"""conquiet.spark.session: the settings that matter, and never against the user."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conquiet.errors import ConfigError
+from conquiet.spark.checkpoint import held, local_directory
+from conquiet.spark.session import is_local, recommended, session
+
+_TRY = """
+import json
+from conquiet.spark.session import session
+spark = session("tried", master="local[1]", config={"spark.ui.enabled": False,
+    "spark.driver.memory": "512m", "spark.sql.shuffle.partitions": 7})
+told = spark.conquiet_settings
+found = {name: spark.sparkContext.getConf().get(name) for name in told}
+shown = spark.conf.get("spark.sql.shuffle.partitions"), spark.conf.get("spark.sql.session.timeZone")
+rows = spark.range(3).mapInArrow(lambda batches: batches, "id long").count()
+print(json.dumps([told, found, shown, rows, session() is spark]))
+"""
+
+
+def test_a_session_sets_what_nobody_else_has_set(spark, tmp_path: Path) -> None:
+    (tmp_path / "spark-defaults.conf").write_text("spark.sql.session.timeZone Europe/Zurich\n")
+    environment = {"SPARK_CONF_DIR": str(tmp_path), **_plain_environment()}
+    done = subprocess.run(
+        [sys.executable, "-c", _TRY], env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    told, found, (partitions, zone), rows, is_same = json.loads(done.stdout.splitlines()[-1])
+    assert told == found
+    assert "spark.sql.streaming.checkpointFileManagerClass" in told
+    assert "spark.sql.shuffle.partitions" not in told
+    assert "spark.sql.session.timeZone" not in told
+    assert (partitions, zone, rows, is_same) == ("7", "Europe/Zurich", 3, True)
+
+
+def _plain_environment() -> dict[str, str]:
+    import os
+
+    return {name: value for name, value in os.environ.items() if not name.startswith("PYSPARK")}
+
+
+def test_a_running_session_is_taken_as_it_is(spark, caplog: pytest.LogCaptureFixture) -> None:
+    before = spark.conf.get("spark.sql.shuffle.partitions")
+    with caplog.at_level("WARNING", "conquiet.spark"):
+        assert session(config={"spark.sql.shuffle.partitions": 9}) is spark
+    assert spark.conf.get("spark.sql.shuffle.partitions") == before
+    assert "are for a new session" in caplog.text
+
+
+def test_a_cluster_gets_nothing_that_is_right_for_one_machine_only() -> None:
+    there = recommended("spark://host:7077")
+    here = recommended("local[3]")
+    assert set(there) < set(here)
+    assert "spark.sql.streaming.checkpointFileManagerClass" not in there
+    assert here["spark.sql.shuffle.partitions"] == "3"
+    assert not is_local("local-cluster[2,1,1024]")
+
+
+def test_a_master_and_a_server_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match="give one of them"):
+        session(master="local[1]", remote="sc://localhost")
+
+
+def test_a_checkpoint_is_held_by_one_query_at_a_time(tmp_path: Path) -> None:
+    place = f"file://{tmp_path}/checkpoint"
+    with held(place), pytest.raises(ConfigError, match="is in use by process"), held(place):
+        pass
+    with held(place):
+        pass
+
+
+def test_only_a_local_checkpoint_has_a_lock() -> None:
+    assert local_directory("hdfs://host/checkpoint") is None
+    assert local_directory("relative/path") == Path("relative/path")
+    assert local_directory("file:///a/b") == Path("/a/b")
+    with held("s3a://bucket/checkpoint"):
+        pass
