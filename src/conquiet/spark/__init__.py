@@ -6,13 +6,17 @@ Imported when first used: a driver that only builds a session needs no Redis, an
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from conquiet.spark.register import register
+# At once, since these functions are called as their modules, which would else take their place.
+from conquiet.spark.register import register
+from conquiet.spark.session import session
 
-__all__ = ["register"]
+if TYPE_CHECKING:
+    from conquiet.spark.worker import SparkWorker
+
+__all__ = ["SparkWorker", "register", "session"]
 
 _home = {
-    "register": "conquiet.spark.register",
+    "SparkWorker": "conquiet.spark.worker",
 }
 
 

@@ -48,7 +48,7 @@ def session(
         spark = _connected(app, remote, chosen)
     else:
         spark, ours = _started(app, master, chosen)
-    from conquiet.spark import register
+    from conquiet.spark.register import register
 
     register(spark)
     setattr(spark, SETTINGS_ATTRIBUTE, ours)
