@@ -35,6 +35,8 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         needs.missing("Java 17 or newer for Spark", INSTALL_JAVA)
     from pyspark.sql import SparkSession
 
+    from conquiet.spark import register
+
     os.environ["PYSPARK_PYTHON"] = sys.executable  # for the workers: not the python3 on PATH
     directory = tmp_path_factory.mktemp("spark")
     session = (
@@ -47,10 +49,14 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         .config("spark.sql.shuffle.partitions", "2")
         .config("spark.sql.warehouse.dir", str(directory / "warehouse"))
         .config("spark.sql.session.timeZone", "UTC")
+        .config("spark.sql.python.filterPushdown.enabled", "true")
+        .config("spark.sql.streaming.metricsEnabled", "false")
+        .config("spark.python.unix.domain.socket.enabled", "true")
         .config("spark.ui.enabled", "false")
         .config("spark.ui.showConsoleProgress", "false")
         .getOrCreate()
     )
     session.sparkContext.setLogLevel("ERROR")
+    register(session)
     yield session
     session.stop()
