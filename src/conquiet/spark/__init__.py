@@ -11,11 +11,14 @@ from conquiet.spark.register import register
 from conquiet.spark.session import session
 
 if TYPE_CHECKING:
+    from conquiet.spark.progress import LagListener, lag
     from conquiet.spark.worker import SparkWorker
 
-__all__ = ["SparkWorker", "register", "session"]
+__all__ = ["LagListener", "SparkWorker", "lag", "register", "session"]
 
 _home = {
+    "LagListener": "conquiet.spark.progress",
+    "lag": "conquiet.spark.progress",
     "SparkWorker": "conquiet.spark.worker",
 }
 

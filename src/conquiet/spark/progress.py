@@ -1,0 +1,80 @@
+"""Progress: how far behind the end of the log a streaming query is."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import TYPE_CHECKING, Any
+
+from pyspark.sql.streaming import StreamingQueryListener
+
+from conquiet.spark.log.offsets import Position, entries_between, read_offsets
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+logger = logging.getLogger("conquiet.spark")
+
+
+def lag(progress: Any) -> dict[str, int | None]:
+    """How many entries of each stream wait behind a micro-batch, by its progress.
+
+    None for a stream whose server does not count entries (Redis before 7).
+    """
+    waiting: dict[str, int | None] = {}
+    for source in progress.sources:
+        ends, newest = _offsets(source.endOffset), _offsets(source.latestOffset)
+        for stream, last in newest.items():
+            at = ends.get(stream)
+            if at is not None:
+                waiting[stream] = 0 if at.id == last.id else entries_between(at, last)
+    return waiting
+
+
+def missing(progress: Any) -> int:
+    """How many entries a micro-batch should have had and has not: trimmed before it read them."""
+    expected = 0
+    for source in progress.sources:
+        starts, ends = _offsets(source.startOffset), _offsets(source.endOffset)
+        for stream, end in ends.items():
+            if stream in starts:
+                expected += entries_between(starts[stream], end) or 0
+    return max(0, expected - int(progress.numInputRows)) if expected else 0
+
+
+def _offsets(text: str | None) -> dict[str, Position]:
+    """The offsets of a source of ours; those of others are none."""
+    try:
+        given = json.loads(text or "{}")
+        return read_offsets(given)
+    except (ValueError, AttributeError, TypeError):
+        return {}
+
+
+class LagListener(StreamingQueryListener):
+    """Calls a function with the lag of each micro-batch: `spark.streams.addListener(…)`.
+
+    The function gets the name or the id of the query, and what `lag` gives.
+    """
+
+    def __init__(self, tell: Callable[[str, dict[str, int | None]], None]) -> None:
+        self._tell = tell
+
+    def onQueryStarted(self, event: Any) -> None:  # noqa: N802 - these names are Spark's
+        pass
+
+    def onQueryProgress(self, event: Any) -> None:  # noqa: N802
+        progress = event.progress
+        lost = missing(progress)
+        if lost:
+            logger.warning(
+                "query %s, batch %d: %d entries were gone before they were read",
+                *(progress.name or progress.id, progress.batchId, lost),
+            )
+        self._tell(str(progress.name or progress.id), lag(progress))
+
+    def onQueryIdle(self, event: Any) -> None:  # noqa: N802
+        pass
+
+    def onQueryTerminated(self, event: Any) -> None:  # noqa: N802
+        pass
