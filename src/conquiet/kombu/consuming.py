@@ -59,6 +59,7 @@ class Consuming(Publishing):
         self._buffer: deque[Entry] = deque()
         self._takers: dict[str, list[Taker]] = {}
         self._streams: dict[str, str] = {}
+        self._watched: set[str] = set()
         self._order: list[str] = []
         self._in_flight: Acks = {}
         self._waits = False  # the last fetch found nothing: block until something comes
@@ -93,11 +94,7 @@ class Consuming(Publishing):
         if not self._takers:
             self._end_read()
         self._give_back_buffered(queue)
-        if self.lease:
-            mine = set(self.keys.streams(queue))
-            self.lease.expires = {
-                stream: ms for stream, ms in self.lease.expires.items() if stream not in mine
-            }
+        self._unwatch(queue)
         if queue in self.auto_delete_queues:
             self._delete_unused(queue)
         return result
@@ -417,8 +414,9 @@ class Consuming(Publishing):
 
     def _watch(self, queue: str) -> None:
         """Before the first fetch there must be a lease, and somebody to renew it."""
-        if self.lease is None:
-            self.lease = Lease(
+        lease = self.lease
+        if lease is None:
+            lease = self.lease = Lease(
                 self.connection.background_client(self),
                 self.keys,
                 self.consumer,
@@ -426,14 +424,43 @@ class Consuming(Publishing):
                 self.lease_seconds,
                 self.autoclaim_interval,
             )
-            self.lease.renew()
-            keeper.add(self.lease)
-            weakref.finalize(self, keeper.remove, self.lease).atexit = False
+            weakref.finalize(self, keeper.remove, lease).atexit = False
         streams = self._streams_of([queue])
-        self.lease.streams |= frozenset(streams)
-        expires = self.expires_of(queue)
+        if queue in self._watched:
+            return
+        self._watched.add(queue)
+        expires = self._subscribe_to(queue, lease)
+        lease.streams |= frozenset(streams)
         if expires:
-            self.lease.expires = {**self.lease.expires, **dict.fromkeys(streams, expires)}
+            lease.expires = {**lease.expires, **dict.fromkeys(streams, expires)}
+        keeper.add(lease)
+
+    def _subscribe_to(self, queue: str, lease: Lease) -> int | None:
+        """Be known as a consumer; answers the milliseconds of x-expires, whoever declared them."""
+        settings = self.call(
+            scripts.subscribe,
+            [self.keys.leases, self.keys.queues, self.keys.stream(queue, 0)],
+            [GROUP, self.consumer, lease.milliseconds, queue],
+        )
+        expires = settings.partition(b"|")[0]
+        if not expires:
+            self._expires.pop(queue, None)
+            return None
+        self._expires[queue] = int(expires)
+        return int(expires)
+
+    def _unwatch(self, queue: str) -> None:
+        self._watched.discard(queue)
+        streams = self.keys.streams(queue)
+        if self.lease:
+            self.lease.expires = {
+                stream: ms for stream, ms in self.lease.expires.items() if stream not in streams
+            }
+        try:
+            self.settle_now()
+            self.call(scripts.unsubscribe, streams, [GROUP, self.consumer])
+        except self.connection_errors as error:
+            logger.debug("%s could not unsubscribe: %r", self.consumer, error)
 
     def settle(self, stream: str, entry: str) -> None:
         """It is done with; Redis is told with the next fetch, or by the keeper soon."""

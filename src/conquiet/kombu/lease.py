@@ -109,7 +109,8 @@ class Lease:
         try:
             work()
         except (redis.RedisError, OSError) as error:
-            logger.warning("%s: %s failed, and is tried again: %r", self.consumer, work, error)
+            what = work.__name__.strip("_")
+            logger.warning("%s: could not %s, and tries again: %r", self.consumer, what, error)
             if self.settlement.since is not None:
                 self.settlement.since = time.monotonic() + 1.0
             return False

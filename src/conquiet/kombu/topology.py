@@ -54,16 +54,6 @@ class Topology(Connecting):
             [GROUP, queue, "" if settings == "||" else settings, expires],
         )
 
-    def expires_of(self, queue: str) -> int | None:
-        """Milliseconds of x-expires, whoever declared the queue."""
-        settings = self.commands.hget(self.keys.queues, queue) or b""
-        expires = settings.partition(b"|")[0]
-        if expires:
-            self._expires[queue] = int(expires)
-        else:
-            self._expires.pop(queue, None)
-        return int(expires) if expires else None
-
     def _has_queue(self, queue: str, **kwargs: Any) -> bool:
         return bool(self.commands.exists(*self.keys.streams(queue)))
 

@@ -65,7 +65,7 @@ class Transport(lists.Transport):  # type: ignore[misc]
         super().close_connection(connection)
         if self._background is not None:
             # It connects again if an ack comes late.
-            self._background.connection_pool.disconnect()
+            self._background.connection_pool.disconnect(inuse_connections=False)
 
     def register_with_event_loop(self, connection: Any, loop: Any) -> None:
         super().register_with_event_loop(connection, loop)

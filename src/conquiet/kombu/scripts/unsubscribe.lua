@@ -1,0 +1,13 @@
+-- A consumer of a queue takes no more of it. While it has unacked messages it stays known, since
+-- DELCONSUMER would drop them.
+--
+-- KEYS[i]  a stream of the queue
+-- ARGV[1]  group
+-- ARGV[2]  consumer
+
+for _, key in ipairs(KEYS) do
+    local rows = redis.pcall("XPENDING", key, ARGV[1], "-", "+", 1, ARGV[2])
+    if not rows.err and #rows == 0 then
+        redis.call("XGROUP", "DELCONSUMER", key, ARGV[1], ARGV[2])
+    end
+end

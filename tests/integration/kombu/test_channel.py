@@ -1,0 +1,491 @@
+"""What a channel does with queues, exchanges and messages, as a user of Kombu sees it."""
+
+from __future__ import annotations
+
+import kombu
+import pytest
+from kombu.exceptions import ChannelError
+from tests.integration.kombu.brokers import Taken, connected, drain, nothing_comes, put, size
+from tests.waiting import eventually
+
+from conquiet.kombu import inspection
+from conquiet.kombu.keys import GROUP, Keys
+
+
+@pytest.fixture
+def connection(redis_url):
+    with connected(redis_url) as made:
+        yield made
+
+
+@pytest.fixture
+def channel(connection):
+    return connection.default_channel
+
+
+def unacked(redis_client, queue, prefix=""):
+    keys = Keys(prefix)
+    [info] = [info for info in inspection.queues(redis_client, prefix) if info.name == queue]
+    assert keys.stream(queue, 0)
+    return info.pending
+
+
+def test_messages_come_in_the_order_of_publishing(connection):
+    put(connection, "orders", *range(250))
+    taken = Taken()
+    with connection.Consumer(kombu.Queue("orders"), callbacks=[taken]):
+        assert drain(connection, taken, 250) == list(range(250))
+
+
+def test_drain_events_hands_over_one_message_at_a_time(connection):
+    put(connection, "orders", 1, 2, 3)
+    taken = Taken()
+    with connection.Consumer(kombu.Queue("orders"), callbacks=[taken]):
+        for number in (1, 2, 3):
+            connection.drain_events(timeout=5)
+            assert taken[-1] == number
+            assert len(taken) == number
+
+
+def test_priority_0_comes_first_and_the_budget_is_one_for_all(connection):
+    for priority in (9, 6, 3, 0):
+        put(connection, "orders", *[f"{priority}-{n}" for n in range(3)], priority=priority)
+    taken = Taken(ack=False)
+    with connection.Consumer(kombu.Queue("orders"), callbacks=[taken], prefetch_count=4):
+        assert drain(connection, taken, 4) == ["0-0", "0-1", "0-2", "3-0"]
+        assert nothing_comes(connection)
+        # Nothing was taken beyond the credit, so another consumer could have the rest.
+        assert size(connection, "orders") == 8
+
+
+def test_prefetch_can_be_raised_and_lowered_at_run_time(connection):
+    put(connection, "orders", *range(10))
+    taken = Taken(ack=False)
+    with connection.Consumer(
+        kombu.Queue("orders"), callbacks=[taken], prefetch_count=2
+    ) as consumer:
+        drain(connection, taken, 2)
+        assert nothing_comes(connection)
+        consumer.qos(prefetch_count=5)
+        drain(connection, taken, 5)
+        assert nothing_comes(connection)
+        consumer.qos(prefetch_count=1)
+        for message in taken.messages[:4]:
+            message.ack()
+        assert nothing_comes(connection)
+        taken.messages[4].ack()
+        drain(connection, taken, 6)
+        assert nothing_comes(connection)
+
+
+def test_two_consumers_share_a_queue(redis_url):
+    with connected(redis_url) as first, connected(redis_url) as second:
+        put(first, "orders", *range(20))
+        one, other = Taken(ack=False), Taken(ack=False)
+        with (
+            first.Consumer(kombu.Queue("orders"), callbacks=[one], prefetch_count=10),
+            second.Consumer(kombu.Queue("orders"), callbacks=[other], prefetch_count=10),
+        ):
+            drain(first, one, 10)
+            drain(second, other, 10)
+            assert sorted(one + other) == list(range(20))
+
+
+def test_a_busy_queue_does_not_starve_another(connection):
+    put(connection, "busy", *range(300))
+    put(connection, "calm", "calm")
+    taken = Taken()
+    queues = [kombu.Queue("busy"), kombu.Queue("calm")]
+    with connection.Consumer(queues, callbacks=[taken], prefetch_count=10):
+        drain(connection, taken, 30)
+    assert "calm" in taken
+
+
+def test_get_takes_one_and_says_when_there_is_none(connection, channel):
+    put(connection, "orders", "a")
+    queue = kombu.Queue("orders")(channel)
+    message = queue.get()
+    assert message.payload == "a"
+    assert queue.get() is None
+    message.ack()
+    assert size(connection, "orders") == 0
+
+
+def test_an_ack_reaches_redis_although_nothing_is_fetched_after_it(
+    connection, channel, redis_client
+):
+    put(connection, "orders", "a")
+    message = kombu.Queue("orders")(channel).get()
+    assert unacked(redis_client, "orders") == 1
+    message.ack()
+    eventually(lambda: unacked(redis_client, "orders") == 0)
+    assert redis_client.xlen(Keys().stream("orders", 0)) == 0
+
+
+def test_acks_travel_with_the_next_fetch(connection, recorded):
+    put(connection, "orders", *range(100))
+    taken = Taken()
+    with connection.Consumer(kombu.Queue("orders"), callbacks=[taken], prefetch_count=10):
+        seen = recorded(lambda: drain(connection, taken, 100))
+    # 10 fetches of 10, one that finds nothing more at most, and the scripts of a slow machine's
+    # keeper: not one command for each of the 100 messages.
+    assert len([command for command in seen if command.startswith("EVALSHA ")]) < 50
+
+
+def test_no_ack_needs_none(connection, channel, redis_client):
+    put(connection, "orders", 1, 2, 3)
+    taken = Taken(ack=False)
+    with connection.Consumer(kombu.Queue("orders"), callbacks=[taken], no_ack=True):
+        drain(connection, taken, 3)
+        eventually(lambda: unacked(redis_client, "orders") == 0)
+    put(connection, "orders", 4)
+    assert kombu.Queue("orders")(channel).get(no_ack=True).payload == 4
+    eventually(lambda: unacked(redis_client, "orders") == 0)
+    assert size(connection, "orders") == 0
+
+
+def test_rejecting_drops_the_message(connection, channel):
+    put(connection, "orders", "a")
+    kombu.Queue("orders")(channel).get().reject()
+    channel.close()
+    assert connection.channel().queue_declare("orders", passive=True).message_count == 0
+
+
+def test_a_requeued_message_goes_to_the_end_and_is_marked_twice(connection, channel):
+    put(connection, "orders", "a", "b")
+    queue = kombu.Queue("orders")(channel)
+    first = queue.get()
+    assert "redelivered" not in first.headers
+    first.requeue()
+    assert queue.get(no_ack=True).payload == "b"
+    again = queue.get()
+    assert again.payload == "a"
+    assert again.headers["redelivered"] is True
+    assert again.delivery_info["redelivered"] is True
+
+
+def test_a_requeue_wakes_a_consumer_that_waits(redis_url):
+    with connected(redis_url) as holder, connected(redis_url, polling_interval=10) as waiter:
+        put(holder, "orders", "a")
+        message = kombu.Queue("orders")(holder.default_channel).get()
+        taken = Taken()
+        with waiter.Consumer(kombu.Queue("orders"), callbacks=[taken]):
+            assert nothing_comes(waiter)
+            message.requeue()
+            waiter.drain_events(timeout=5)
+        assert taken == ["a"]
+
+
+def test_requeue_goes_to_its_own_queue_only(connection, channel):
+    exchange = kombu.Exchange("news", type="fanout")
+    queues = [kombu.Queue(name, exchange)(channel) for name in ("one", "two")]
+    for queue in queues:
+        queue.declare()
+    connection.Producer().publish("a", exchange=exchange)
+    queues[0].get().requeue()
+    assert [size(connection, name) for name in ("one", "two")] == [1, 1]
+
+
+def test_recover_gives_back_in_place(connection, channel):
+    put(connection, "orders", "a", "b", "c")
+    queue = kombu.Queue("orders")(channel)
+    assert [queue.get().payload for _ in range(2)] == ["a", "b"]
+    channel.basic_recover(requeue=True)
+    assert [queue.get(no_ack=True).payload for _ in range(3)] == ["a", "b", "c"]
+
+
+def test_closing_gives_back_in_place_what_was_handed_over_and_what_was_not(redis_url):
+    with connected(redis_url) as connection:
+        put(connection, "orders", *range(20))
+        taken = Taken(ack=False)
+        connection.Consumer(kombu.Queue("orders"), callbacks=[taken], prefetch_count=10).consume()
+        drain(connection, taken, 3)
+        taken.messages[0].ack()
+    with connected(redis_url) as connection:
+        assert size(connection, "orders") == 19
+        again = Taken()
+        with connection.Consumer(kombu.Queue("orders"), callbacks=[again]):
+            assert drain(connection, again, 19) == list(range(1, 20))
+        assert again.messages[0].headers["redelivered"] is True
+        assert "redelivered" not in again.messages[-1].headers
+
+
+def test_a_reply_still_in_the_socket_is_given_back_by_close(redis_url, redis_client):
+    with connected(redis_url, polling_interval=5) as connection:
+        taken = Taken()
+        connection.Consumer(kombu.Queue("orders"), callbacks=[taken]).consume()
+        assert nothing_comes(connection)  # a read that blocks is under way
+        with connected(redis_url) as other:
+            put(other, "orders", "a")
+        eventually(lambda: unacked(redis_client, "orders") == 1)
+    assert taken == []
+    with connected(redis_url) as connection:
+        assert kombu.Queue("orders")(connection.default_channel).get().payload == "a"
+
+
+def test_a_cancelled_consumer_gives_back_what_it_has_not_handed_over(connection, channel):
+    put(connection, "orders", *range(10))
+    taken = Taken()
+    with connection.Consumer(kombu.Queue("orders"), callbacks=[taken], prefetch_count=10):
+        drain(connection, taken, 1)
+    assert size(connection, "orders") == 9
+    assert kombu.Queue("orders")(channel).get(no_ack=True).payload == 1
+
+
+def test_a_message_that_comes_after_the_cancel_is_nobodys(redis_url):
+    with connected(redis_url, polling_interval=5) as connection:
+        with connection.Consumer(kombu.Queue("orders"), callbacks=[Taken()]):
+            assert nothing_comes(connection)
+        put(connection, "orders", "a")
+        assert size(connection, "orders") == 1
+
+
+def test_an_error_of_a_callback_loses_none_of_the_messages_behind_it(connection):
+    put(connection, "orders", *range(5))
+    taken = Taken()
+
+    def fails(body, message):
+        taken(body, message)
+        if body == 1:
+            raise ValueError(body)
+
+    with connection.Consumer(kombu.Queue("orders"), callbacks=[fails], prefetch_count=5):
+        drain(connection, taken, 1)
+        with pytest.raises(ValueError, match="1"):
+            connection.drain_events(timeout=5)
+        assert drain(connection, taken, 5) == list(range(5))
+
+
+def test_an_ack_may_come_after_the_channel_is_closed(redis_url, redis_client):
+    with connected(redis_url) as connection:
+        put(connection, "orders", "a")
+        message = kombu.Queue("orders")(connection.default_channel).get()
+    message.ack()  # the work is done, whoever has the message by now
+    assert redis_client.xlen(Keys().stream("orders", 0)) == 0
+
+
+def test_purge_takes_the_ready_and_leaves_the_unacked(connection, channel, redis_client):
+    put(connection, "orders", *range(10), priority=3)
+    put(connection, "orders", *range(10))
+    queue = kombu.Queue("orders")(channel)
+    held = [queue.get() for _ in range(2)]
+    queue.get().requeue()
+    assert queue.purge() == 18
+    assert (size(connection, "orders"), unacked(redis_client, "orders")) == (0, 2)
+    held[0].requeue()
+    assert queue.get().payload == held[0].payload
+
+
+def test_purge_takes_what_was_given_back(connection, channel):
+    put(connection, "orders", *range(4))
+    queue = kombu.Queue("orders")(channel)
+    held = [queue.get() for _ in range(3)]
+    channel.give_back([_place(message) for message in held[:2]])
+    assert queue.purge() == 3
+    assert size(connection, "orders") == 0
+
+
+def _place(message):
+    entry, _, stream = message.delivery_tag.partition(" ")
+    return stream, entry
+
+
+def test_purge_does_not_disturb_a_consumer_that_waits(redis_url):
+    with connected(redis_url) as waiter, connected(redis_url) as other:
+        taken = Taken()
+        with waiter.Consumer(kombu.Queue("orders"), callbacks=[taken]):
+            assert nothing_comes(waiter)
+            kombu.Queue("orders")(other.default_channel).purge()
+            put(other, "orders", "a")
+            drain(waiter, taken, 1)
+
+
+def test_an_empty_queue_is_there_and_an_unknown_one_is_not(connection, channel):
+    kombu.Queue("orders")(channel).declare()
+    assert size(connection, "orders") == 0
+    with pytest.raises(ChannelError, match="no queue 'nowhere'"):
+        channel.queue_declare("nowhere", passive=True)
+
+
+def test_a_deleted_queue_is_gone_with_its_messages_and_bindings(connection, channel):
+    exchange = kombu.Exchange("shop")
+    queue = kombu.Queue("orders", exchange, routing_key="order")(channel)
+    queue.declare()
+    connection.Producer().publish("a", exchange="shop", routing_key="order")
+    queue.delete()
+    with pytest.raises(ChannelError):
+        channel.queue_declare("orders", passive=True)
+    connection.Producer().publish("b", exchange="shop", routing_key="order")
+    with pytest.raises(ChannelError):
+        channel.queue_declare("orders", passive=True)
+    queue.declare()  # on the connection that has bound it before
+    connection.Producer().publish("c", exchange="shop", routing_key="order")
+    assert queue.get().payload == "c"
+
+
+def test_delete_if_empty_and_if_unused_keep_what_is_needed(redis_url):
+    with connected(redis_url) as connection, connected(redis_url) as other:
+        channel = connection.default_channel
+        queue = kombu.Queue("orders")(channel)
+        queue.declare()
+        put(connection, "orders", "a")
+        queue.delete(if_empty=True)
+        assert size(connection, "orders") == 1
+        with other.Consumer(kombu.Queue("orders"), callbacks=[Taken()]):
+            drain(other, Taken(), 0)
+            other.drain_events(timeout=5)
+            queue.delete(if_unused=True)
+            assert channel._has_queue("orders")
+        queue.delete(if_unused=True)
+        assert not channel._has_queue("orders")
+
+
+def test_a_consumer_outlives_the_deletion_of_its_queue(redis_url):
+    with connected(redis_url) as waiter, connected(redis_url) as other:
+        taken = Taken()
+        with waiter.Consumer(kombu.Queue("orders"), callbacks=[taken]):
+            assert nothing_comes(waiter)
+            kombu.Queue("orders")(other.default_channel).delete()
+            put(other, "orders", "a")
+            assert drain(waiter, taken, 1) == ["a"]
+
+
+def test_an_unbound_queue_gets_nothing_more(connection, channel):
+    exchange = kombu.Exchange("shop", type="direct")
+    queue = kombu.Queue("orders", exchange, routing_key="order")(channel)
+    queue.declare()
+    queue.unbind_from(exchange, routing_key="order")
+    connection.Producer().publish("a", exchange="shop", routing_key="order")
+    assert queue.get() is None
+
+
+def test_a_deleted_exchange_leaves_its_queues(connection, channel):
+    exchange = kombu.Exchange("shop")(channel)
+    queue = kombu.Queue("orders", exchange, routing_key="order")(channel)
+    queue.declare()
+    exchange.delete()
+    assert size(connection, "orders") == 0
+    assert channel.get_table("shop") == []
+
+
+def test_topic_patterns(connection, channel):
+    exchange = kombu.Exchange("shop", type="topic")
+    queues = {
+        name: kombu.Queue(name, exchange, routing_key=key)(channel)
+        for name, key in {
+            "all": "#",
+            "one": "order.*",
+            "deep": "order.#",
+            "exact": "order.new",
+        }.items()
+    }
+    for queue in queues.values():
+        queue.declare()
+    connection.Producer().publish("a", exchange=exchange, routing_key="order.new.today")
+    got = {name for name, queue in queues.items() if queue.get(no_ack=True)}
+    assert got == {"all", "deep"}
+
+
+def test_fanout_filters_by_routing_key_where_one_is_bound(connection, channel):
+    exchange = kombu.Exchange("events", type="fanout")
+    queues = {
+        name: kombu.Queue(name, exchange, routing_key=key)(channel)
+        for name, key in {"plain": "", "gossip": "worker.#", "every": "#", "task": "task.*"}.items()
+    }
+    for queue in queues.values():
+        queue.declare()
+    connection.Producer().publish("a", exchange=exchange, routing_key="worker.heartbeat")
+    got = {name for name, queue in queues.items() if queue.get(no_ack=True)}
+    assert got == {"plain", "gossip", "every"}
+    connection.Producer().publish("b", exchange=exchange)
+    assert all(queue.get(no_ack=True) for queue in queues.values())
+
+
+def test_fanout_without_patterns_goes_to_all(redis_url):
+    with connected(redis_url, fanout_patterns=False) as connection:
+        exchange = kombu.Exchange("events", type="fanout")
+        queue = kombu.Queue("task", exchange, routing_key="task.*")(connection.default_channel)
+        queue.declare()
+        connection.Producer().publish("a", exchange=exchange, routing_key="worker.heartbeat")
+        assert queue.get(no_ack=True)
+
+
+def test_one_channel_may_read_several_queues_of_one_fanout(connection):
+    exchange = kombu.Exchange("events", type="fanout")
+    taken = Taken(ack=False)
+    queues = [kombu.Queue(name, exchange) for name in ("one", "two")]
+    with connection.Consumer(queues, callbacks=[taken]):
+        connection.Producer().publish("a", exchange=exchange)
+        drain(connection, taken, 2)
+        first, second = taken.messages
+        assert first.delivery_tag != second.delivery_tag
+        first.ack()
+        second.requeue()
+        drain(connection, taken, 3)
+
+
+def test_a_queue_bound_later_gets_nothing_of_before(connection, channel):
+    exchange = kombu.Exchange("events", type="fanout")(channel)
+    exchange.declare()
+    connection.Producer().publish("shutdown", exchange=exchange)
+    queue = kombu.Queue("fresh", exchange)(channel)
+    queue.declare()
+    assert queue.get() is None
+
+
+def test_a_message_without_a_route_is_dropped_or_goes_where_it_was_told(redis_url):
+    with connected(redis_url, deadletter_queue="lost") as connection:
+        exchange = kombu.Exchange("shop")(connection.default_channel)
+        exchange.declare()
+        with pytest.warns(kombu.transport.virtual.base.UndeliverableWarning):
+            connection.Producer().publish("a", exchange=exchange, routing_key="nobody")
+        assert kombu.Queue("lost")(connection.default_channel).get().payload == "a"
+
+
+def test_an_auto_delete_queue_goes_with_its_last_consumer(redis_url):
+    queue = kombu.Queue("control", kombu.Exchange("pidbox", type="fanout"), auto_delete=True)
+    with connected(redis_url) as connection, connected(redis_url) as other:
+        first = connection.Consumer(queue, callbacks=[Taken()])
+        second = other.Consumer(queue, callbacks=[Taken()])
+        first.consume()
+        second.consume()
+        assert nothing_comes(connection, timeout=0.1)
+        assert nothing_comes(other, timeout=0.1)
+        first.cancel()
+        assert other.default_channel._has_queue("control")
+        second.cancel()
+        assert not other.default_channel._has_queue("control")
+        assert other.default_channel.get_table("pidbox") == []
+
+
+def test_closing_the_connection_deletes_its_auto_delete_queues(redis_url, redis_client):
+    queue = kombu.Queue("control", kombu.Exchange("pidbox", type="fanout"), auto_delete=True)
+    with connected(redis_url) as connection:
+        connection.Consumer(queue, callbacks=[Taken()]).consume()
+        assert nothing_comes(connection, timeout=0.1)
+    assert inspection.queues(redis_client) == []
+
+
+def test_names_of_any_kind(connection, channel):
+    for name in ("a:b", "0:x", "ü ñ", "q\x06\x163", "[*]?{x}"):
+        exchange = kombu.Exchange(f"ex {name}")
+        queue = kombu.Queue(name, exchange, routing_key=name)(channel)
+        queue.declare()
+        connection.Producer().publish(name, exchange=exchange, routing_key=name)
+        assert queue.get().payload == name
+
+
+def test_a_list_of_the_same_name_does_not_matter(connection, redis_client):
+    redis_client.lpush("orders", "left by the list transport")
+    put(connection, "orders", "a")
+    assert kombu.Queue("orders")(connection.default_channel).get().payload == "a"
+    assert redis_client.llen("orders") == 1
+
+
+def test_one_group_however_the_database_is_written(redis_url, redis_client):
+    with connected(redis_url.removesuffix("/0")) as one, connected(redis_url) as other:
+        put(one, "orders", "a")
+        assert kombu.Queue("orders")(other.default_channel).get(no_ack=True)
+        assert kombu.Queue("orders")(one.default_channel).get() is None
+    [group] = redis_client.xinfo_groups(Keys().stream("orders", 0))
+    assert group["name"].decode() == GROUP
