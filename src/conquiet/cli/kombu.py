@@ -1,0 +1,250 @@
+"""`conquiet kombu`: the queues of Kombu and Celery on Redis Streams, and clearing up after them."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+from conquiet.cli.terminal import FAILED, OK, dim, green, one_line, print_json, red, yellow
+from conquiet.errors import ConfigError, StoreError
+
+_INSPECT_EPILOG = """\
+examples:
+  conquiet kombu inspect --url redis-streams://localhost/0
+  conquiet kombu inspect celery --dead-letters
+  conquiet kombu inspect --json | jq '.queues[] | {name, ready, pending}'
+
+exit codes: 0 all is well; 1 there are dead letters, a dead consumer holds messages, a named queue
+is not there, or Redis is out of reach; 2 wrong usage or settings
+"""
+_CLEAN_EPILOG = """\
+examples:
+  conquiet kombu clean --url redis-streams://localhost/0
+  conquiet kombu clean --delete-queue old.orders
+  conquiet kombu clean --delete-dead-letters celery --yes
+
+Without --delete-…, no message is lost by it: it is safe at any time, and while workers run.
+
+exit codes: 0 done; 1 a queue was kept, it was not confirmed, or Redis is out of reach; 2 wrong
+usage or settings
+"""
+_HEAD = ("queue", "ready", "pending", "consumers", "dead consumers", "dead letters")
+_LETTERS_SHOWN = 100
+
+
+def register(commands: Any, common: ArgumentParser) -> None:
+    group = commands.add_parser(
+        "kombu",
+        help="the queues of Kombu and Celery on Redis Streams",
+        description="The queues of the transport redis-streams://, for Kombu and Celery.",
+    )
+    verbs = group.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    inspect = verbs.add_parser(
+        "inspect",
+        help="what waits, what is worked on, and by whom",
+        description="Show for each queue what waits, what is worked on, and who reads it.",
+        epilog=_INSPECT_EPILOG,
+        parents=[common],
+    )
+    inspect.add_argument("queues", nargs="*", metavar="QUEUE", help="only these (all)")
+    inspect.add_argument("--dead-letters", action="store_true", help="with their reasons")
+    inspect.set_defaults(run=_inspect)
+    clean = verbs.add_parser(
+        "clean",
+        help="remove dead consumers and the names of expired queues",
+        description="Remove dead consumers, which gives back what they hold, and expired queues.",
+        epilog=_CLEAN_EPILOG,
+        parents=[common],
+    )
+    clean.add_argument(
+        "--delete-queue",
+        action="append",
+        default=[],
+        metavar="QUEUE",
+        help="also delete this queue, if it is empty and nobody reads it; may be given again",
+    )
+    clean.add_argument("--force", action="store_true", help="delete it with its messages")
+    clean.add_argument(
+        "--delete-dead-letters",
+        action="append",
+        default=[],
+        metavar="QUEUE",
+        help="also delete the dead letters of this queue; may be given again",
+    )
+    clean.add_argument("--yes", action="store_true", help="do not ask before deleting")
+    clean.set_defaults(run=_clean)
+    for parser in (inspect, clean):
+        parser.add_argument(
+            "--url", help="Redis, or the URL of the broker; else CONQUIET_REDIS_URL"
+        )
+        parser.add_argument(
+            "--prefix", default="", metavar="TEXT", help="the global_keyprefix of the application"
+        )
+        parser.add_argument("--json", action="store_true", help="answer in JSON")
+
+
+def _inspect(options: Namespace) -> int:
+    room = _room()
+    with _client(options.url) as client:
+        found = {info.name: info for info in room.queues(client, options.prefix)}
+        missing = [name for name in options.queues if name not in found]
+        chosen = [found[name] for name in options.queues or found if name in found]
+        letters = {}
+        if options.dead_letters:
+            letters = {
+                info.name: room.dead_letters(client, info.name, options.prefix, _LETTERS_SHOWN)
+                for info in chosen
+                if info.dead_letters
+            }
+    for name in missing:
+        print(f"there is no queue {name!r} under the prefix {options.prefix!r}", file=sys.stderr)
+    is_well = not missing and not any(info.dead_letters or _stuck(info) for info in chosen)
+    if options.json:
+        print_json({"ok": is_well, "queues": [_as_json(info, letters) for info in chosen]})
+    else:
+        _print_queues(chosen, letters)
+    return OK if is_well else FAILED
+
+
+def _stuck(info: Any) -> int:
+    """Messages that dead consumers hold; a living one takes them over, if there is one."""
+    return sum(consumer.pending for consumer in info.consumers if not consumer.alive)
+
+
+def _as_json(info: Any, letters: dict[str, list[Any]]) -> dict[str, Any]:
+    told = asdict(info) | {"alive": info.alive, "expired": info.expired}
+    if info.name in letters:
+        told["letters"] = [
+            asdict(letter) | {"message": (letter.message or b"").decode(errors="replace")}
+            for letter in letters[info.name]
+        ]
+    return told
+
+
+def _print_queues(chosen: Sequence[Any], letters: dict[str, list[Any]]) -> None:
+    if not chosen:
+        print("no queues")
+        return
+    rows = [
+        (
+            info.name if info.exists else f"{info.name} (expired)",
+            *map(str, (info.ready, info.pending, info.alive, info.expired, info.dead_letters)),
+        )
+        for info in chosen
+    ]
+    widths = [max(map(len, column)) for column in zip(_HEAD, *rows, strict=True)]
+    print(dim(_line(_HEAD, widths), sys.stdout))
+    for info, row in zip(chosen, rows, strict=True):
+        line = _line(row, widths)
+        print(yellow(line, sys.stdout) if info.dead_letters or _stuck(info) else line)
+    for queue, some in letters.items():
+        for letter in some:
+            print(red(f"{queue} {letter.id}", sys.stdout), one_line(letter.reason))
+    if any(_stuck(info) for info in chosen):
+        print("conquiet kombu clean gives back what dead consumers hold", file=sys.stderr)
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    first, *rest = (
+        cell.rjust(width) if at else cell.ljust(width)
+        for at, (cell, width) in enumerate(zip(cells, widths, strict=True))
+    )
+    return "  ".join([first, *rest])
+
+
+def _clean(options: Namespace) -> int:
+    room = _room()
+    if options.force and not options.delete_queue:
+        raise ConfigError("--force belongs to --delete-queue: name the queue to delete")
+    with _client(options.url) as client:
+        if not _confirmed(options):
+            return FAILED
+        removed = room.remove_dead_consumers(client, options.prefix)
+        expired = room.forget_expired_queues(client, options.prefix)
+        deleted = {
+            name: room.delete_queue(client, name, options.prefix, options.force)
+            for name in options.delete_queue
+        }
+        letters = {
+            name: room.delete_dead_letters(client, name, options.prefix)
+            for name in options.delete_dead_letters
+        }
+    kept = [name for name, is_gone in deleted.items() if not is_gone]
+    if options.json:
+        print_json(
+            {"ok": not kept, **asdict(removed), "expired_queues": expired, "kept_queues": kept}
+            | {"deleted_queues": [name for name in deleted if name not in kept]}
+            | {"deleted_dead_letters": letters}
+        )
+    else:
+        print(
+            f"removed {removed.consumers} dead consumers, gave back {removed.given_back} messages,"
+            f" forgot {len(expired)} expired queues"
+        )
+        for name, count in letters.items():
+            print(f"deleted {count} dead letters of {name}")
+        for name in deleted:
+            if name in kept:
+                print(
+                    red(f"kept {name}: it is not empty, or somebody reads it;", sys.stdout),
+                    "--force deletes it all the same",
+                )
+            else:
+                print(green(f"deleted {name}", sys.stdout))
+    return FAILED if kept else OK
+
+
+def _confirmed(options: Namespace) -> bool:
+    """Before anything is deleted for good, somebody says so."""
+    with_what = " with all its messages" if options.force else ""
+    going = [f"the queue {name}{with_what}" for name in options.delete_queue]
+    going += [f"the dead letters of {name}" for name in options.delete_dead_letters]
+    if not going or options.yes:
+        return True
+    what = ", ".join(going)
+    if not sys.stdin.isatty():
+        raise ConfigError(f"this deletes {what}; --yes says that you mean it")
+    if input(f"delete {what}? [y/N] ").strip().lower() in ("y", "yes"):
+        return True
+    print("nothing was deleted", file=sys.stderr)
+    return False
+
+
+def _room() -> Any:
+    try:
+        from conquiet.kombu import inspection
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{error.name} is not installed: pip install 'conquiet[kombu]'"
+        ) from error
+    return inspection
+
+
+@contextmanager
+def _client(url: str | None) -> Iterator[Any]:
+    """Redis by its own URL, or by that of a broker: redis-streams://HOST, …+socket:///PATH."""
+    import redis
+
+    url = url or os.environ.get("CONQUIET_REDIS_URL")
+    if not url:
+        raise ConfigError("no Redis given: use --url, or set CONQUIET_REDIS_URL")
+    if url.startswith("sentinel"):
+        raise ConfigError("--url sentinel…: name the master itself, as redis://HOST:PORT/0")
+    plain = re.sub(r"^redis(-streams)?\+socket://", "unix://", url)
+    plain = re.sub(r"^(rediss?)-streams://", r"\1://", plain)
+    try:
+        client = redis.Redis.from_url(plain)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"--url: {error}") from error
+    try:
+        with client:
+            yield client
+    except redis.RedisError as error:
+        where = re.sub(r"://[^@/]*@", "://***@", url)
+        raise StoreError(f"{where}: {error}") from error

@@ -1,0 +1,129 @@
+"""`conquiet kombu inspect|clean` on queues that a connection has left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from kombu import Connection, Producer, Queue
+from tests.waiting import eventually
+
+import conquiet.kombu  # noqa: F401 - registers the scheme
+from conquiet.cli import main
+from conquiet.kombu import inspection
+
+PREFIX = "shop:"
+DIES = """
+import os, sys
+import kombu, conquiet.kombu
+connection = kombu.Connection(sys.argv[1], transport_options={"lease": 1})
+assert kombu.Queue("orders")(connection.default_channel).get() is not None
+os._exit(9)
+"""
+
+
+@pytest.fixture
+def broker(redis_url):
+    return redis_url.replace("redis://", "redis-streams://", 1)
+
+
+def publish(broker, count, queue="orders", **options):
+    with Connection(broker, transport_options=options) as connection:
+        channel = connection.default_channel
+        queue = queue if isinstance(queue, Queue) else Queue(queue)
+        queue(channel).declare()
+        for number in range(count):
+            Producer(channel).publish(number, routing_key=queue.name)
+
+
+def told(capsys, *arguments, code=0):
+    assert main(["kombu", *arguments, "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def test_inspect_shows_what_waits_and_what_is_worked_on(broker, capsys):
+    publish(broker, 3)
+    with Connection(broker) as connection:
+        Queue("orders")(connection.default_channel).get()
+        [queue] = told(capsys, "inspect", "--url", broker)["queues"]
+        assert (queue["ready"], queue["pending"], queue["alive"]) == (2, 1, 1)
+        assert main(["kombu", "inspect", "orders", "--url", broker]) == 0
+        head, line = capsys.readouterr().out.splitlines()
+        assert head.split()[:2] == ["queue", "ready"]
+        assert line.split() == ["orders", "2", "1", "1", "0", "0"]
+
+
+def test_a_prefix_tells_applications_apart(broker, capsys):
+    publish(broker, 1, global_keyprefix=PREFIX)
+    assert told(capsys, "inspect", "--url", broker) == {"ok": True, "queues": []}
+    assert main(["kombu", "inspect", "--url", broker]) == 0
+    assert capsys.readouterr().out == "no queues\n"
+    [queue] = told(capsys, "inspect", "--url", broker, "--prefix", PREFIX)["queues"]
+    assert queue["name"] == "orders"
+
+
+def test_a_queue_that_is_not_there_is_named(broker, capsys):
+    assert main(["kombu", "inspect", "nowhere", "--url", broker]) == 1
+    assert "there is no queue 'nowhere'" in capsys.readouterr().err
+
+
+def test_the_messages_of_a_dead_consumer_are_told_and_given_back(broker, redis_client, capsys):
+    publish(broker, 2)
+    died = subprocess.run([sys.executable, "-c", DIES, broker], env=os.environ, timeout=60)
+    assert died.returncode == 9
+    eventually(lambda: inspection.queues(redis_client)[0].expired == 1)
+    assert main(["kombu", "inspect", "--url", broker]) == 1
+    captured = capsys.readouterr()
+    assert "conquiet kombu clean" in captured.err
+    assert main(["kombu", "clean", "--url", broker]) == 0
+    assert "removed 1 dead consumers, gave back 1 messages" in capsys.readouterr().out
+    [queue] = told(capsys, "inspect", "--url", broker)["queues"]
+    assert (queue["ready"], queue["pending"], queue["expired"]) == (2, 0, 0)
+
+
+def test_a_queue_is_deleted_when_it_is_empty_or_by_force(broker, capsys, redis_client):
+    publish(broker, 1)
+    delete = ("clean", "--url", broker, "--delete-queue", "orders", "--yes")
+    assert told(capsys, *delete, code=1)["kept_queues"] == ["orders"]
+    assert main(["kombu", *delete]) == 1
+    assert "kept orders: it is not empty" in capsys.readouterr().out
+    assert told(capsys, *delete, "--force")["deleted_queues"] == ["orders"]
+    assert inspection.queues(redis_client) == []
+
+
+def test_dead_letters_are_told_with_their_reason_and_deleted(broker, capsys, redis_client):
+    publish(broker, 1)
+    with Connection(broker, transport_options={"delivery_limit": 1}) as connection:
+        Queue("orders")(connection.default_channel).get().requeue()
+    eventually(lambda: inspection.queues(redis_client)[0].dead_letters == 1)
+    found = told(capsys, "inspect", "--url", broker, "--dead-letters", code=1)
+    [letter] = found["queues"][0]["letters"]
+    assert letter["reason"]
+    assert main(["kombu", "inspect", "--dead-letters", "--url", broker]) == 1
+    assert letter["reason"] in capsys.readouterr().out
+    delete = ("clean", "--url", broker, "--delete-dead-letters", "orders", "--yes")
+    assert told(capsys, *delete)["deleted_dead_letters"] == {"orders": 1}
+    assert told(capsys, "inspect", "--url", broker)["ok"]
+
+
+def test_the_names_of_expired_queues_are_forgotten(broker, capsys, redis_client):
+    publish(broker, 1, Queue("brief", expires=0.2))
+    eventually(lambda: not inspection.queues(redis_client)[0].exists)
+    assert main(["kombu", "inspect", "--url", broker]) == 0
+    assert "brief (expired)" in capsys.readouterr().out
+    assert told(capsys, "clean", "--url", broker)["expired_queues"] == ["brief"]
+    assert inspection.queues(redis_client) == []
+
+
+@pytest.mark.parametrize(("answer", "code", "left"), [("n", 1, 1), ("y", 0, 0)])
+def test_somebody_is_asked_before_anything_is_deleted(
+    answer, code, left, broker, redis_client, monkeypatch
+):
+    publish(broker, 0)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda question: answer)
+    assert main(["kombu", "clean", "--url", broker, "--delete-queue", "orders"]) == code
+    assert len(inspection.queues(redis_client)) == left
