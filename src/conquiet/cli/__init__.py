@@ -12,11 +12,11 @@ from argparse import SUPPRESS, Action, ArgumentParser, Namespace
 from collections.abc import Sequence
 from typing import Any
 
-from conquiet.cli import doctor, kombu, outbox, relay, worker
+from conquiet.cli import doctor, kombu, outbox, pipeline, relay, worker
 from conquiet.cli.terminal import FAILED, INTERRUPTED, OK, USAGE, Parser, one_line, red
 from conquiet.errors import ConfigError, ConquietError
 
-GROUPS = (worker, relay, outbox, kombu, doctor)
+GROUPS = (worker, relay, outbox, kombu, pipeline, doctor)
 
 _EPILOG = """\
 example:

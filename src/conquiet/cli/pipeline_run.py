@@ -1,0 +1,197 @@
+"""What `conquiet pipeline run` does: make the session, start the query, tell how it goes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from conquiet.cli.terminal import FAILED, OK, has_colour, one_line, print_json, red
+from conquiet.errors import ConfigError
+
+_LINE_SECONDS = 10.0
+"""How often a line is written where it cannot be written over."""
+_URL_VARIABLES = {"log": "CONQUIET_REDIS_URL", "outbox": "CONQUIET_DATABASE_URL"}
+
+
+def run(options: Namespace) -> int:
+    debug = getattr(options, "debug", False)
+    source = source_options(options)
+    config = spark_settings(options, debug)
+    _refuse_what_connect_lacks(options)
+    try:
+        import pyspark  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"{error}: pip install 'conquiet[spark]'") from error
+    from conquiet.spark.bronze import Bronze, read_events, start_bronze
+    from conquiet.spark.checkpoint import held
+    from conquiet.spark.query import run_query
+    from conquiet.spark.session import session
+
+    table = Bronze(
+        options.to, options.format, options.checkpoint, options.once, options.trigger_seconds
+    )
+    logging.basicConfig(
+        level=logging.INFO if debug else logging.WARNING, format="%(levelname)s %(message)s"
+    )
+    with ExitStack() as stack:
+        if options.remote is None:  # else the checkpoint is the server's
+            stack.enter_context(held(table.checkpoint_path))
+        spark = session(
+            "conquiet pipeline", master=options.master, remote=options.remote, config=config
+        )
+        stack.callback(spark.stop)
+        query = start_bronze(read_events(spark, options.origin, source), table)
+        progress = stack.enter_context(_telling(options.json))
+        try:
+            stopped = run_query(query, on_look=progress.look)
+        except Exception as error:  # noqa: BLE001 - Spark's own, with pages of Java behind it
+            return _failed(error, debug)
+        progress.end(table.path, stopped)
+    return OK
+
+
+# --- settings -------------------------------------------------------------------------------
+
+
+def source_options(options: Namespace) -> dict[str, str]:
+    """The options of the format that reads the events."""
+    variable = _URL_VARIABLES[options.origin]
+    url = options.url or os.environ.get(variable)
+    if not url:
+        raise ConfigError(f"say where the {options.origin} is: --url, or {variable}")
+    found = {"url": url, "startingOffsets": options.starting}
+    if options.origin == "log":
+        if not options.streams:
+            raise ConfigError("name the streams of the log: --streams 'orders,payments:*'")
+        if options.table:
+            raise ConfigError("--table is for --from outbox")
+        found["streams"] = options.streams
+    else:
+        if options.streams:
+            raise ConfigError("--streams is for --from log")
+        if options.table:
+            found["table"] = options.table
+    if options.max_events is not None:
+        found["maxOffsetsPerTrigger"] = str(options.max_events)
+    return found | dict(options.option)
+
+
+def spark_settings(options: Namespace, debug: bool) -> dict[str, str]:
+    """The settings of the session: the user's, and those that bring the archive along."""
+    chosen = dict(options.conf)
+    if not debug and options.remote is None:
+        chosen.setdefault("spark.log.level", "ERROR")
+        chosen.setdefault("spark.ui.showConsoleProgress", "false")
+    if options.archive is not None:
+        from conquiet.spark.packaging import settings_for
+
+        if not os.path.isfile(options.archive):
+            raise ConfigError(
+                f"--archive {options.archive}: there is no such file; make it by"
+                f" conquiet pipeline package --output {options.archive}"
+            )
+        for name, value in settings_for(os.path.abspath(options.archive)).items():
+            if name in chosen:
+                raise ConfigError(f"--archive sets {name}, and so does --conf: give one of them")
+            chosen[name] = value
+    return chosen
+
+
+def _refuse_what_connect_lacks(options: Namespace) -> None:
+    if options.remote is None:
+        return
+    if options.master is not None:
+        raise ConfigError("--master and --remote exclude each other")
+    if options.archive is not None:
+        raise ConfigError(
+            "--archive is for --master: a Spark Connect server is started with its own"
+            " spark.archives, and has conquiet installed"
+        )
+    if options.format == "delta":
+        raise ConfigError(
+            "--remote cannot write Delta: its commits are made on the driver, which is the server;"
+            " use --format parquet, or run the driver there: --master"
+        )
+
+
+# --- progress -------------------------------------------------------------------------------
+
+
+@contextmanager
+def _telling(as_json: bool) -> Iterator[Progress]:
+    progress = Progress(as_json)
+    try:
+        yield progress
+    finally:
+        progress.clear()
+
+
+class Progress:
+    """Tells batch by batch: on a terminal in one line, else now and then, or as JSON."""
+
+    def __init__(self, as_json: bool) -> None:
+        self._as_json = as_json
+        self._over = has_colour(sys.stderr)
+        self._started = self._told = time.monotonic()
+        self._last_batch = -1
+        self.events = 0
+        self.batches = 0
+        self.lag: int | None = None
+
+    def look(self, query: Any) -> None:
+        for progress in query.recentProgress:
+            if progress.batchId > self._last_batch and progress.numInputRows:
+                self._take(progress)
+
+    def _take(self, progress: Any) -> None:
+        from conquiet.spark.progress import lag
+
+        self._last_batch = progress.batchId
+        self.batches += 1
+        self.events += progress.numInputRows
+        waiting = list(lag(progress).values())
+        self.lag = None if not waiting or None in waiting else sum(item or 0 for item in waiting)
+        speed = progress.processedRowsPerSecond or 0.0
+        if self._as_json:
+            told = {"batch": progress.batchId, "events": progress.numInputRows}
+            print_json({**told, "events_per_second": round(speed, 1), "lag": self.lag})
+            sys.stdout.flush()
+            return
+        behind = "" if self.lag is None else f", lag {self.lag:,}"
+        text = f"batch {progress.batchId}: {progress.numInputRows:,} events, {speed:,.0f}/s{behind}"
+        if self._over:
+            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+        elif time.monotonic() - self._told >= _LINE_SECONDS:
+            self._told = time.monotonic()
+            print(text, file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        if self._over and self.batches and not self._as_json:
+            print("\r\x1b[K", end="", file=sys.stderr)
+
+    def end(self, path: str, stopped: bool) -> None:
+        self.clear()
+        seconds = time.monotonic() - self._started
+        how = "stopped" if stopped else "done"
+        print(
+            f"{how}: {self.events:,} events in {self.batches:,} batches to {path},"
+            f" in {seconds:.1f} s",
+            file=sys.stderr,
+        )
+
+
+def _failed(error: Exception, debug: bool) -> int:
+    if debug:
+        import traceback
+
+        traceback.print_exception(error)
+    text = str(error).partition("JVM stacktrace:")[0].partition("\n\tat ")[0]
+    mark = red("conquiet: error:", sys.stderr)
+    print(f"{mark} the query failed: {one_line(text)[:1500]}", file=sys.stderr)
+    return FAILED

@@ -1,0 +1,89 @@
+"""Bronze: the log or an outbox, as it is, in the table `raw_events`; what comes after reads there.
+
+A row is an event with the place it stood at, whatever its type and whether or not it could be
+read, plus when it was taken in. Nothing is parsed here, so that nothing can be lost here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from conquiet.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql.streaming.query import StreamingQuery
+
+TABLE = "raw_events"
+INGEST_TIME = "ingest_time"
+INGEST_DATE = "ingest_date"
+
+Origin = Literal["log", "outbox"]
+TableFormat = Literal["parquet", "delta"]
+FORMATS: dict[str, str] = {"log": "conquiet", "outbox": "conquiet-outbox"}
+"""Where events come from → the format that reads them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bronze:
+    """Where the table is, how it is written, and how often."""
+
+    to: str
+    format: TableFormat = "parquet"
+    checkpoint: str | None = None
+    once: bool = False
+    trigger_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.format not in get_args(TableFormat):
+            raise ConfigError(
+                f"format={self.format!r}: choose {' or '.join(get_args(TableFormat))}"
+            )
+        if self.once and self.trigger_seconds is not None:
+            raise ConfigError("once and trigger_seconds exclude each other: once ends by itself")
+
+    @property
+    def path(self) -> str:
+        return f"{self.to.rstrip('/')}/{TABLE}"
+
+    @property
+    def checkpoint_path(self) -> str:
+        return self.checkpoint or f"{self.to.rstrip('/')}/_checkpoints/{TABLE}"
+
+    @property
+    def trigger(self) -> dict[str, Any]:
+        if self.once:
+            return {"availableNow": True}
+        return {"processingTime": f"{self.trigger_seconds or 0:g} seconds"}
+
+
+def read_events(spark: SparkSession, origin: Origin, options: Mapping[str, str]) -> DataFrame:
+    """The events of the log or of an outbox, as a stream."""
+    return spark.readStream.format(FORMATS[origin]).options(**options).load()
+
+
+def raw_events(events: DataFrame) -> DataFrame:
+    """The rows of the table: as they were read, and when; the date is what files are grouped by.
+
+    The time is that of the micro-batch, so a replayed one writes the same rows.
+    """
+    from pyspark.sql import functions as f
+
+    now = f.current_timestamp()
+    return events.select("*", now.alias(INGEST_TIME), f.to_date(now).alias(INGEST_DATE))
+
+
+def start_bronze(events: DataFrame, table: Bronze) -> StreamingQuery:
+    """Start to write the table; hold its checkpoint while it runs (`conquiet.spark.checkpoint`)."""
+    rows = raw_events(events)
+    writing = rows.writeStream.queryName(TABLE).trigger(**table.trigger)
+    writing = writing.option("checkpointLocation", table.checkpoint_path)
+    if table.format == "delta":
+        return _to_delta(writing, table)
+    return writing.format("parquet").partitionBy(INGEST_DATE).start(table.path)
+
+
+def _to_delta(writing: Any, table: Bronze) -> StreamingQuery:
+    raise ConfigError(f"{table.format} is not there yet")

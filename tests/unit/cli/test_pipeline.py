@@ -1,0 +1,116 @@
+"""`conquiet pipeline`: what is refused before Spark starts, and the archive for executors."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from conquiet.cli import build_parser, main
+from conquiet.cli.pipeline_run import source_options, spark_settings
+from conquiet.spark.packaging import needed
+
+HEAVY = ("pyarrow", "pandas", "numpy", "deltalake", "sqlalchemy", "psycopg-binary")
+
+
+@pytest.fixture(autouse=True)
+def no_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CONQUIET_REDIS_URL", raising=False)
+    monkeypatch.delenv("CONQUIET_DATABASE_URL", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--streams", "s"], "CONQUIET_REDIS_URL"),
+        (["--from", "outbox"], "CONQUIET_DATABASE_URL"),
+        (["--url", "redis://h"], "--streams 'orders,payments:*'"),
+        (["--url", "redis://h", "--streams", "s", "--table", "t"], "--table is for --from outbox"),
+        (["--from", "outbox", "--url", "sqlite://", "--streams", "s"], "--streams is for"),
+        (["--url", "redis://h", "--streams", "s", "--archive", "none.zip"], "pipeline package"),
+        (["--url", "u", "--streams", "s", "--once", "--trigger-seconds", "1"], "exclude each"),
+        (
+            ["--url", "u", "--streams", "s", "--remote", "sc://h", "--format", "delta"],
+            "its commits are made on the driver",
+        ),
+        (
+            ["--url", "u", "--streams", "s", "--remote", "sc://h", "--master", "local"],
+            "exclude each other",
+        ),
+    ],
+)
+def test_what_cannot_work_is_told_before_spark_starts(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["pipeline", "run", "--to", str(tmp_path), *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--conf", "nothing"], ["--max-events", "0"], []])
+def test_wrong_usage_is_refused(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["pipeline", "run", *arguments])
+    assert stopped.value.code == 2
+
+
+def parsed(*arguments: str):
+    return build_parser().parse_args(["pipeline", "run", "--to", "lake", *arguments])
+
+
+def test_options_of_the_source_come_from_the_command_line() -> None:
+    options = parsed(
+        *("--url", "redis://h", "--streams", "a,b", "--max-events", "10"),
+        *("--option", "readerName=lake", "--starting", "latest"),
+    )
+    assert source_options(options) == {
+        "url": "redis://h",
+        "streams": "a,b",
+        "startingOffsets": "latest",
+        "maxOffsetsPerTrigger": "10",
+        "readerName": "lake",
+    }
+
+
+def test_an_archive_comes_with_the_settings_that_unpack_it(tmp_path: Path) -> None:
+    archive = tmp_path / "packages.zip"
+    archive.touch()
+    found = spark_settings(parsed("--archive", str(archive), "--conf", "a.b=c=d"), debug=True)
+    assert found == {
+        "a.b": "c=d",
+        "spark.archives": f"{archive}#conquiet",
+        "spark.executorEnv.PYTHONPATH": "./conquiet",
+    }
+
+
+def test_the_archive_holds_conquiet_what_it_needs_and_what_is_yours(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "app.py").write_text("x = 1\n")
+    target = tmp_path / "out" / "packages.zip"
+    without = [word for name in HEAVY for word in ("--without", name)]
+    command = ["pipeline", "package", "--output", str(target), "--json", *without]
+    assert main([*command, "--include", str(tmp_path / "app.py")]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert {"conquiet", "redis", "msgspec"} <= set(told["packages"])
+    assert not {"pyspark", "py4j", *HEAVY} & set(told["packages"])
+    names = set(zipfile.ZipFile(target).namelist())
+    assert {"app.py", "conquiet/__init__.py", "conquiet/spark/log/writer.py"} <= names
+    assert "redis/__init__.py" in names
+    assert not any("__pycache__" in name for name in names)
+
+
+def test_what_cannot_be_included_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = str(tmp_path / "packages.zip")
+    missing = str(tmp_path / "none.py")
+    assert main(["pipeline", "package", "--output", target, "--include", missing]) == 2
+    assert "no such file" in capsys.readouterr().err
+
+
+def test_the_dependencies_of_an_extra_are_found_through_theirs() -> None:
+    assert {"conquiet", "redis", "hiredis", "sqlalchemy", "alembic", "mako"} <= set(
+        needed("conquiet", ["spark"])
+    )
