@@ -5,7 +5,7 @@ WORKERS ?= 2
 export WORKERS
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run run-outbox-publisher test test-slow test-compat lint format bench clean
+.PHONY: help setup run run-outbox-publisher build test test-slow test-compat lint format bench clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1|/p' Makefile | while IFS='|' read -r name text; do \
@@ -18,9 +18,15 @@ run: setup ## the tour: one event from a command to the next service
 	@$(BIN)/python examples/tour.py
 
 run-outbox-publisher: setup ## the relay: publishes an outbox; settings in docs/outbox.md
-	@CONQUIET_DATABASE_URL="$${CONQUIET_DATABASE_URL:-sqlite:///outbox.sqlite}"; \
-		export CONQUIET_DATABASE_URL; \
-		$(BIN)/conquiet outbox migrate && exec $(BIN)/conquiet relay run
+	@if [ -z "$$CONQUIET_DATABASE_URL$$CONQUIET_CONFIG" ]; then \
+		export CONQUIET_DATABASE_URL=sqlite:///outbox.sqlite; \
+		export CONQUIET_OUTBOX_CATALOG="$${CONQUIET_OUTBOX_CATALOG:-conquiet.marketplace.catalog:CATALOG}"; \
+		$(BIN)/conquiet outbox migrate || exit; \
+	fi; \
+	exec $(BIN)/conquiet relay run
+
+build: setup ## the package, with its command, into dist/
+	@$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
 
 test: lint ## lint, types, import rules, then the tests, with coverage
 	@echo "==> tests"

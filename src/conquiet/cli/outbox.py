@@ -7,7 +7,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from typing import Any
 
-from conquiet.cli import outbox_rows
+from conquiet.cli import outbox_rows, outbox_tables
 from conquiet.cli.terminal import FAILED, OK, green, print_json, red
 from conquiet.errors import ConfigError, StoreError
 
@@ -15,6 +15,7 @@ _SCHEMA_EPILOG = """\
 examples:
   conquiet outbox schema --dialect postgresql
   conquiet outbox schema --dialect sqlite --table sales_outbox --no-inbox
+  conquiet outbox schema --dialect postgresql --table outbox_events --catalog shop.events:CATALOG
 
 exit codes: 0 printed, 2 wrong usage or settings
 """
@@ -28,6 +29,7 @@ _MIGRATE_EPILOG = """\
 examples:
   conquiet outbox migrate --url postgresql://app@localhost/shop
   conquiet outbox migrate --url sqlite:///shop.sqlite
+  conquiet outbox migrate --table outbox_events --catalog shop.events:CATALOG
 
 Safe to run again, and by several at once.
 
@@ -72,16 +74,13 @@ def register(commands: Any, common: ArgumentParser) -> None:
             "--url", help="the database, as SQLAlchemy names it; else CONQUIET_DATABASE_URL"
         )
     for parser in (schema, verify, migrate):
-        parser.add_argument("--table", metavar="NAME", help="the outbox (outbox)")
-        parser.add_argument("--inbox-table", metavar="NAME", help="the inbox (processed_messages)")
-        parser.add_argument("--no-inbox", action="store_true", help="leave the inbox out")
+        outbox_tables.add_options(parser)
         parser.add_argument("--json", action="store_true", help="answer in JSON")
     outbox_rows.register(verbs, common)
 
 
 def _schema(options: Namespace) -> int:
-    schema = _schema_module()
-    text = schema.ddl(options.dialect, **_tables(options))
+    text = outbox_tables.tables_of(options).ddl(options.dialect)
     if options.json:
         print_json({"dialect": options.dialect, "ddl": text})
     else:
@@ -90,10 +89,10 @@ def _schema(options: Namespace) -> int:
 
 
 def _verify(options: Namespace) -> int:
-    schema = _schema_module()
+    tables = outbox_tables.tables_of(options)
     url = database_url(options, must_exist=True)
     with Reached(url):
-        differences = schema.verify(url, **_tables(options))
+        differences = tables.verify(url)
     if options.json:
         found = [
             {"table": item.table, "what": item.what, "expected": item.expected, "found": item.found}
@@ -110,10 +109,10 @@ def _verify(options: Namespace) -> int:
 
 
 def _migrate(options: Namespace) -> int:
-    schema = _schema_module()
+    tables = outbox_tables.tables_of(options)
     url = database_url(options)
     with Reached(url):
-        schema.migrate(url, **_tables(options))
+        tables.migrate(url)
     if options.json:
         print_json({"ok": True})
     else:
@@ -121,35 +120,14 @@ def _migrate(options: Namespace) -> int:
     return OK
 
 
-def _schema_module() -> Any:
-    try:
-        from conquiet.sql import schema
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"{error.name} is not installed: pip install 'conquiet[postgres]'"
-        ) from error
-    return schema
-
-
-def _tables(options: Namespace) -> dict[str, str | None]:
-    """What was said about the tables; the rest is left to the schema."""
-    tables: dict[str, str | None] = {}
-    if options.table:
-        tables["outbox"] = options.table
-    if options.no_inbox:
-        tables["inbox"] = None
-    elif options.inbox_table:
-        tables["inbox"] = options.inbox_table
-    return tables
-
-
 def database_url(options: Namespace, must_exist: bool = False) -> Any:
     from sqlalchemy import make_url
     from sqlalchemy.exc import ArgumentError
 
+    from conquiet.relay.settings import setting
     from conquiet.sql.schema import DIALECTS
 
-    text = options.url or os.environ.get("CONQUIET_DATABASE_URL")
+    text = options.url or setting("database", required=False)
     if not text:
         raise ConfigError("no database given: use --url, or set CONQUIET_DATABASE_URL")
     try:

@@ -191,22 +191,12 @@ def _confirmed(count: int, table: str, age: timedelta) -> bool:
 @contextmanager
 def _inspection(options: Namespace) -> Iterator[Any]:
     """The table that was named, by an engine that is disposed at the end."""
-    import os
-
     from conquiet.cli.outbox import Reached, database_url
-    from conquiet.relay.settings import SETTINGS
+    from conquiet.relay.settings import setting
 
-    def setting(name: str, given: Any) -> Any:
-        """What was said here, or what the relay itself goes by."""
-        [found] = [setting for setting in SETTINGS if setting.name == name]
-        text = os.environ.get(found.variable) or found.default
-        try:
-            return given if given is not None else found.read(text)
-        except ValueError:
-            raise ConfigError(f"{found.variable}: {text!r:.100} is not {found.allowed}") from None
-
-    table = setting("table", options.table)
-    attempts = setting("max_attempts", options.max_attempts)
+    # What was said here, or what the relay itself goes by.
+    table = options.table or setting("table")
+    attempts = options.max_attempts or setting("max_attempts")
     url = database_url(options, must_exist=True)
     with Reached(url):
         from conquiet.relay.inspection import Inspection

@@ -13,7 +13,12 @@ from sqlalchemy import Connection, Enum, MetaData, Table, insert, inspect, selec
 
 from conquiet.events import trigger
 from conquiet.events.catalog import Catalog
-from conquiet.events.table import AGGREGATE_TYPE_ENUM, EVENT_TYPE_ENUM, events_table
+from conquiet.events.table import (
+    AGGREGATE_TYPE_ENUM,
+    EVENT_TYPE_ENUM,
+    events_table,
+    ordered_index,
+)
 from conquiet.sql import dialect
 
 _VALUES = text(
@@ -74,6 +79,9 @@ def _make_anew(connection: Connection, catalog: Catalog, table: Table) -> None:
     for column, enum in (("event_type", EVENT_TYPE_ENUM), ("aggregate_type", AGGREGATE_TYPE_ENUM)):
         _keep_values(table.c[column].type, kept[enum])
     old = table.to_metadata(MetaData(), name=f"{table.name}_old")
+    had = {index["name"] for index in inspect(connection).get_indexes(table.name)}
+    if f"{table.name}_by_aggregate" in had:
+        ordered_index(table)
     for index in table.indexes:
         connection.exec_driver_sql(f"DROP INDEX IF EXISTS {index.name}")
     connection.exec_driver_sql(f"ALTER TABLE {table.name} RENAME TO {old.name}")

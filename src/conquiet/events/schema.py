@@ -8,7 +8,7 @@ from typing import Any
 
 from alembic import command
 from alembic.config import Config
-from sqlalchemy import URL, Connection, Dialect, Engine, MetaData, Table, inspect
+from sqlalchemy import URL, Connection, Dialect, Engine, Index, MetaData, Table, inspect
 from sqlalchemy.dialects import registry
 from sqlalchemy.dialects.postgresql import CreateEnumType
 from sqlalchemy.schema import CreateIndex, CreateTable
@@ -16,7 +16,13 @@ from sqlalchemy.schema import CreateIndex, CreateTable
 from conquiet.errors import ConfigError
 from conquiet.events import enums, trigger
 from conquiet.events.catalog import Catalog
-from conquiet.events.table import EVENTS_TABLE, aggregate_types, event_types, events_table
+from conquiet.events.table import (
+    EVENTS_TABLE,
+    aggregate_types,
+    event_types,
+    events_table,
+    ordered_index,
+)
 from conquiet.sql import dialect
 from conquiet.sql.schema import DIALECTS, Difference
 from conquiet.sql.tables import checked_name
@@ -31,11 +37,13 @@ def init(
     table: str = EVENTS_TABLE,
     *,
     append_only: bool = True,
+    ordered: bool = False,
     version_table: str = VERSION_TABLE,
 ) -> None:
     """Create what is missing, at the newest version; safe to call again, and by many at once.
 
-    `append_only=False` leaves the trigger out; the model refuses changes all the same.
+    `append_only=False` leaves the trigger out; the model refuses changes all the same. `ordered`
+    adds the index that relays need to keep the order of aggregates behind a long backlog.
     """
     with _locked(engine) as connection:
         schema, name = checked_name(table)
@@ -44,6 +52,7 @@ def init(
         if not inspect(connection).has_table(version_table):
             given = _config(connection, catalog, table, append_only, version_table)
             command.stamp(given, "head")
+        _add_indexes(connection, catalog, table, ordered)
 
 
 def create(
@@ -69,17 +78,25 @@ def migrate(
     table: str = EVENTS_TABLE,
     *,
     append_only: bool = True,
+    ordered: bool = False,
     version_table: str = VERSION_TABLE,
     revision: str = "head",
 ) -> None:
-    """Upgrade from nothing or from an older conquiet or catalog.
+    """Upgrade from nothing, from an older conquiet or catalog, or from a table of one's own.
 
-    Values that the catalog has and the database lacks are added; none is ever removed.
+    Values that the catalog has and the database lacks are added; none is ever removed. The same
+    goes for indexes, those of `ordered` included.
     """
     with _locked(engine) as connection:
-        command.upgrade(_config(connection, catalog, table, append_only, version_table), revision)
+        given = _config(connection, catalog, table, append_only, version_table)
+        schema, name = checked_name(table)
+        there = inspect(connection)
+        if there.has_table(name, schema=schema) and not there.has_table(version_table):
+            command.stamp(given, "0001")  # made by other means, such as the ticket's own migration
+        command.upgrade(given, revision)
         if revision == "head":
             enums.extend(connection, catalog, table)
+            _add_indexes(connection, catalog, table, ordered)
 
 
 def downgrade(
@@ -96,13 +113,18 @@ def downgrade(
 
 
 def ddl(
-    dialect_name: str, catalog: Catalog, table: str = EVENTS_TABLE, *, append_only: bool = True
+    dialect_name: str,
+    catalog: Catalog,
+    table: str = EVENTS_TABLE,
+    *,
+    append_only: bool = True,
+    ordered: bool = False,
 ) -> str:
     """The statements that create it all, for migrations of one's own."""
     if dialect_name not in DIALECTS:
         raise ConfigError(f"dialect {dialect_name!r}: choose one of {', '.join(DIALECTS)}")
     target: Dialect = registry.load(dialect_name)()
-    made = events_table(catalog, table)
+    made = _table(catalog, table, ordered)
     statements: list[str] = []
     if dialect_name == "postgresql":
         for enum in (event_types(catalog, made.schema), aggregate_types(catalog, made.schema)):
@@ -117,7 +139,11 @@ def ddl(
 
 
 def verify(
-    engine: Engine | str | URL, catalog: Catalog, table: str = EVENTS_TABLE
+    engine: Engine | str | URL,
+    catalog: Catalog,
+    table: str = EVENTS_TABLE,
+    *,
+    ordered: bool = False,
 ) -> list[Difference]:
     """What differs from the locked schema; nothing, if all is well.
 
@@ -125,7 +151,7 @@ def verify(
     be there or not.
     """
     with _engine(engine) as checked, checked.connect() as connection:
-        return list(_differences(connection, catalog, events_table(catalog, table)))
+        return list(_differences(connection, catalog, _table(catalog, table, ordered)))
 
 
 # --- inside ---------------------------------------------------------------------------------
@@ -169,6 +195,33 @@ def _config(
     return config
 
 
+def _table(catalog: Catalog, name: str, ordered: bool) -> Table:
+    made = events_table(catalog, name)
+    if ordered:
+        ordered_index(made)  # joins the table's
+    return made
+
+
+def _add_indexes(connection: Connection, catalog: Catalog, name: str, ordered: bool) -> None:
+    for index in _missing_indexes(connection, _table(catalog, name, ordered)):
+        index.create(connection)
+
+
+def _missing_indexes(connection: Connection, table: Table) -> Iterator[Index]:
+    """Those that no index of the database is like, whatever its name."""
+    found = [
+        (tuple(index["column_names"]), _is_partial(index))
+        for index in inspect(connection).get_indexes(table.name, schema=table.schema)
+    ]
+    for index in sorted(table.indexes, key=lambda index: str(index.name)):
+        if (tuple(column.name for column in index.columns), _is_for_some(index)) not in found:
+            yield index
+
+
+def _is_for_some(index: Index) -> bool:
+    return index.dialect_options["postgresql"]["where"] is not None
+
+
 def _compiled(element: Any, target: Dialect) -> str:
     lines = str(element.compile(dialect=target)).strip().splitlines()
     return "\n".join(line.rstrip().replace("\t", "    ") for line in lines)
@@ -192,16 +245,10 @@ def _differences(connection: Connection, catalog: Catalog, table: Table) -> Iter
     key = inspector.get_pk_constraint(table.name, schema=table.schema)["constrained_columns"]
     if key != ["id"]:
         yield Difference(name, "primary key", "id", ", ".join(key) or "missing")
-    indexes = [
-        (tuple(index["column_names"]), "where" if _is_partial(index) else "")
-        for index in inspector.get_indexes(table.name, schema=table.schema)
-    ]
-    for index in sorted(table.indexes, key=lambda index: str(index.name)):
-        columns = tuple(column.name for column in index.columns)
-        partial = "where" if index.dialect_options["postgresql"]["where"] is not None else ""
-        if (columns, partial) not in indexes:
-            wanted = f"({', '.join(columns)}){' of what is unpublished' if partial else ''}"
-            yield Difference(name, f"index {index.name}", wanted, "missing")
+    for index in _missing_indexes(connection, table):
+        columns = ", ".join(column.name for column in index.columns)
+        some = " of what is unpublished" if _is_for_some(index) else ""
+        yield Difference(name, f"index {index.name}", f"({columns}){some}", "missing")
     for enum, wanted_values, values in enums.compare(connection, catalog, table):
         if set(wanted_values) - set(values):
             missing = ", ".join(sorted(set(wanted_values) - set(values)))

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
+from uuid import UUID
 
 from sqlalchemy import (
     ColumnElement,
@@ -31,6 +32,7 @@ from sqlalchemy import (
 from sqlalchemy.exc import SQLAlchemyError
 
 from conquiet.errors import StoreError
+from conquiet.events.table import UuidText
 from conquiet.relay.opening import has_events_layout
 from conquiet.sql import Cleanup, dialect
 from conquiet.sql.tables import checked_name
@@ -79,7 +81,7 @@ class Inspection:
         payload = column("payload_json", Text) if self.is_events else column("data", LargeBinary)
         self._table = table(
             plain,
-            column("id"),
+            column("id", UuidText()) if self.is_events else column("id"),
             column("event_type"),
             column(kind),
             column(key),
@@ -197,6 +199,8 @@ class Inspection:
         return cleanup.run_once().outbox
 
     def _named(self, ids: Sequence[str]) -> ColumnElement[bool]:
+        if self.is_events:  # by the primary key, however the UUIDs are written
+            return self._table.c.id.in_([id_ for text in ids if (id_ := _uuid(text))])
         return self._event_id.in_(ids) | self._id.in_(ids)
 
     @contextmanager
@@ -219,8 +223,8 @@ class Inspection:
         try:
             yield
         except SQLAlchemyError as error:
-            reason = " ".join(str(getattr(error, "orig", None) or error).split())
-            raise StoreError(f"{self.engine.url.render_as_string()}: {reason:.300}") from error
+            where = self.engine.url.render_as_string()
+            raise StoreError(f"{where}: {dialect.one_line(error):.300}") from error
 
 
 _NOTHING: ColumnElement[Any] = cast("", Text).label("aggregate_type")
@@ -228,6 +232,13 @@ _NOTHING: ColumnElement[Any] = cast("", Text).label("aggregate_type")
 
 def cast_payload(payload: ColumnElement[Any]) -> ColumnElement[Any]:
     return cast(payload, Text) if isinstance(payload.type, Text) else payload
+
+
+def _uuid(text: str) -> UUID | None:
+    try:
+        return UUID(text)
+    except ValueError:
+        return None
 
 
 def _entry(row: Any) -> Entry:

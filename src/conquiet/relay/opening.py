@@ -46,9 +46,10 @@ def _redis(url: str, settings: Settings) -> OpenedSink:
     partitions = query.pop("partitions", "1")
     if not partitions.isdecimal():
         raise ConfigError(f"CONQUIET_OUTBOX_SINK: partitions={partitions!r:.40} is no whole number")
-    address = urlunsplit(parts._replace(query=urlencode(query)))
+    variable, address = "CONQUIET_OUTBOX_SINK", urlunsplit(parts._replace(query=urlencode(query)))
     if not parts.netloc:
-        address = os.environ.get("CONQUIET_REDIS_URL", "redis://localhost:6379/0")
+        variable = "CONQUIET_REDIS_URL"
+        address = os.environ.get(variable) or "redis://localhost:6379/0"
     try:
         client = redis.Redis.from_url(
             address,
@@ -59,8 +60,11 @@ def _redis(url: str, settings: Settings) -> OpenedSink:
         prober = redis.Redis.from_url(
             address, socket_timeout=wait, socket_connect_timeout=wait, max_connections=2
         )
+        client.connection_pool.make_connection()  # refuses options that it does not know
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"CONQUIET_OUTBOX_SINK {masked(url)}: {error}") from error
+        raise ConfigError(
+            f"{variable} {masked(address)}: {_without_secrets(error, address)}"
+        ) from None
     sink = room.StreamSink(
         client, settings.topic, partitions=int(partitions), ordered=settings.ordered
     )
@@ -70,6 +74,11 @@ def _redis(url: str, settings: Settings) -> OpenedSink:
         prober.close()
 
     return OpenedSink(sink, prober.ping, close)
+
+
+def _without_secrets(error: Exception, url: str) -> str:
+    """What is wrong with a URL; the library's words may quote a part of its password."""
+    return "it is no URL of Redis" if "@" in url else str(error)
 
 
 def _stdout(url: str, settings: Settings) -> OpenedSink:
@@ -136,6 +145,11 @@ def open_engine(settings: Settings, **options: Any) -> Engine:
             options["connect_args"] = {
                 name: value for name, value in wanted.items() if name not in url.query
             }
+        elif not os.path.exists(url.database or ""):
+            raise ConfigError(
+                f"CONQUIET_DATABASE_URL: no file {url.database or ':memory:'!r};"
+                " conquiet outbox migrate would make it"
+            )
         return sql.engine(url, **options)  # type: ignore[no-any-return]
     except ArgumentError:
         raise ConfigError(

@@ -255,6 +255,20 @@ def load(
     return Settings(**values, texts=texts, origins=origins)
 
 
+def setting(name: str, environ: Mapping[str, str] | None = None, *, required: bool = True) -> Any:
+    """One setting by itself, for whoever else goes by it: from environment or file.
+
+    >>> setting("max_attempts", {"CONQUIET_OUTBOX_MAX_ATTEMPTS": "3"})
+    3
+    """
+    environ = os.environ if environ is None else environ
+    file = environ.get(CONFIG_VARIABLE)
+    of_file = _of_file(Path(file)) if file else {}
+    [found] = [one for one in SETTINGS if one.name == name]
+    text, origin = _find(found, {}, environ, of_file, file)
+    return _value(found, text, origin) if text or required else None
+
+
 def _find(
     setting: Setting,
     flags: Mapping[str, str | None],

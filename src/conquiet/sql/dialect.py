@@ -31,6 +31,7 @@ _PREPARED_CODES = {"26000", "42P05"}
 _PREPARED_NAME = "_pg3_"
 _READ_ONLY = "25006"
 _IN_FAILED_TRANSACTION = "25P02"
+_UNDEFINED_TABLE = "42P01"
 # Primary result codes of SQLite: busy, locked, no memory, interrupted, I/O, full, cannot open,
 # lock protocol.
 _SQLITE_STORE_CODES = {5, 6, 7, 9, 10, 13, 14, 15}
@@ -175,6 +176,8 @@ def one_line(error: BaseException) -> str:
             " (behind PgBouncer, switch prepared statements off:"
             " connect_args={'prepare_threshold': None})"
         )
+    if _sqlstate(original) == _UNDEFINED_TABLE or "no such table" in told:
+        told += " (conquiet outbox migrate makes the tables)"
     return told
 
 

@@ -35,7 +35,7 @@ def engine(request: pytest.FixtureRequest, postgres_server: Any) -> Iterator[Eng
     from before it came."""
     url = postgres_server.create_database()
     made = make_engine(url)
-    schema.init(made, CATALOG)
+    schema.init(made, CATALOG, ordered=True)
     with psycopg.connect(url, autocommit=True) as connection:
         if request.param == "stale statistics":
             connection.execute("ALTER TABLE outbox_events SET (autovacuum_enabled = false)")

@@ -101,12 +101,27 @@ def test_S12_relays_keep_the_order_of_each_aggregate(url, redis_url, redis_clien
     relays = [
         start(url, redis_url, *QUICK, "--ordered", "true", "--batch-size", "7") for _ in range(2)
     ]
+    assert all(eventually(lambda relay=relay: relay.port, timeout=30) for relay in relays)
     assert eventually(lambda: outbox(url, "status")["pending"] == 0, timeout=30, interval=0.2)
     assert [relay.stop() for relay in relays] == [0, 0]
     found = [fields for _, fields in redis_client.xrange("pf-domain-events")]
     for number, aggregate in enumerate(aggregates):
         sent = [one[b"id"].decode() for one in found if one[b"subject"].decode() == aggregate]
         assert sent == ids[number::5]
+
+
+def test_an_idle_relay_ends_at_once_however_long_it_waits(url, redis_url, start):
+    relay = start(url, redis_url, "--table", "outbox_events", "--poll-ms", "60000")
+    assert relay.port
+    assert eventually(lambda: relay.ready()["status"] == 200, timeout=30)
+    assert relay.stop() == 0  # and not 1 after the grace time of 25 s
+    assert not relay.said("abandoned")
+
+
+def test_an_id_may_be_written_in_any_way_of_a_uuid(url):
+    [id_] = store(url, 1)
+    for written in (id_.upper(), id_.replace("-", "")):
+        assert outbox(url, "show", written)["event_id"] == id_
 
 
 def test_S14_prune_takes_old_published_rows_alone_by_the_databases_clock(url):

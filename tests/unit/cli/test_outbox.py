@@ -7,8 +7,10 @@ import sqlite3
 from pathlib import Path
 
 import pytest
+from sqlalchemy import inspect
 
 from conquiet.cli import main
+from conquiet.sql import engine as make_engine
 
 
 @pytest.fixture(autouse=True)
@@ -103,3 +105,54 @@ def test_a_database_out_of_reach_is_one_line_without_the_password(capsys) -> Non
     [line] = capsys.readouterr().err.splitlines()
     assert "127.0.0.1" in line
     assert "top-secret" not in line
+
+
+# --- outbox_events ----------------------------------------------------------------------------
+
+MARKETPLACE = "conquiet.marketplace.catalog:CATALOG"
+
+
+def test_outbox_events_is_made_with_the_enums_of_a_catalog(tmp_path, capsys):
+    url = f"sqlite:///{tmp_path / 'shop.sqlite'}"
+    named = ["--url", url, "--table", "outbox_events", "--catalog", MARKETPLACE]
+    assert main(["outbox", "migrate", *named]) == 0
+    assert main(["outbox", "verify", *named]) == 0
+    made = make_engine(url)
+    with made.connect() as connection:
+        assert inspect(connection).get_table_names() == [
+            "conquiet_events_alembic_version",
+            "outbox_events",
+        ]
+    made.dispose()
+    capsys.readouterr()
+    assert main(["outbox", "schema", "--dialect", "postgresql", *named[2:]]) == 0
+    printed = capsys.readouterr().out
+    assert "'ad_daily_rollup_ready'" in printed
+    assert "CREATE TRIGGER" in printed
+    assert main(["outbox", "schema", "--dialect", "sqlite", *named[2:], "--no-trigger"]) == 0
+    assert "CREATE TRIGGER" not in capsys.readouterr().out
+
+
+def test_table_and_catalog_may_come_from_the_environment(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("CONQUIET_DATABASE_URL", f"sqlite:///{tmp_path / 'shop.sqlite'}")
+    monkeypatch.setenv("CONQUIET_OUTBOX_TABLE", "outbox_events")
+    assert main(["outbox", "migrate"]) == 2
+    told = capsys.readouterr().err
+    assert "--catalog" in told
+    assert MARKETPLACE in told
+    monkeypatch.setenv("CONQUIET_OUTBOX_CATALOG", MARKETPLACE)
+    assert main(["outbox", "migrate"]) == 0
+    monkeypatch.setenv("CONQUIET_OUTBOX_CATALOG", "conquiet.marketplace.catalog:EventType")
+    assert main(["outbox", "migrate"]) == 2
+    assert "not a conquiet.events.Catalog" in capsys.readouterr().err
+
+
+def test_the_file_of_the_relay_is_read_too(tmp_path, monkeypatch, capsys):
+    config = tmp_path / "relay.toml"
+    database = f"sqlite:///{tmp_path / 'shop.sqlite'}"
+    config.write_text(f'[relay]\ndatabase = "{database}"\ntable = "sales_outbox"\n')
+    monkeypatch.delenv("CONQUIET_DATABASE_URL", raising=False)
+    monkeypatch.setenv("CONQUIET_CONFIG", str(config))
+    assert main(["outbox", "migrate"]) == 0
+    assert main(["outbox", "status", "--json"]) == 0
+    assert '"sales_outbox"' in capsys.readouterr().out

@@ -14,7 +14,11 @@ from conquiet.cli import build_parser
 from conquiet.relay.settings import SETTINGS
 
 ROOT = Path(__file__).resolve().parents[3]
-VARIABLES = {setting.variable for setting in SETTINGS} | {"CONQUIET_REDIS_URL"}
+VARIABLES = {setting.variable for setting in SETTINGS} | {
+    "CONQUIET_CONFIG",
+    "CONQUIET_OUTBOX_CATALOG",
+    "CONQUIET_REDIS_URL",
+}
 FILES = ("Dockerfile", "compose.yaml", "Procfile", "heroku.yml", "Makefile")
 
 

@@ -50,6 +50,31 @@ def test_a_wrong_redis_url_is_a_wrong_setting() -> None:
         open_sink(settings("redis://h/0?partitions=many"))
 
 
+def test_an_option_that_redis_does_not_know_is_a_wrong_setting() -> None:
+    with pytest.raises(ConfigError, match=r"CONQUIET_OUTBOX_SINK .*'foo'"):
+        open_sink(settings("redis://h/0?foo=bar"))
+
+
+def test_the_variable_that_is_wrong_is_the_one_that_is_named(monkeypatch) -> None:
+    monkeypatch.setenv("CONQUIET_REDIS_URL", "http://h")
+    with pytest.raises(ConfigError, match="CONQUIET_REDIS_URL"):
+        open_sink(settings("redis:"))
+
+
+def test_a_part_of_a_password_is_not_told() -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_sink(settings("redis://u:pa/ss@h/0"))
+    assert "pa" not in str(caught.value).partition("***")[2]
+
+
+@pytest.mark.parametrize("database", ["sqlite:///typo.db", "sqlite://"])
+def test_a_file_that_is_not_there_is_not_made(database, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="conquiet outbox migrate would make it"):
+        open_engine(settings("redis:", database=database))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_package_that_is_missing_is_named_with_the_command_that_brings_it(monkeypatch) -> None:
     import sys
 
