@@ -12,14 +12,17 @@ from conquiet.spark.session import session
 
 if TYPE_CHECKING:
     from conquiet.spark.progress import LagListener, lag
+    from conquiet.spark.upsert.batches import upsert_into, upserting
     from conquiet.spark.worker import SparkWorker
 
-__all__ = ["LagListener", "SparkWorker", "lag", "register", "session"]
+__all__ = ["LagListener", "SparkWorker", "lag", "register", "session", "upsert_into", "upserting"]
 
 _home = {
     "LagListener": "conquiet.spark.progress",
     "lag": "conquiet.spark.progress",
     "SparkWorker": "conquiet.spark.worker",
+    "upsert_into": "conquiet.spark.upsert.batches",
+    "upserting": "conquiet.spark.upsert.batches",
 }
 
 

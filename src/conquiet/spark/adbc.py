@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote
 
+import pyarrow as pa
+
 from conquiet.errors import ConfigError, StoreError
 from conquiet.spark.address import Database
 
@@ -35,6 +37,30 @@ def connected(database: Database) -> Iterator[Any]:
             raise StoreError(f"{database.shown}: {one_line(error):.500}") from error
         raise
     _idle[key] = connection
+
+
+def ingest(
+    cursor: Any, table: str, schema: pa.Schema, batches: Iterator[pa.RecordBatch], **how: Any
+) -> None:
+    """Write batches into a table; an error of theirs is raised as it is.
+
+    The driver, which is written in C, would tell of it only as a text in an error of its own.
+    """
+    failures: list[Exception] = []
+
+    def rows() -> Iterator[pa.RecordBatch]:
+        try:
+            yield from batches
+        except Exception as error:
+            failures.append(error)
+            raise
+
+    try:
+        cursor.adbc_ingest(table, pa.RecordBatchReader.from_batches(schema, rows()), **how)
+    except Exception as error:
+        if failures:
+            raise failures[0] from error
+        raise
 
 
 def driver(database: Database) -> Any:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 _SOURCES = {
     "conquiet": ("conquiet.spark.log.source", "LogSource"),
     "conquiet-outbox": ("conquiet.spark.outbox.source", "OutboxSource"),
+    "conquiet-upsert": ("conquiet.spark.upsert.sink", "UpsertSink"),
 }
 """Name of a format → the module and the class of its data source."""
 

@@ -1,0 +1,237 @@
+"""PostgresTarget: staging in unlogged tables by ADBC, then one INSERT … ON CONFLICT."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from itertools import chain
+
+import psycopg
+import pyarrow as pa
+from psycopg import errors
+from pyspark.sql.types import StructType
+
+from conquiet.errors import ConfigError, StoreError
+from conquiet.spark.adbc import connected, ingest
+from conquiet.spark.address import Database
+from conquiet.spark.upsert.columns import create_table, staging_columns
+from conquiet.spark.upsert.options import UpsertOptions
+from conquiet.spark.upsert.target import (
+    FENCES,
+    Fence,
+    UnfitRows,
+    UpsertFailed,
+    listed,
+    on_conflict,
+    quoted,
+)
+from conquiet.sql.tables import checked_name
+
+_PREFIX = "conquiet_stage"
+_DEADLOCKS = 3
+"""How often a batch is tried again that lost a deadlock: its transaction is the whole batch."""
+
+
+class PostgresTarget:
+    """A table of PostgreSQL."""
+
+    def __init__(self, database: Database, options: UpsertOptions) -> None:
+        self.database = database
+        self.options = options
+        self._schema, self._table = checked_name(options.table)
+        self._prefix = f"{self._schema}." if self._schema else ""
+
+    # --- before -------------------------------------------------------------------------------
+
+    def check(self, schema: StructType) -> None:
+        staged = staging_columns(schema, postgresql=True)
+        with self._connection() as connection:
+            types = self._types(connection)
+            if not types:
+                raise ConfigError(
+                    f"{self.database.shown} has no table {self.options.table}; make it:"
+                    f" {create_table(self.options, schema, postgresql=True)}"
+                )
+            missing = [name for name in staged if name not in types]
+            if missing:
+                raise ConfigError(
+                    f"{self.options.table} has no column {', '.join(missing)}; it has"
+                    f" {', '.join(types)}. Drop it from the frame, or ALTER TABLE"
+                    f" {self.options.table} ADD COLUMN {quoted(missing[0])} {staged[missing[0]]}"
+                )
+            names = list(staged)
+            values = ", ".join(f"NULL::{kind}::{types[name]}" for name, kind in staged.items())
+            try:
+                connection.execute(
+                    f"EXPLAIN {self._insert(names)} SELECT {values} {self._conflict(names)}"
+                )
+            except errors.InvalidColumnReference:
+                raise ConfigError(
+                    f"{self.options.table} has no unique index on its keys: CREATE UNIQUE INDEX"
+                    f" ON {self.options.table} ({listed(self.options.keys)})"
+                ) from None
+            except errors.Error as error:
+                raise ConfigError(
+                    f"the frame does not fit {self.options.table}: {_told(error)}"
+                ) from error
+
+    # --- staging, in tasks --------------------------------------------------------------------
+
+    def stage(self, batches: Iterator[pa.RecordBatch], marked: str) -> str:
+        first = next(batches)
+        name = f"{_PREFIX}_{marked}_{int(time.time()):x}_{secrets.token_hex(4)}"
+        columns = ", ".join(
+            f"{quoted(column)} {kind}"
+            for column, kind in staging_columns(first.schema, postgresql=True).items()
+        )
+
+        # One transaction: a task that dies leaves nothing behind.
+        with connected(self.database) as connection, connection.cursor() as cursor:
+            cursor.execute(f"CREATE UNLOGGED TABLE {self._prefix}{name} ({columns})")
+            rows = chain([first], batches)
+            ingest(cursor, name, first.schema, rows, mode="append", db_schema_name=self._schema)
+            connection.commit()
+        return name
+
+    # --- committing, on the driver ------------------------------------------------------------
+
+    def apply(self, stages: Sequence[str], columns: Sequence[str], fence: Fence | None) -> bool:
+        for attempt in range(_DEADLOCKS + 1):
+            try:
+                with self._connection() as connection:
+                    return self._apply(connection, stages, columns, fence)
+            except errors.DeadlockDetected:
+                if attempt == _DEADLOCKS:
+                    raise
+        raise AssertionError("unreachable")
+
+    def _apply(
+        self,
+        connection: psycopg.Connection,
+        stages: Sequence[str],
+        columns: Sequence[str],
+        fence: Fence | None,
+    ) -> bool:
+        fresh = fence is None or self._pass(connection, fence)
+        if fresh and stages:
+            try:
+                connection.execute(self._upsert(connection, stages, columns))
+            except errors.CardinalityViolation:
+                connection.rollback()
+                raise UnfitRows(self._twice(connection, stages)) from None
+            except (errors.DataError, errors.IntegrityError) as error:
+                raise UpsertFailed(f"{self.options.table}: {_told(error)}") from error
+        self._drop(connection, stages)
+        return fresh
+
+    def _pass(self, connection: psycopg.Connection, fence: Fence) -> bool:
+        """Move the fence; whoever comes second waits here, and finds it moved."""
+        fences = f"{self._prefix}{FENCES}"
+        if connection.execute("SELECT to_regclass(%s)", [fences]).fetchone() == (None,):
+            connection.execute("SELECT pg_advisory_xact_lock(hashtext(%s))", [FENCES])
+            connection.execute(
+                f"CREATE TABLE IF NOT EXISTS {fences} (query text, target text, batch bigint"
+                " NOT NULL, applied_at timestamptz NOT NULL DEFAULT now(),"
+                " PRIMARY KEY (query, target))"
+            )
+        moved = connection.execute(
+            f"INSERT INTO {fences} AS f (query, target, batch) VALUES (%s, %s, %s)"
+            " ON CONFLICT (query, target) DO UPDATE SET batch = excluded.batch, applied_at = now()"
+            " WHERE f.batch < excluded.batch RETURNING 1",
+            [fence.query, self.options.table, fence.batch],
+        )
+        return moved.fetchone() is not None
+
+    def _upsert(
+        self, connection: psycopg.Connection, stages: Sequence[str], columns: Sequence[str]
+    ) -> str:
+        types = self._types(connection)
+        values = ", ".join(f"{quoted(name)}::{types[name]}" for name in columns)
+        keys, order = listed(self.options.keys), self.options.order_by
+        ranked = ", ".join(f"{quoted(name)} DESC" for name in order)
+        return (
+            f"{self._insert(columns)} SELECT {f'DISTINCT ON ({keys}) ' if order else ''}{values}"
+            f" FROM ({self._union(stages)}) AS staged"
+            f"{f' ORDER BY {keys}, {ranked}' if order else ''} {self._conflict(columns)}"
+        )
+
+    def _insert(self, columns: Sequence[str]) -> str:
+        return f"INSERT INTO {self.options.table} AS t ({listed(columns)})"
+
+    def _conflict(self, columns: Sequence[str]) -> str:
+        return on_conflict(self.options, columns, "t")
+
+    def _union(self, stages: Sequence[str]) -> str:
+        return " UNION ALL ".join(f"SELECT * FROM {self._prefix}{name}" for name in stages)
+
+    def _twice(self, connection: psycopg.Connection, stages: Sequence[str]) -> str:
+        keys = listed(self.options.keys)
+        found = connection.execute(
+            f"SELECT {keys}, count(*) FROM ({self._union(stages)}) AS staged"
+            f" GROUP BY {keys} HAVING count(*) > 1 LIMIT 1"
+        ).fetchone()
+        return twice(self.options, found or ("?", "several"))
+
+    # --- leftovers ----------------------------------------------------------------------------
+
+    def drop(self, stages: Sequence[str]) -> None:
+        with self._connection() as connection:
+            self._drop(connection, stages)
+
+    def _drop(self, connection: psycopg.Connection, stages: Sequence[str]) -> None:
+        if stages:
+            names = ", ".join(f"{self._prefix}{name}" for name in stages)
+            connection.execute(f"DROP TABLE IF EXISTS {names}")
+
+    def sweep(self, marked: str, *, older_than: float | None = None) -> None:
+        with self._connection() as connection:
+            found = connection.execute(
+                "SELECT tablename FROM pg_tables WHERE tablename LIKE %s"
+                " AND schemaname = coalesce(%s, current_schema())",
+                [f"{_PREFIX}\\_{marked}\\_%", self._schema],
+            ).fetchall()
+            border = time.time() - (older_than or 0)
+            old = [name for (name,) in found if older_than is None or _made(name) < border]
+            self._drop(connection, old)
+
+    # --- the database ---------------------------------------------------------------------------
+
+    def _types(self, connection: psycopg.Connection) -> dict[str, str]:
+        """The types of the table's columns, without their lengths: a cast to varchar(3) would cut
+        a text without a word, where an assignment refuses it."""
+        rows = connection.execute(
+            "SELECT attname, format_type(atttypid, -1) FROM pg_attribute"
+            " WHERE attrelid = to_regclass(%s) AND attnum > 0 AND NOT attisdropped"
+            " ORDER BY attnum",
+            [self.options.table],
+        )
+        return {str(name): str(kind) for name, kind in rows.fetchall()}
+
+    @contextlib.contextmanager
+    def _connection(self) -> Iterator[psycopg.Connection]:
+        """A connection in a transaction that is committed at the end."""
+        try:
+            with psycopg.connect(self.database.url, application_name="conquiet-upsert") as open_:
+                yield open_
+        except errors.DeadlockDetected:
+            raise
+        except psycopg.Error as error:
+            raise StoreError(f"{self.database.shown}: {_told(error):.500}") from error
+
+
+def twice(options: UpsertOptions, found: Sequence[object]) -> str:
+    key = ", ".join(f"{name}={value!r}" for name, value in zip(options.keys, found, strict=False))
+    return (
+        f"{options.table}: the key {key:.200} is in the batch {found[-1]} times; say which row wins"
+        " by the option orderBy, or drop duplicates before"
+    )
+
+
+def _told(error: psycopg.Error) -> str:
+    return " ".join(str(error).split())
+
+
+def _made(name: str) -> int:
+    return int(name.split("_")[-2], 16)

@@ -1,0 +1,232 @@
+"""SqliteTarget: staging in files beside the database, then one INSERT … ON CONFLICT.
+
+SQLite has one writer: tasks that staged in the database itself would wait for each other, and for
+the application. Each of them has a file of its own instead, and the driver alone takes the lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import sqlite3
+import time
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyspark.sql.types import StructType
+
+from conquiet.errors import ConfigError, StoreError
+from conquiet.spark.adbc import driver, ingest, one_line
+from conquiet.spark.address import Database
+from conquiet.spark.upsert.columns import create_table, staging_columns
+from conquiet.spark.upsert.options import UpsertOptions
+from conquiet.spark.upsert.postgres import twice
+from conquiet.spark.upsert.target import (
+    FENCES,
+    Fence,
+    UnfitRows,
+    UpsertFailed,
+    listed,
+    on_conflict,
+    quoted,
+)
+
+BUSY_SECONDS = 60.0
+"""How long the driver waits for the application's transactions."""
+_ROWS = "staged"
+
+
+class SqliteTarget:
+    """A table of SQLite."""
+
+    def __init__(self, database: Database, options: UpsertOptions) -> None:
+        self.database = database
+        self.options = options
+        self._file = Path(str(database.file))
+
+    # --- before -------------------------------------------------------------------------------
+
+    def check(self, schema: StructType) -> None:
+        staged = staging_columns(schema, postgresql=False)
+        with self._connection() as connection:
+            there = self._columns(connection)
+            if not there:
+                raise ConfigError(
+                    f"{self.database.shown} has no table {self.options.table}; make it:"
+                    f" {create_table(self.options, schema, postgresql=False)}"
+                )
+            missing = [name for name in staged if name not in there]
+            if missing:
+                raise ConfigError(
+                    f"{self.options.table} has no column {', '.join(missing)}; it has"
+                    f" {', '.join(there)}. Drop it from the frame, or ALTER TABLE"
+                    f" {self.options.table} ADD COLUMN {quoted(missing[0])} {staged[missing[0]]}"
+                )
+            values = ", ".join("NULL" for _ in staged)
+            try:
+                connection.execute(
+                    f"EXPLAIN {self._insert(list(staged))} SELECT {values} WHERE true"
+                    f" {self._conflict(list(staged))}"
+                ).close()
+            except sqlite3.OperationalError as error:
+                raise ConfigError(
+                    f"{self.options.table} has no unique index on its keys ({error}): CREATE"
+                    f" UNIQUE INDEX … ON {self.options.table} ({listed(self.options.keys)})"
+                ) from error
+
+    # --- staging, in tasks --------------------------------------------------------------------
+
+    def stage(self, batches: Iterator[pa.RecordBatch], marked: str) -> str:
+        rows = map(stored, batches)
+        first = next(rows)
+        path = f"{self._file}-stage-{marked}-{secrets.token_hex(4)}"
+        module = driver(self.database)
+        try:
+            with (
+                module.connect(path, autocommit=True) as connection,
+                connection.cursor() as cursor,
+            ):
+                # Whoever loses this file writes it again: it need not survive a power cut.
+                for setting in ("journal_mode = OFF", "synchronous = OFF"):
+                    cursor.execute(f"PRAGMA {setting}")
+                    cursor.fetchall()
+                ingest(cursor, _ROWS, first.schema, chain([first], rows), mode="create")
+        except module.Error as error:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+            raise StoreError(f"{path}: {one_line(error):.300}") from error
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+            raise
+        return path
+
+    # --- committing, on the driver ------------------------------------------------------------
+
+    def apply(self, stages: Sequence[str], columns: Sequence[str], fence: Fence | None) -> bool:
+        with self._connection() as connection:
+            for path in stages:  # into the private memory of this connection: no lock is held yet
+                self._collect(connection, path, columns)
+            connection.execute("BEGIN IMMEDIATE")
+            try:
+                fresh = fence is None or self._pass(connection, fence)
+                if fresh and stages:
+                    self._refuse_twice(connection)
+                    connection.execute(self._upsert(columns))
+                connection.execute("COMMIT")
+            except sqlite3.IntegrityError as error:
+                raise UpsertFailed(f"{self.options.table}: {error}") from error
+        self.drop(stages)
+        return fresh
+
+    def _collect(self, connection: sqlite3.Connection, path: str, columns: Sequence[str]) -> None:
+        connection.execute("ATTACH ? AS stage", [path])
+        connection.execute(
+            f"CREATE TEMP TABLE IF NOT EXISTS {_ROWS} AS SELECT * FROM stage.{_ROWS} WHERE false"
+        )
+        names = listed(columns)
+        connection.execute(f"INSERT INTO temp.{_ROWS} ({names}) SELECT {names} FROM stage.{_ROWS}")
+        connection.execute("DETACH stage")
+
+    def _pass(self, connection: sqlite3.Connection, fence: Fence) -> bool:
+        connection.execute(
+            f"CREATE TABLE IF NOT EXISTS {FENCES} (query TEXT, target TEXT, batch INTEGER NOT NULL,"
+            " applied_at TEXT NOT NULL DEFAULT CURRENT_TIMESTAMP, PRIMARY KEY (query, target))"
+        )
+        moved = connection.execute(
+            f"INSERT INTO {FENCES} (query, target, batch) VALUES (?, ?, ?)"
+            " ON CONFLICT (query, target) DO UPDATE SET batch = excluded.batch,"
+            f" applied_at = CURRENT_TIMESTAMP WHERE {FENCES}.batch < excluded.batch",
+            [fence.query, self.options.table, fence.batch],
+        )
+        return moved.rowcount > 0
+
+    def _refuse_twice(self, connection: sqlite3.Connection) -> None:
+        """SQLite itself would take the same key twice, and keep either row."""
+        if self.options.order_by:
+            return
+        keys = listed(self.options.keys)
+        found = connection.execute(
+            f"SELECT {keys}, count(*) FROM temp.{_ROWS} GROUP BY {keys} HAVING count(*) > 1 LIMIT 1"
+        ).fetchone()
+        if found is not None:
+            raise UnfitRows(twice(self.options, found))
+
+    def _upsert(self, columns: Sequence[str]) -> str:
+        names, rows = listed(columns), f"temp.{_ROWS}"
+        if self.options.order_by:
+            ranked = ", ".join(f"{quoted(name)} DESC" for name in self.options.order_by)
+            rows = (
+                f"(SELECT *, row_number() OVER (PARTITION BY {listed(self.options.keys)}"
+                f" ORDER BY {ranked}) AS {quoted(':rank')} FROM temp.{_ROWS})"
+            )
+        first = f"{quoted(':rank')} = 1" if self.options.order_by else "true"
+        return (
+            f"{self._insert(columns)} SELECT {names} FROM {rows} WHERE {first}"
+            f" {self._conflict(columns)}"
+        )
+
+    def _insert(self, columns: Sequence[str]) -> str:
+        return f"INSERT INTO {self.options.table} AS t ({listed(columns)})"
+
+    def _conflict(self, columns: Sequence[str]) -> str:
+        return on_conflict(self.options, columns, "t")
+
+    # --- leftovers ----------------------------------------------------------------------------
+
+    def drop(self, stages: Sequence[str]) -> None:
+        for path in stages:
+            for ending in ("", "-journal", "-wal", "-shm"):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path + ending)
+
+    def sweep(self, marked: str, *, older_than: float | None = None) -> None:
+        border = time.time() - (older_than or 0)
+        for path in self._file.parent.glob(f"{self._file.name}-stage-{marked}-*"):
+            with contextlib.suppress(FileNotFoundError):
+                if older_than is None or path.stat().st_mtime < border:
+                    path.unlink()
+
+    # --- the database ---------------------------------------------------------------------------
+
+    def _columns(self, connection: sqlite3.Connection) -> list[str]:
+        schema, _, table = self.options.table.rpartition(".")
+        told = connection.execute(
+            "SELECT name FROM pragma_table_info(?, ?)", [table, schema or "main"]
+        )
+        return [name for (name,) in told.fetchall()]
+
+    @contextlib.contextmanager
+    def _connection(self) -> Iterator[sqlite3.Connection]:
+        if not self._file.exists():
+            raise ConfigError(f"{self.database.shown}: there is no such file")
+        connection = sqlite3.connect(self._file, timeout=BUSY_SECONDS, isolation_level=None)
+        try:
+            yield connection
+        except sqlite3.Error as error:
+            raise StoreError(f"{self.database.shown}: {one_line(error):.500}") from error
+        finally:
+            connection.close()  # rolls back what was not committed
+
+
+def stored(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Values as SQLite and SQLAlchemy keep them: times as text in UTC, decimals as text."""
+    return pa.RecordBatch.from_arrays(
+        [_stored(column) for column in batch.columns], names=batch.schema.names
+    )
+
+
+def _stored(column: pa.Array) -> pa.Array:
+    kind = column.type
+    if pa.types.is_boolean(kind):
+        return column.cast(pa.int64())
+    if pa.types.is_timestamp(kind):
+        utc = column if kind.tz is None else column.cast(pa.timestamp("us", "UTC"))
+        return pc.strftime(utc, format="%Y-%m-%d %H:%M:%S")
+    if pa.types.is_date(kind) or pa.types.is_decimal(kind):
+        return column.cast(pa.string())
+    return column
