@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from conquiet.spark.columns import ARROW_SCHEMA
+
 
 @dataclass
 class Log:
@@ -39,12 +41,12 @@ class Log:
     def numbers(self, frame):
         return sorted(int(row.event_id) for row in frame.select("event_id").collect())
 
-    def start(self, trigger=None, name="query", **options):
-        """A query that writes the events, with their batch, to files."""
+    def start(self, trigger=None, name="query", sink="parquet", **options):
+        """A query that writes the events to files."""
         frame = self.spark.readStream.format("conquiet").options(**self._all(options)).load()
         return (
             frame.select("stream", "entry_id", "event_id", "data", "_malformed")
-            .writeStream.format("parquet")
+            .writeStream.format(sink)
             .option("path", str(self.directory / name / "out"))
             .option("checkpointLocation", str(self.directory / name / "checkpoint"))
             .trigger(**(trigger or {"availableNow": True}))
@@ -63,6 +65,38 @@ class Log:
     def written(self, name="query"):
         path = self.directory / name / "out"
         return self.numbers(self.spark.read.parquet(str(path)))
+
+
+class Query:
+    """What Spark does with a stream reader, without Spark: a restart is a new one of these."""
+
+    def __init__(self, log, offset=None, **options):
+        from pyspark.sql.pandas.types import from_arrow_schema
+
+        from conquiet.spark.log.options import ReadOptions
+        from conquiet.spark.log.stream_reader import LogStreamReader
+
+        given = log._all({"startingOffsets": "earliest"} | options)
+        schema = from_arrow_schema(ARROW_SCHEMA)
+        self.reader = LogStreamReader(ReadOptions.of(given, streaming=True), schema)
+        self.offset = self.reader.initialOffset() if offset is None else offset
+
+    def batch(self):
+        """The numbers of the events of the next micro-batch, which is then done."""
+        start = self.offset
+        self.offset = self.reader.latestOffset(start, self.reader.getDefaultReadLimit())
+        return self.between(start, self.offset)
+
+    def between(self, start, end):
+        tasks = self.reader.partitions(start, end)
+        batches = [batch for task in tasks for batch in self.reader.read(task)]
+        return sorted(int(item) for batch in batches for item in batch["event_id"].to_pylist())
+
+
+@pytest.fixture
+def plain_log(redis_client, redis_url, tmp_path) -> Log:
+    """A log for queries that need no Spark session."""
+    return Log(None, redis_client, redis_url, tmp_path)
 
 
 @pytest.fixture

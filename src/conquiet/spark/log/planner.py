@@ -72,10 +72,11 @@ class Planner:
         return self._ends
 
     def _end(self, name: str, state: StreamState) -> Position | None:
+        """How far a stream may be read now; None if not at all."""
         if self._present is None:
             return state.end
         last = self._present.get(name)
-        return state.end if last is None or not state.end.is_after(last) else last
+        return last if last is None or state.end.is_after(last) else state.end
 
     def partitions(self, start: Positions, end: Positions) -> list[LogPartition]:
         """The tasks that read from one offset to another."""

@@ -1,0 +1,241 @@
+"""What a micro-batch holds: limits, and streams that were trimmed, deleted or begun anew."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+from tests.spark.log.conftest import Query
+
+from conquiet.redis import readers, register_reader, trim_stream
+from conquiet.spark.log.loss import DataLoss
+from conquiet.spark.log.offsets import read_offsets
+
+LENIENT = {"failOnDataLoss": "false"}
+
+
+def test_a_limit_is_exact_even_when_ids_lie_unevenly(plain_log) -> None:
+    """One entry of long ago, a burst within one millisecond, and a slow trickle."""
+    log = plain_log
+    log.add("orders", 0, ids="5-0")
+    log.add("orders", *range(1, 3001), ids="1700000000000-{}")
+    log.add("orders", *range(3001, 3006), ids="17{}00000000-0")
+    log.add("other", *range(4000, 4200), ids="{}-0")
+    query = Query(log, streams="orders,other", maxOffsetsPerTrigger=700)
+    batches = [query.batch() for _ in range(6)]
+    assert [len(batch) for batch in batches] == [700, 700, 700, 700, 406, 0]
+    assert sorted(number for batch in batches for number in batch) == [
+        *range(3006),
+        *range(4000, 4200),
+    ]
+
+
+def test_a_limit_is_exact_without_scripts_and_without_counts(plain_log, monkeypatch) -> None:
+    """As on a Redis 6.2 whose user may not EVAL."""
+    monkeypatch.setattr("conquiet.spark.log.counting._WALK", b"this is no Lua")
+    monkeypatch.setattr("conquiet.spark.log.limiting.entries_between", lambda start, end: None)
+    plain_log.add("orders", *range(1200))
+    query = Query(plain_log, maxOffsetsPerTrigger=501)
+    assert [len(query.batch()) for _ in range(4)] == [501, 501, 198, 0]
+
+
+def test_ids_without_gaps_are_counted_by_arithmetic(plain_log, monkeypatch) -> None:
+    monkeypatch.setattr("conquiet.spark.log.counting._replies", None)
+    plain_log.add("orders", *range(1, 2001), ids="0-{}")
+    query = Query(plain_log, maxOffsetsPerTrigger=700)
+    assert query.batch() == list(range(1, 701))
+    assert query.batch() == list(range(701, 1401))
+
+
+def test_offsets_count_the_entries_up_to_them(plain_log) -> None:
+    plain_log.add("orders", *range(10))
+    query = Query(plain_log, maxOffsetsPerTrigger=4)
+    query.batch()
+    query.batch()
+    assert read_offsets(query.offset)["orders"].added == 8
+
+
+def test_a_stream_is_not_mentioned_before_it_begins(plain_log) -> None:
+    query = Query(plain_log, streams="orders,later", startingOffsets="latest")
+    assert query.offset == {}
+    assert query.batch() == []
+    plain_log.add("later", 1)
+    assert query.batch() == [1]
+    assert list(query.offset) == ["later"]
+
+
+def test_latest_means_what_comes_from_now_on(plain_log) -> None:
+    plain_log.add("orders", 1)
+    query = Query(plain_log, startingOffsets="latest")
+    plain_log.add("orders", 2)
+    assert query.batch() == [2]
+
+
+def test_starting_offsets_may_be_ids_and_times(plain_log) -> None:
+    plain_log.add("orders", *range(1, 9), ids="{}-0")
+    query = Query(plain_log, startingOffsets=json.dumps({"orders": "7-0"}))
+    assert query.batch() == [7, 8]
+    assert Query(plain_log, startingOffsets="1970-01-01T00:00:00.006Z").batch() == [6, 7, 8]
+
+
+# --- what is gone -----------------------------------------------------------------------------
+
+
+def after_reading(log, *numbers, **options):
+    """The offset of a query that has read these events."""
+    log.add("orders", *numbers)
+    query = Query(log, **options)
+    assert query.batch() == list(numbers)
+    return query.offset
+
+
+def test_what_was_trimmed_before_it_was_read_is_counted(plain_log, caplog) -> None:
+    log = plain_log
+    offset = after_reading(log, *range(10))
+    log.add("orders", *range(10, 20))
+    log.client.xtrim("orders", maxlen=4, approximate=False)
+    with pytest.raises(DataLoss, match="'orders' was trimmed: 6 entries are gone"):
+        Query(log, offset).batch()
+    query = Query(log, offset, **LENIENT)
+    with caplog.at_level(logging.WARNING, "conquiet.spark"):
+        assert query.batch() == list(range(16, 20))
+    assert "6 entries are gone" in caplog.text
+    log.add("orders", 20)
+    assert Query(log, query.offset).batch() == [20]
+
+
+def test_what_was_trimmed_in_the_middle_of_a_limit_is_counted_right_afterwards(plain_log) -> None:
+    log = plain_log
+    offset = after_reading(log, *range(10))
+    log.add("orders", *range(10, 40))
+    log.client.xtrim("orders", maxlen=20, approximate=False)
+    query = Query(log, offset, maxOffsetsPerTrigger=5, **LENIENT)
+    assert query.batch() == list(range(20, 25))
+    log.client.xtrim("orders", maxlen=15, approximate=False)
+    assert Query(log, query.offset).batch() == list(range(25, 40))
+
+
+def test_what_was_trimmed_before_a_query_began_is_not_missed(plain_log) -> None:
+    plain_log.add("orders", *range(10))
+    plain_log.client.xtrim("orders", maxlen=4, approximate=False)
+    query = Query(plain_log)
+    assert query.batch() == [6, 7, 8, 9]
+
+
+def test_what_was_trimmed_between_the_start_and_the_first_batch_is_missed(plain_log) -> None:
+    plain_log.add("orders", *range(10))
+    query = Query(plain_log)
+    plain_log.client.xtrim("orders", maxlen=4, approximate=False)
+    with pytest.raises(DataLoss, match="6 entries are gone"):
+        query.batch()
+
+
+def test_what_was_read_may_be_trimmed(plain_log) -> None:
+    offset = after_reading(plain_log, *range(10))
+    plain_log.client.xtrim("orders", maxlen=0, approximate=False)
+    query = Query(plain_log, offset)
+    assert query.batch() == []
+    plain_log.add("orders", 10)
+    assert query.batch() == [10]
+
+
+def test_all_that_was_to_be_read_is_gone(plain_log) -> None:
+    offset = after_reading(plain_log, *range(10))
+    plain_log.add("orders", *range(10, 20))
+    plain_log.client.xtrim("orders", maxlen=0, approximate=False)
+    with pytest.raises(DataLoss, match="10 entries are gone"):
+        Query(plain_log, offset).batch()
+    assert Query(plain_log, offset, **LENIENT).batch() == []
+
+
+@pytest.mark.parametrize("ids", ["*", "1-{}"], ids=["later ids", "earlier ids"])
+def test_a_stream_that_begins_anew_is_noticed(plain_log, ids) -> None:
+    log = plain_log
+    offset = after_reading(log, *range(1, 10))
+    log.client.delete("orders")
+    log.add("orders", *range(11, 14), ids=ids)
+    with pytest.raises(DataLoss, match="was deleted and begins anew"):
+        Query(log, offset).batch()
+    query = Query(log, offset, **LENIENT)
+    assert query.batch() == [11, 12, 13]
+    log.add("orders", 14, ids="*")
+    assert query.batch() == [14]
+
+
+def test_a_stream_that_is_gone_is_noticed(plain_log) -> None:
+    offset = after_reading(plain_log, 1)
+    plain_log.client.delete("orders")
+    with pytest.raises(DataLoss, match="'orders' does not exist any more"):
+        Query(plain_log, offset).batch()
+    query = Query(plain_log, offset, **LENIENT)
+    assert query.batch() == []
+    plain_log.add("orders", 2)
+    assert query.batch() == [2]
+
+
+def test_entries_that_go_between_planning_and_reading_are_missed(plain_log) -> None:
+    plain_log.add("orders", *range(10))
+    for options, outcome in ((LENIENT, list(range(6, 10))), ({}, None)):
+        query = Query(plain_log, {}, **options)
+        tasks = query.reader.partitions({}, query.reader.latestOffset({}, None))
+        plain_log.client.xtrim("orders", maxlen=4, approximate=False)
+        if outcome is None:
+            plain_log.client.delete("orders")
+            with pytest.raises(DataLoss, match="0 are left"):
+                list(query.reader.read(tasks[0]))
+        else:
+            [batch] = query.reader.read(tasks[0])
+            assert batch["event_id"].to_pylist() == [str(number) for number in outcome]
+
+
+def test_a_batch_that_is_tried_again_after_a_trim_is_refused(plain_log) -> None:
+    start = after_reading(plain_log, *range(5))
+    plain_log.add("orders", *range(5, 10))
+    query = Query(plain_log, start)
+    assert query.batch() == [5, 6, 7, 8, 9]
+    plain_log.client.xtrim("orders", maxlen=2, approximate=False)
+    with pytest.raises(DataLoss, match="3 entries are gone"):
+        Query(plain_log, start).between(start, query.offset)
+
+
+def test_an_offset_without_counts_cannot_tell_a_trim_for_certain(plain_log, caplog) -> None:
+    """As Redis 6.2 leaves it: a false alarm, unless the reader is registered."""
+    log = plain_log
+    ids = log.add("orders", *range(5))
+    log.client.xtrim("orders", maxlen=2, approximate=False)
+    offset = {"orders": ids[1]}
+    with pytest.raises(DataLoss, match="entries may be gone"):
+        Query(log, offset).batch()
+    assert Query(log, offset, readerName="spark").batch() == [3, 4]
+    assert "may be gone" in caplog.text
+
+
+# --- the registered position ------------------------------------------------------------------
+
+
+def test_a_registered_reader_keeps_what_it_has_not_read(plain_log) -> None:
+    log = plain_log
+    ids = log.add("orders", *range(4))
+    query = Query(log, readerName="spark/orders")
+    assert readers(log.client, "orders") == {"spark/orders": "0-0"}
+    query.batch()
+    query.reader.commit(query.offset)
+    assert readers(log.client, "orders") == {"spark/orders": ids[-1]}
+    register_reader(log.client, "orders", "other", "9999999999999-0")
+    log.add("orders", *range(4, 8))
+    assert trim_stream(log.client, "orders", exact=True).removed == 4
+    assert query.batch() == [4, 5, 6, 7]
+    assert trim_stream(log.client, "orders", exact=True).removed == 0
+    assert query.batch() == []  # Spark asks for more when the last batch is committed
+    assert trim_stream(log.client, "orders", exact=True).removed == 4
+
+
+def test_a_group_mirrors_the_lag_of_a_query(plain_log) -> None:
+    plain_log.add("orders", *range(4))
+    query = Query(plain_log, mirrorGroup="spark")
+    query.batch()
+    query.batch()
+    plain_log.add("orders", *range(4, 7))
+    [group] = plain_log.client.xinfo_groups("orders")
+    assert (group["name"], group["lag"], group["pending"]) == (b"spark", 3, 0)
