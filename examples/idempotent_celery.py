@@ -1,8 +1,9 @@
 """The reference consumer as a Celery task.
 
 With `acks_late`, a worker that dies gives its task back, so a task may run twice: the guard makes
-its effects happen once. While another worker is at the event, the task is tried again later; its
-return counts as an ack, so it must not return before the event is done.
+its effects happen once. While another worker is at the event, or when the handler fails, the task
+is tried again later: Celery acks what returns and what fails for good alike. Only what can never
+be handled fails at once.
 
     REDIS_URL=redis://localhost:6379/0 celery -A examples.idempotent_celery worker
 """
@@ -17,7 +18,7 @@ from typing import Any
 import redis
 from celery import Celery
 
-from conquiet.errors import Blameless
+from conquiet.errors import InvalidMessage
 from conquiet.events import Idempotency
 from conquiet.marketplace.catalog import CATALOG
 
@@ -46,8 +47,10 @@ sent: list[str] = []
 @app.task(  # type: ignore[untyped-decorator]  # Celery has no types
     bind=True,
     name="notify",
-    autoretry_for=(Blameless, ConnectionError),
+    autoretry_for=(Exception,),
+    dont_autoretry_for=(InvalidMessage,),
     retry_backoff=True,
+    retry_backoff_max=300,
     max_retries=None,
 )
 def notify(self: Any, event_type: str, payload: str) -> None:

@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import threading
 from typing import Any
 
 import redis
 
-from conquiet.errors import Blameless, InvalidMessage
+from conquiet.backoff import Backoff
+from conquiet.errors import Blameless, InvalidMessage, StoreError
 from conquiet.events import Idempotency
 from conquiet.marketplace.catalog import CATALOG, NOTIFICATIONS, OrderCreated
 from conquiet.message import Message
@@ -38,9 +41,20 @@ class Consumer:
         )
         self.sent: list[str] = []
 
-    def run(self) -> None:
-        while True:
-            self.run_once(5.0)
+    def run(self, stopping: threading.Event) -> None:
+        """Until it is told to stop; while Redis is away, it waits and tries again."""
+        pauses = Backoff(first=0.1, cap=5.0)
+        try:
+            while not stopping.is_set():
+                try:
+                    self.run_once(1.0)
+                    pauses.reset()
+                except StoreError as error:
+                    wait = pauses.next()
+                    logger.warning("Redis is away, next try in %.1f s: %s", wait, error)
+                    stopping.wait(wait)
+        finally:
+            self.source.close()
 
     def run_once(self, timeout: float = 0.0) -> int:
         messages = self.source.read(50, timeout)
@@ -79,4 +93,9 @@ class Consumer:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO)
-    Consumer(redis.Redis.from_url(os.environ["REDIS_URL"])).run()
+    url = os.environ.get("REDIS_URL", "redis://localhost:6379/0")
+    stopping = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopping.set())
+    with redis.Redis.from_url(url) as client:
+        Consumer(client).run(stopping)

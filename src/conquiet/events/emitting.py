@@ -6,6 +6,8 @@ as it was, and the caller may go on with it.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 
 _WRITTEN = "conquiet.events.written"
+_MOST_PER_STATEMENT = 5_000
+"""5 parameters each: SQLite takes 32,766 of them, PostgreSQL 65,535."""
 
 
 def emit(
@@ -37,15 +41,16 @@ def emit(
     """Store events in the caller's transaction; their ids, in order. Nothing is committed.
 
     Raises `InvalidEvent` before anything is sent. After the commit of a `Session`, relays are
-    woken; without one they find the rows when they look next.
+    woken; with a `Connection`, whose commit nobody sees, they find the rows when they look next,
+    or when `conquiet.sql.written(engine, table)` tells them.
     """
     if not isinstance(session, (Session, Connection)):
         raise ConfigError(
             f"emit() takes a Session or a Connection, not {type(session).__name__};"
             " for asyncio there is emit_async()"
         )
-    made = statement(*events, table=table, max_bytes=max_bytes)
-    session.execute(made)
+    for made in _statements(events, table, max_bytes):
+        session.execute(made)
     if isinstance(session, Session):
         _wake_after_commit(session, table)
     return [event.id for event in events]
@@ -57,15 +62,34 @@ async def emit_async(
     table: str = EVENTS_TABLE,
     max_bytes: int = MAX_PAYLOAD_BYTES,
 ) -> list[UUID]:
-    """The same for `AsyncSession` and `AsyncConnection`."""
-    await session.execute(statement(*events, table=table, max_bytes=max_bytes))
+    """The same for `AsyncSession` and `AsyncConnection`.
+
+    Relays find the rows when they look next: nobody is woken.
+    """
+    if not inspect.iscoroutinefunction(getattr(session, "execute", None)):
+        raise ConfigError(
+            f"emit_async() takes an AsyncSession or an AsyncConnection, not"
+            f" {type(session).__name__}; for the others there is emit()"
+        )
+    for made in _statements(events, table, max_bytes):
+        await session.execute(made)
     return [event.id for event in events]
 
 
 def statement(
     *events: Event, table: str = EVENTS_TABLE, max_bytes: int = MAX_PAYLOAD_BYTES
 ) -> Insert:
-    """The checked INSERT, for whatever executes one."""
+    """The checked INSERT, for whatever executes one; of 5,000 events at most."""
+    if len(events) > _MOST_PER_STATEMENT:
+        raise ConfigError(
+            f"{len(events)} events in one statement; {_MOST_PER_STATEMENT} are allowed"
+        )
+    [made] = _statements(events, table, max_bytes)
+    return made
+
+
+def _statements(events: Sequence[Event], table: str, max_bytes: int) -> list[Insert]:
+    """All is checked before the first is sent; databases limit the parameters of one."""
     if not events:
         raise ConfigError("emit at least one event")
     catalog = events[0].catalog
@@ -76,7 +100,9 @@ def statement(
         row = check(event, max_bytes)._asdict()
         row["payload_json"] = msgspec.json.decode(row["payload_json"])
         rows.append(row)
-    return insert(_table(catalog, table)).values(rows)
+    into = insert(_table(catalog, table))
+    most = _MOST_PER_STATEMENT
+    return [into.values(rows[first : first + most]) for first in range(0, len(rows), most)]
 
 
 @lru_cache(maxsize=64)
@@ -89,9 +115,12 @@ def _wake_after_commit(session: Session, table: str) -> None:
     tables.add(table)
     if not hooks.contains(session, "after_commit", _wake):
         hooks.listen(session, "after_commit", _wake)
+        hooks.listen(session, "after_rollback", _forget)
 
 
 def _wake(session: Session) -> None:
+    if session.in_nested_transaction():
+        return  # a savepoint was released, and nothing is committed yet
     bind = session.bind
     engine = bind.engine if isinstance(bind, (Engine, Connection)) else None
     tables: set[str] = session.info.get(_WRITTEN, set())
@@ -99,3 +128,8 @@ def _wake(session: Session) -> None:
         table = tables.pop()
         if engine is not None:
             written(engine, table)
+
+
+def _forget(session: Session) -> None:
+    if not session.in_nested_transaction():
+        session.info.get(_WRITTEN, set()).clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import threading
 from collections.abc import Callable
 from functools import wraps
 from types import TracebackType
@@ -36,6 +37,8 @@ class Guard:
         self._consumer = consumer
         self._event_id = event_id
         self._ttl = ttl
+        self._handover = threading.Lock()
+        self._entered = self._cancelled = False
 
     def __enter__(self) -> bool:
         if callable(self._event_id):
@@ -58,7 +61,31 @@ class Guard:
             claim.release()
 
     async def __aenter__(self) -> bool:
-        return await asyncio.to_thread(self.__enter__)
+        self._entered = self._cancelled = False
+        try:
+            return await asyncio.to_thread(self._enter_unless_cancelled)
+        except asyncio.CancelledError:
+            # The thread goes on and may claim: whoever of the two comes last lets go of it.
+            with self._handover:
+                self._cancelled = True
+                entered = self._entered
+            if entered:
+                asyncio.get_running_loop().run_in_executor(None, self._abandon)
+            raise
+
+    def _enter_unless_cancelled(self) -> bool:
+        fresh = self.__enter__()
+        with self._handover:
+            self._entered = True
+            cancelled = self._cancelled
+        if cancelled:
+            self._abandon()
+        return fresh
+
+    def _abandon(self) -> None:
+        claim, self.claim = self.claim, None
+        if claim is not None:
+            claim.release()
 
     async def __aexit__(
         self,

@@ -16,6 +16,7 @@ import re
 import time
 import uuid
 from collections.abc import Callable
+from datetime import timedelta
 from importlib.resources import files
 from typing import Any, Literal, NamedTuple, cast
 from uuid import UUID
@@ -25,14 +26,13 @@ import redis
 from conquiet.errors import Blameless, ConfigError, StoreError
 from conquiet.events.guard import Guard
 from conquiet.events.lease import Keeper
+from conquiet.events.ttl import as_seconds, default_ttl
 from conquiet.redis.outcome import InProgress
 
 logger = logging.getLogger("conquiet.events")
 
 PREFIX = "pf:evt:processed"
 LEASE_SECONDS = 30.0
-TTL_SECONDS = 168 * 3600.0
-"""How long an event is remembered: longer than any redelivery takes. 7 days."""
 
 Answer = Literal["ours", "done", "held", "gone"]
 
@@ -59,28 +59,34 @@ class Idempotency:
     sent
     seen before
 
-    `lease` is what a crash costs: how long an event waits until another may take it. `ttl` is
-    how long one is remembered; a delivery later than that takes effect again.
+    `client` is a plain `redis.Redis`, for `async` too. `lease` is what a crash costs: how long an
+    event waits until another may take it. `ttl` is how long one is remembered, in seconds or as a
+    timedelta; a delivery later than that takes effect again. It is 7 days, unless the environment
+    says otherwise: CONQUIET_OUTBOX_IDEMPOTENCY_TTL_HOURS.
     """
 
     def __init__(
         self,
         client: Any,
         *,
-        lease: float = LEASE_SECONDS,
-        ttl: float = TTL_SECONDS,
+        lease: float | timedelta = LEASE_SECONDS,
+        ttl: float | timedelta | None = None,
         prefix: str = PREFIX,
     ) -> None:
-        for name, seconds in (("lease", lease), ("ttl", ttl)):
-            if not 0.001 <= seconds < float("inf"):
-                raise ConfigError(f"{name}={seconds!r}: must be more than 0 seconds")
-        if ttl < lease:
-            raise ConfigError(f"ttl={ttl} is shorter than lease={lease}")
-        self.lease = lease
-        self.ttl = ttl
+        self.lease = as_seconds("lease", lease)
+        self.ttl = default_ttl() if ttl is None else as_seconds("ttl", ttl)
+        if self.ttl < self.lease:
+            raise ConfigError(f"ttl={self.ttl:g} is shorter than lease={self.lease:g}")
+        if not isinstance(prefix, str) or not prefix:
+            raise ConfigError(f"prefix={prefix!r:.60}: must be text, such as {PREFIX!r}")
+        if not isinstance(client, (redis.Redis, redis.RedisCluster)):
+            raise ConfigError(
+                f"Idempotency takes a redis.Redis, not {type(client).__module__}."
+                f"{type(client).__name__}; its guard can be used by coroutines all the same"
+            )
         self.prefix = prefix
-        self.keeper = Keeper(lease / _RENEWALS)
-        self._run = client.register_script(_script)
+        self.keeper = Keeper(self.lease / _RENEWALS)
+        self._run: Callable[..., Any] = client.register_script(_script)
 
     def key(self, consumer: str, event_id: UUID | str) -> str:
         """`pf:evt:processed:<consumer>:<event_id>`."""
@@ -93,7 +99,7 @@ class Idempotency:
         return f"{self.prefix}:{consumer}:{plain}"
 
     def check_and_mark_processed(
-        self, consumer: str, event_id: UUID | str, ttl: float | None = None
+        self, consumer: str, event_id: UUID | str, ttl: float | timedelta | None = None
     ) -> bool:
         """Whether it was processed already; if not, it counts as processed from now on.
 
@@ -102,7 +108,8 @@ class Idempotency:
         while a guard elsewhere is at it.
         """
         key = self.key(consumer, event_id)
-        answer = self._ask(key, "mark", uuid.uuid4().hex, self.ttl if ttl is None else ttl)
+        seconds = self.ttl if ttl is None else as_seconds("ttl", ttl)
+        answer = self._ask(key, "mark", uuid.uuid4().hex, seconds)
         if answer == "held":
             raise InProgress(f"{key}: somebody else is at it; do not ack")
         return answer == "done"
@@ -126,7 +133,7 @@ class Idempotency:
         consumer: str,
         event_id: UUID | str | Callable[..., UUID | str],
         *,
-        ttl: float | None = None,
+        ttl: float | timedelta | None = None,
     ) -> Guard:
         """Context manager and decorator around side effects.
 
@@ -136,7 +143,7 @@ class Idempotency:
         """
         if not callable(event_id):
             self.key(consumer, event_id)
-        return Guard(self, consumer, event_id, ttl)
+        return Guard(self, consumer, event_id, None if ttl is None else as_seconds("ttl", ttl))
 
     def _ask(self, key: str, does: str, owner: str, seconds: float) -> Answer:
         ms = max(1, round(seconds * 1000)) if seconds else 0

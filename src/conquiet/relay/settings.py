@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from conquiet.errors import ConfigError
+from conquiet.events.ttl import MOST_TTL_HOURS, TTL_HOURS, TTL_VARIABLE
 
 CONFIG_VARIABLE = "CONQUIET_CONFIG"
 SECTION = "relay"
@@ -146,9 +147,8 @@ SETTINGS: tuple[Setting, ...] = (
         "failures of one row before it is parked; an outage costs none",
     ),
     Setting(
-        "idempotency_ttl_hours", "CONQUIET_OUTBOX_IDEMPOTENCY_TTL_HOURS", "168",
-        *_whole(1, 8_760),
-        "how long consumers remember an event; the relay itself does not need it",
+        "idempotency_ttl_hours", TTL_VARIABLE, str(TTL_HOURS), *_whole(1, MOST_TTL_HOURS),
+        "how long consumers remember an event: `Idempotency` takes the variable as its default",
     ),
     Setting(
         "ordered", "CONQUIET_OUTBOX_ORDERED", "false", _yes_or_no, "true or false",

@@ -8,13 +8,13 @@ from datetime import UTC, datetime, timedelta
 
 import msgspec
 import pytest
-from sqlalchemy import Engine, make_url, select
+from sqlalchemy import Engine, make_url, select, text
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 from tests.integration.events.samples import notification, one_of_each, rows
 
 from conquiet.errors import ConfigError
-from conquiet.events import AppendOnly, InvalidEvent, emit, emit_async, mapped
+from conquiet.events import AppendOnly, InvalidEvent, emit, emit_async, emitting, mapped
 from conquiet.events.check import check
 from conquiet.marketplace.catalog import CATALOG
 
@@ -176,3 +176,53 @@ def test_a_model_may_be_added_like_any_other(engine: Engine) -> None:
         session.add(made)
         session.commit()
     assert rows(engine)[0].id == row.id
+
+
+@pytest.fixture
+def woken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The tables that relays were told of."""
+    told: list[str] = []
+    monkeypatch.setattr(emitting, "written", lambda engine, table: told.append(table))
+    return told
+
+
+def test_S13_relays_are_woken_by_the_commit_and_not_by_a_savepoint(engine: Engine, woken) -> None:
+    with Session(engine) as session, session.begin():
+        with session.begin_nested():
+            emit(session, notification())
+        assert woken == []
+        emit(session, notification(), notification())
+    assert woken == ["outbox_events"]
+
+
+def test_S13_what_was_rolled_back_wakes_nobody(engine: Engine, woken) -> None:
+    with Session(engine) as session:
+        emit(session, notification())
+        session.rollback()
+        session.execute(text("SELECT 1"))
+        session.commit()
+        assert woken == []
+        emit(session, notification())
+        savepoint = session.begin_nested()
+        emit(session, notification())
+        savepoint.rollback()
+        session.commit()
+    assert woken == ["outbox_events"]
+
+
+def test_any_number_of_events_can_be_emitted_at_once(engine: Engine) -> None:
+    """More than one statement has parameters for; but all of them are checked first."""
+    events = [notification() for _ in range(14_000)]
+    with Session(engine) as session, session.begin():
+        assert len(emit(session, *events)) == 14_000
+    with engine.connect() as connection:
+        assert connection.execute(text("SELECT count(*) FROM outbox_events")).scalar() == 14_000
+    with pytest.raises(ConfigError, match="14000 events in one statement"):
+        emitting.statement(*events)
+
+
+def test_emit_async_refuses_a_sync_session_before_it_sends_anything(engine: Engine) -> None:
+    with Session(engine) as session:
+        with pytest.raises(ConfigError, match="not Session; for the others there is emit"):
+            asyncio.run(emit_async(session, notification()))  # type: ignore[arg-type]
+        assert not session.in_transaction()

@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from tests.waiting import eventually
 from conquiet.events import EventSource, Idempotency, emit, schema
 from conquiet.events.check import check
 from conquiet.marketplace.catalog import CATALOG, AdPaused, OrderCreated
+from conquiet.message import Message
 from conquiet.redis import StreamSink
 from conquiet.sql import engine as make_engine
 
@@ -77,6 +79,30 @@ def test_the_reference_consumer_gives_back_what_failed(published, redis_client) 
     consumer.source.close()
 
 
+def test_the_reference_consumer_outlives_its_redis_and_ends_when_told(private_redis) -> None:
+    stopping = threading.Event()
+    order = CATALOG.event(filled(OrderCreated), aggregate_id=uuid.uuid4())
+    message = Message(
+        check(order).payload_json.encode(),
+        {"id": str(order.id), "type": "order_created", "source": "/test"},
+        topic="pf-domain-events",
+    )
+    with redis.Redis.from_url(private_redis.url) as client:
+        consumer = Consumer(client)
+        thread = threading.Thread(target=consumer.run, args=(stopping,))
+        thread.start()
+        try:
+            private_redis.kill()
+            private_redis.restart()
+            with redis.Redis.from_url(private_redis.url) as other:
+                assert StreamSink(other).publish([message]) == [None]
+            assert eventually(lambda: consumer.sent == ["7"], timeout=20)
+        finally:
+            stopping.set()
+            thread.join(20)
+    assert not thread.is_alive()
+
+
 @pytest.fixture
 def _logs_as_before() -> Iterator[None]:
     """A Celery worker in this process sets up the logs of all of it."""
@@ -119,6 +145,35 @@ def test_the_celery_task_handles_duplicates_once(redis_url: str, monkeypatch) ->
     assert len(keys) == 2
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("_logs_as_before")
+@pytest.mark.filterwarnings("default")  # of Celery's own
+def test_the_celery_task_is_tried_again_when_its_handler_fails(redis_url: str, monkeypatch) -> None:
+    pytest.importorskip("celery")
+    from celery.contrib.testing.worker import start_worker
+    from examples import idempotent_celery as example
+
+    monkeypatch.setenv("REDIS_URL", redis_url)
+    example.idempotency.cache_clear()
+    example.sent.clear()
+    example.app.conf.broker_url = "memory://"
+    real, calls = example.send, []
+
+    def fails_once(data: object) -> None:
+        calls.append(data)
+        if len(calls) == 1:
+            raise RuntimeError("the mail server is away")
+        real(data)
+
+    monkeypatch.setattr(example, "send", fails_once)
+    event = notification()
+    with start_worker(example.app, pool="threads", concurrency=1, perform_ping_check=False):
+        example.notify.delay(event.event_type, check(event).payload_json)
+        assert eventually(lambda: example.sent == ["NotificationRequested"], timeout=30)
+    assert len(calls) == 2
+
+
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # of Celery's own
 def test_celery_workers_on_redis_share_the_tasks_and_handle_duplicates_once(
     redis_url: str, redis_client, tmp_path: Path

@@ -8,9 +8,11 @@ import sys
 import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import redis
+import redis.asyncio
 from tests.waiting import eventually
 
 from conquiet.errors import Blameless, ConfigError, StoreError
@@ -350,3 +352,82 @@ def test_settings_that_cannot_work_are_refused(redis_client, settings) -> None:
 
 def test_an_id_has_one_key_however_it_is_written(idempotency) -> None:
     assert idempotency.key("mailer", str(EVENT).upper()) == KEY == idempotency.key("mailer", EVENT)
+
+
+def test_a_client_for_asyncio_is_refused(redis_url: str) -> None:
+    """Its answers are coroutines, which equal nothing: every duplicate would count as fresh."""
+    client = redis.asyncio.Redis.from_url(redis_url)
+    with pytest.raises(ConfigError, match=r"takes a redis\.Redis, not redis\.asyncio"):
+        Idempotency(client)
+
+
+def test_the_ttl_is_that_of_the_environment(redis_client, monkeypatch) -> None:
+    assert Idempotency(redis_client).ttl == 168 * 3600
+    monkeypatch.setenv("CONQUIET_OUTBOX_IDEMPOTENCY_TTL_HOURS", "720")
+    with Idempotency(redis_client).guard("mailer", EVENT):
+        pass
+    assert 719 * 3600 < redis_client.ttl(KEY) <= 720 * 3600
+    monkeypatch.setenv("CONQUIET_OUTBOX_IDEMPOTENCY_TTL_HOURS", "a week")
+    with pytest.raises(ConfigError, match="TTL_HOURS: 'a week' is not a whole number from 1"):
+        Idempotency(redis_client)
+
+
+@pytest.mark.parametrize("ttl", [0, -5, "7d", True, float("inf"), timedelta(0)])
+def test_a_wrong_ttl_is_refused_before_anything_happens(idempotency, redis_client, ttl) -> None:
+    with pytest.raises(ConfigError, match="ttl="):
+        idempotency.check_and_mark_processed("mailer", EVENT, ttl)
+    with pytest.raises(ConfigError, match="ttl="):
+        idempotency.guard("mailer", EVENT, ttl=ttl)
+    assert value(redis_client) == ""
+
+
+def test_a_ttl_may_be_a_timedelta(idempotency, redis_client) -> None:
+    with idempotency.guard("mailer", EVENT, ttl=timedelta(days=7)):
+        pass
+    assert 6 * 86_400 < redis_client.ttl(KEY) <= 7 * 86_400
+
+
+def test_a_task_that_is_cancelled_while_it_claims_holds_nothing(redis_url, redis_client) -> None:
+    with redis.Redis.from_url(redis_url) as client:
+        idempotency = Idempotency(client)
+
+        async def enter() -> None:
+            async with idempotency.guard("mailer", EVENT):
+                raise AssertionError("it was cancelled before")
+
+        async def cancel() -> None:
+            redis_client.execute_command("CLIENT PAUSE 300 WRITE")
+            task = asyncio.create_task(enter())
+            await asyncio.sleep(0.1)  # the claim is on its way, and the server does not answer
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+        asyncio.run(cancel())
+        assert eventually(lambda: not idempotency.keeper._due and value(redis_client) == "")
+        with idempotency.guard("mailer", EVENT) as fresh:
+            assert fresh
+
+
+def test_a_task_that_is_cancelled_while_it_settles_settles_all_the_same(
+    redis_url, redis_client
+) -> None:
+    with redis.Redis.from_url(redis_url) as client:
+        idempotency = Idempotency(client)
+
+        async def handle(done: asyncio.Event) -> None:
+            async with idempotency.guard("mailer", EVENT):
+                redis_client.execute_command("CLIENT PAUSE 300 WRITE")
+                done.set()
+
+        async def cancel() -> None:
+            done = asyncio.Event()
+            task = asyncio.create_task(handle(done))
+            await done.wait()
+            await asyncio.sleep(0.05)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+        asyncio.run(cancel())
+        assert eventually(lambda: value(redis_client) == "done")

@@ -348,7 +348,10 @@ def _listens(engine: Engine) -> bool:
         return True
     with engine.connect() as connection:
         found = connection.execute(
-            text("SELECT count(*) FROM pg_stat_activity WHERE query ILIKE 'LISTEN%'")
+            text(
+                "SELECT count(*) FROM pg_stat_activity"
+                " WHERE datname = current_database() AND query ILIKE 'LISTEN%'"
+            )
         )
         return bool(found.scalar_one())
 
