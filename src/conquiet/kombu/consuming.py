@@ -101,7 +101,7 @@ class Consuming(Publishing):
 
     def _delete_unused(self, queue: str) -> None:
         try:
-            is_deleted = self._delete_queue(queue, if_unused=True, if_empty=False)
+            is_deleted = self._delete_queue(queue, if_unused=True)
         except self.connection_errors as error:
             logger.warning("queue %r could not be deleted with its last consumer: %r", queue, error)
             return
@@ -424,7 +424,7 @@ class Consuming(Publishing):
                 self.lease_seconds,
                 self.autoclaim_interval,
             )
-            weakref.finalize(self, keeper.remove, lease).atexit = False
+            weakref.finalize(self, lease.end).atexit = False
         streams = self._streams_of([queue])
         if queue in self._watched:
             return

@@ -113,7 +113,7 @@ def delete_queue(client: Any, queue: str, prefix: str = "", force: bool = False)
         scripts.delete.call(
             client,
             [keys.queues, keys.exchanges, keys.leases, *keys.streams(queue)],
-            [queue, keys.namespace, GROUP, "", only_if, only_if],
+            [queue, keys.namespace, GROUP, "", only_if, only_if, ""],
         )
     )
 

@@ -56,6 +56,10 @@ class Lease:
         self._renew_at = self._reap_at = self._touch_at = 0.0
         self.ended = False
 
+    def end(self) -> None:
+        """Renew no more; without a lock, since the garbage collector may call it anywhere."""
+        self.ended = True
+
     def due(self) -> float:
         """When to come back, in monotonic seconds."""
         times = [self._renew_at, self._reap_at]
@@ -137,7 +141,7 @@ class Keeper:
             self._changed.notify()
 
     def remove(self, lease: Lease) -> None:
-        lease.ended = True
+        lease.end()
         with self._changed:
             self._leases.discard(lease)
             self._changed.notify()
@@ -158,6 +162,7 @@ class Keeper:
                     return
                 if not self._hurried:
                     self._changed.wait(max(due - time.monotonic(), 0.001))
+                self._leases = {lease for lease in self._leases if not lease.ended}
                 leases = list(self._leases)
             if self._hurried:
                 # Most acks travel with a fetch meanwhile; waking for each would only cost time.

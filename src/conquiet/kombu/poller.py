@@ -47,18 +47,9 @@ class Poller(lists.MultiChannelPoller):  # type: ignore[misc]
         """For the event loop: what a smaller prefetch count kept back, then the next reads."""
         if not self._in_protected_read:
             for channel in list(self._channels):
-                if channel.has_buffered:
-                    self._hand_over_kept(channel)
+                while channel.has_buffered and channel.qos.can_consume():
+                    channel.hand_over()
         super().on_poll_start()
-
-    def _hand_over_kept(self, channel: Any) -> None:
-        while channel.has_buffered and channel.qos.can_consume():
-            try:
-                channel.hand_over()
-            except channel.connection_errors:
-                raise
-            except Exception:  # as the loop does with a callback's error; a tick's would end it
-                logger.exception("a consumer's callback failed")
 
     def _register(self, channel: Any, client: Any, type: str) -> None:
         super()._register(channel, client, type)

@@ -90,7 +90,7 @@ class Publishing(Topology):
             batch.add("execute_command", *scripts.publish.by_hash(keys, args))
             return
         for gone in self.call(scripts.publish, keys, args):
-            self._delete_queue(gone.decode(), if_unused=False, if_empty=False)
+            self._delete_queue(gone.decode(), expired=True)
 
     def create_publish_batch(self, max_size: int) -> Any:
         # A pipeline cannot send the script again, so it must be there beforehand.

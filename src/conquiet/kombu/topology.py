@@ -75,9 +75,11 @@ class Topology(Connecting):
             self._expires.pop(queue, None)
             self.state.queue_bindings_delete(queue)
 
-    def _delete_queue(self, queue: str, *, if_unused: bool, if_empty: bool) -> bool:
+    def _delete_queue(
+        self, queue: str, *, if_unused: bool = False, if_empty: bool = False, expired: bool = False
+    ) -> bool:
         keys = [self.keys.queues, self.keys.exchanges, self.keys.leases]
-        asks = [str(int(bool(if_unused))), str(int(bool(if_empty)))]
+        asks = ["1" if asked else "" for asked in (if_unused, if_empty, expired)]
         return bool(
             self.call(
                 scripts.delete,

@@ -10,6 +10,7 @@
 -- ARGV[4]   the consumer that asks; it does not count as a user of the queue
 -- ARGV[5]   "1": only if no living consumer uses it
 -- ARGV[6]   "1": only if nothing is in it
+-- ARGV[7]   "1": it expired; its settings stay, so that a late message does not bring it back
 --
 -- Answers 1 if it is gone now, 0 if it is kept.
 
@@ -41,7 +42,9 @@ end
 for i = 4, #KEYS do
     redis.call("DEL", KEYS[i])
 end
-redis.call("HDEL", KEYS[1], ARGV[1])
+if ARGV[7] ~= "1" then
+    redis.call("HDEL", KEYS[1], ARGV[1])
+end
 for _, exchange in ipairs(redis.call("SMEMBERS", KEYS[2])) do
     local table = ARGV[2] .. "bindings:" .. exchange
     for _, member in ipairs(redis.call("SMEMBERS", table)) do
