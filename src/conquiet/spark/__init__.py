@@ -12,15 +12,45 @@ from conquiet.spark.session import session
 
 if TYPE_CHECKING:
     from conquiet.spark.progress import LagListener, lag
+    from conquiet.spark.tables.reading import read_table, table_files
+    from conquiet.spark.tables.writing import (
+        append_once,
+        appending,
+        replace_partitions,
+        write_table,
+    )
+    from conquiet.spark.typed import events
     from conquiet.spark.upsert.batches import upsert_into, upserting
     from conquiet.spark.worker import SparkWorker
 
-__all__ = ["LagListener", "SparkWorker", "lag", "register", "session", "upsert_into", "upserting"]
+__all__ = [
+    "LagListener",
+    "SparkWorker",
+    "append_once",
+    "appending",
+    "events",
+    "lag",
+    "read_table",
+    "register",
+    "replace_partitions",
+    "session",
+    "table_files",
+    "upsert_into",
+    "upserting",
+    "write_table",
+]
 
 _home = {
     "LagListener": "conquiet.spark.progress",
+    "events": "conquiet.spark.typed",
     "lag": "conquiet.spark.progress",
     "SparkWorker": "conquiet.spark.worker",
+    "append_once": "conquiet.spark.tables.writing",
+    "appending": "conquiet.spark.tables.writing",
+    "read_table": "conquiet.spark.tables.reading",
+    "replace_partitions": "conquiet.spark.tables.writing",
+    "table_files": "conquiet.spark.tables.reading",
+    "write_table": "conquiet.spark.tables.writing",
     "upsert_into": "conquiet.spark.upsert.batches",
     "upserting": "conquiet.spark.upsert.batches",
 }

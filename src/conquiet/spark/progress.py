@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import logging
 from typing import TYPE_CHECKING, Any
 
-from pyspark.sql.streaming import StreamingQueryListener
+from pyspark.sql.streaming.listener import StreamingQueryListener
 
 from conquiet.spark.log.offsets import Position, entries_between, read_offsets
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-logger = logging.getLogger("conquiet.spark")
 
 
 def lag(progress: Any) -> dict[str, int | None]:
@@ -29,17 +26,6 @@ def lag(progress: Any) -> dict[str, int | None]:
             if at is not None:
                 waiting[stream] = 0 if at.id == last.id else entries_between(at, last)
     return waiting
-
-
-def missing(progress: Any) -> int:
-    """How many entries a micro-batch should have had and has not: trimmed before it read them."""
-    expected = 0
-    for source in progress.sources:
-        starts, ends = _offsets(source.startOffset), _offsets(source.endOffset)
-        for stream, end in ends.items():
-            if stream in starts:
-                expected += entries_between(starts[stream], end) or 0
-    return max(0, expected - int(progress.numInputRows)) if expected else 0
 
 
 def _offsets(text: str | None) -> dict[str, Position]:
@@ -65,12 +51,6 @@ class LagListener(StreamingQueryListener):
 
     def onQueryProgress(self, event: Any) -> None:  # noqa: N802
         progress = event.progress
-        lost = missing(progress)
-        if lost:
-            logger.warning(
-                "query %s, batch %d: %d entries were gone before they were read",
-                *(progress.name or progress.id, progress.batchId, lost),
-            )
         self._tell(str(progress.name or progress.id), lag(progress))
 
     def onQueryIdle(self, event: Any) -> None:  # noqa: N802

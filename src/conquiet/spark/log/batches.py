@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import BinaryType, StringType, StructType
 
@@ -23,18 +24,21 @@ _ROWS = 10_000
 class Batches:
     """Makes record batches for one schema; can be pickled."""
 
-    def __init__(self, schema: StructType) -> None:
+    def __init__(self, schema: StructType, types: tuple[str, ...] = ()) -> None:
         for field in schema:
             if field.name not in {*ARROW_SCHEMA.names, RAW}:
                 known = ", ".join([*ARROW_SCHEMA.names, RAW])
                 raise ConfigError(f"the log has no column {field.name!r}; it has {known}")
         self._schema = schema
+        self._types = types
         self._wanted = frozenset(schema.names) - {RAW}
         data = schema["data"].dataType if "data" in schema.names else BinaryType()
         self._is_text = isinstance(data, StringType)
         self._typed = data if isinstance(data, StructType) else None
         if self._is_text or self._typed is not None:
             self._wanted |= {MALFORMED, "data"}
+        if types:
+            self._wanted |= {MALFORMED, "type"}
 
     def of(self, found: Iterable[Found]) -> Iterator[pa.RecordBatch]:
         finish = self._finisher()
@@ -59,7 +63,11 @@ class Batches:
             place = target.get_field_index("data")
             payload = Payload(self._typed, target.field(place).type)
 
+        types = pa.array(self._types, pa.string()) if self._types else None
+
         def finish(columns: dict[str, pa.Array]) -> pa.RecordBatch:
+            if types is not None:
+                columns = _only(types, columns)
             if payload is not None:
                 columns = payload.parse(columns)
             elif self._is_text:
@@ -68,3 +76,9 @@ class Batches:
             return pa.RecordBatch.from_arrays(arrays, schema=target)
 
         return finish
+
+
+def _only(types: pa.Array, columns: dict[str, pa.Array]) -> dict[str, pa.Array]:
+    """The events of these types; and what is no event, since nobody knows what it should be."""
+    kept = pc.or_(pc.is_in(columns["type"], types), pc.is_valid(columns[MALFORMED]))
+    return {name: column.filter(kept) for name, column in columns.items()}

@@ -37,6 +37,7 @@ READ_OPTIONS = {
     "discoverySeconds": ("5", "how often patterns are looked up again"),
     "dataType": ("binary", "`string` if data is text"),
     "schema": ("", "DDL of JSON data; `data` is then a struct"),
+    "types": ("", "by commas: events of other types are left out, before their data is parsed"),
 }
 """Option → default and meaning."""
 
@@ -56,6 +57,7 @@ class ReadOptions:
     reader_name: str = ""
     mirror_group: str = ""
     discovery_seconds: float = 5.0
+    types: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, options: Mapping[str, str], *, streaming: bool) -> ReadOptions:
@@ -76,6 +78,7 @@ class ReadOptions:
             reader_name=given.get("readername", ""),
             mirror_group=given.get("mirrorgroup", ""),
             discovery_seconds=_seconds(given, "discoverySeconds", 5.0),
+            types=tuple(name.strip() for name in given.get("types", "").split(",") if name.strip()),
         )
 
 

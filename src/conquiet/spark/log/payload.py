@@ -16,7 +16,18 @@ from conquiet.spark.columns import MALFORMED
 RAW = "_raw"
 """The data of an entry that does not fit a schema, as it is; null for the others."""
 
+JSON_COMMENT = "json"
+"""A string column with this comment takes any JSON value, as the text that it is."""
+
 Columns = dict[str, pa.Array]
+
+
+class _Json(str):
+    """JSON that is not looked into."""
+
+
+def _as_json(kind: type, value: Any) -> _Json:
+    return _Json(msgspec.json.encode(value).decode())
 
 
 def as_text(columns: Columns) -> Columns:
@@ -43,7 +54,7 @@ class Payload:
     """
 
     def __init__(self, schema: types.StructType, target: pa.DataType) -> None:
-        self._decode = msgspec.json.Decoder(_struct(schema)).decode
+        self._decode = msgspec.json.Decoder(_struct(schema), dec_hook=_as_json).decode
         self._target = target
 
     def parse(self, columns: Columns) -> Columns:
@@ -107,8 +118,14 @@ _PLAIN: dict[type, Any] = {
 
 def _struct(schema: types.StructType) -> Any:
     """A type for msgspec with the fields of a schema, each of which may be missing or null."""
-    fields = {field.name: _type(field.dataType, field.name) | None for field in schema}
+    fields = {field.name: _field(field) | None for field in schema}
     return TypedDict("Data", fields, total=False)  # type: ignore[operator]
+
+
+def _field(field: types.StructField) -> Any:
+    if (field.metadata or {}).get("comment") == JSON_COMMENT:
+        return _Json
+    return _type(field.dataType, field.name)
 
 
 def _type(kind: types.DataType, name: str) -> Any:

@@ -47,7 +47,7 @@ class LogReader(DataSourceReader):
 
     def __init__(self, options: ReadOptions, schema: StructType) -> None:
         self._options = options
-        self._batches = Batches(schema)
+        self._batches = Batches(schema, options.types)
         self._filters = Filters()
 
     def partitions(self) -> Sequence[InputPartition]:

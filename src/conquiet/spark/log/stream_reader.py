@@ -33,7 +33,7 @@ class LogStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def __init__(self, options: ReadOptions, schema: StructType) -> None:
         self._options = options
-        self._batches = Batches(schema)
+        self._batches = Batches(schema, options.types)
         self._planner: Planner | None = None
 
     def __getstate__(self) -> dict[str, Any]:
