@@ -7,6 +7,7 @@ many probes come, and however long a dependency hangs, it is asked no more often
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -15,6 +16,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from conquiet.errors import ConfigError
+
+logger = logging.getLogger("conquiet.relay")
 
 FRESH_SECONDS = 2.0
 _REST = 10  # a look that takes long is not repeated before ten times as long
@@ -130,7 +133,7 @@ class HealthServer:
 
         Handler.health = health
         try:
-            self._server = ThreadingHTTPServer((host, port), Handler)
+            self._server = _Server((host, port), Handler)
         except OSError as error:
             raise ConfigError(
                 f"CONQUIET_OUTBOX_HEALTH: {host}:{port} cannot be used ({error.strerror}); choose"
@@ -150,6 +153,14 @@ class HealthServer:
         self._server.shutdown()
         self._thread.join(_REQUEST_SECONDS)
         self._server.server_close()
+
+
+class _Server(ThreadingHTTPServer):
+    request_queue_size = 64
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A prober that hangs up is not worth a traceback."""
+        logger.debug("a probe from %s failed", client_address, exc_info=True)
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
 
 from conquiet.errors import ConfigError
 from conquiet.relay.settings import Settings, masked
@@ -95,9 +95,10 @@ def _by(place: str, extra: str) -> Callable[[str, Settings], OpenedSink]:
     def open_(url: str, settings: Settings) -> OpenedSink:
         module, _, name = place.partition(":")
         kind: Any = getattr(_needed(module, extra), name)
-        sink = kind.from_url(url, topic=settings.topic, timeout=settings.publish_timeout_ms / 1000)
+        topic = topic_of(settings)
+        sink = kind.from_url(url, topic=topic, timeout=settings.publish_timeout_ms / 1000)
         # Another one for the checks: they come from another thread, and a sink is for one.
-        prober = kind.from_url(url, topic=settings.topic, timeout=settings.check_timeout_ms / 1000)
+        prober = kind.from_url(url, topic=topic, timeout=settings.check_timeout_ms / 1000)
         return OpenedSink(sink, getattr(prober, "check", None), prober.close)
 
     return open_
@@ -122,6 +123,19 @@ def scheme_of(url: str) -> str:
     """The key of `SINKS` for a URL; every transport of Kombu is one."""
     scheme, colon, _ = url.partition(":")
     return "kombu+" if scheme.startswith("kombu+") else scheme if colon else ""
+
+
+def topic_of(settings: Settings) -> str:
+    """The topic of events that name none: that of the setting, or of a URL that has one."""
+    if scheme_of(settings.sink) not in ("pubsub", "kafka"):
+        return settings.topic
+    named = unquote(urlsplit(settings.sink).path.strip("/"))
+    if named and named != settings.topic and settings.origins["topic"] != "default":
+        raise ConfigError(
+            f"two topics: {named!r:.100} in CONQUIET_OUTBOX_SINK, {settings.topic!r:.100} by"
+            f" {settings.origins['topic']}; leave one out"
+        )
+    return named or settings.topic
 
 
 def open_sink(settings: Settings) -> OpenedSink:
@@ -181,7 +195,7 @@ def open_source(settings: Settings, engine: Engine) -> Source:
     kind: Any = getattr(_needed(module, "sql"), name)
     plain = scheme_of(settings.sink) in _CLOUDEVENTS_ONLY
     return kind(  # type: ignore[no-any-return]
-        engine, settings.table, topic=settings.topic, cloudevents=plain, **options
+        engine, settings.table, topic=topic_of(settings), cloudevents=plain, **options
     )
 
 

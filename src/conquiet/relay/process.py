@@ -116,7 +116,7 @@ class RelayProcess:
         outcome = Outcome()
         try:
             outcome = self.relay.run_once()
-            while outcome.published and outcome.outage is None:
+            while outcome != Outcome() and outcome.outage is None:
                 outcome = self.relay.run_once()
         except EndOfSource:
             pass

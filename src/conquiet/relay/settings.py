@@ -23,11 +23,12 @@ SECTION = "relay"
 
 DATABASES = ("postgresql", "postgres", "sqlite")
 _secret = re.compile(
-    r"(?i)([?&;][\w.-]*(?:password|passwd|secret|token|key|sig|signature|credential)[\w.-]*=)[^&;\s]*"
+    r"(?i)([?&;][\w.-]*(?:pass|pwd|secret|token|key|sig|credential|auth|code|jaas)[\w.-]*=)[^&;]*"
 )
-# Up to the last @: a password that was not encoded must not end too early.
-_password = re.compile(r"://([^/@\s:]*):[^\s]*@")
-_bearer = re.compile(r"^(https?)://[^/@\s:]+@")
+# Up to the last @: a password that was not encoded must not end too early. The scheme may have
+# been forgotten.
+_password = re.compile(r"^((?:[\w+.-]+://)?[^/@:]*):(?!//).*@", re.DOTALL)
+_bearer = re.compile(r"^(https?)://[^/@:]+@")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class Setting:
 
 def masked(url: str) -> str:
     """A URL as logs may show it: the password, and what looks like one, is hidden."""
-    url = _bearer.sub(r"\1://***@", _password.sub(r"://\1:***@", url))
+    url = _bearer.sub(r"\1://***@", _password.sub(r"\1:***@", url))
     return _secret.sub(r"\1***", url)
 
 

@@ -110,6 +110,20 @@ def test_S12_relays_keep_the_order_of_each_aggregate(url, redis_url, redis_clien
         assert sent == ids[number::5]
 
 
+def test_a_topic_in_partitions_keeps_each_aggregate_in_one(url, redis_url, redis_client, start):
+    aggregates = [str(uuid4()) for _ in range(8)]
+    store(url, 24, aggregates)
+    relay = start(url, f"{redis_url}?partitions=3", *QUICK)
+    assert eventually(lambda: outbox(url, "status")["pending"] == 0, timeout=30, interval=0.2)
+    assert relay.stop() == 0
+    streams = redis_client.keys("pf-domain-events*")
+    places = [
+        {fields[b"subject"] for _, fields in redis_client.xrange(stream)} for stream in streams
+    ]
+    assert 1 < len(streams) <= 3
+    assert sum(map(len, places)) == 8  # no aggregate stands in two of them
+
+
 def test_an_idle_relay_ends_at_once_however_long_it_waits(url, redis_url, start):
     relay = start(url, redis_url, "--table", "outbox_events", "--poll-ms", "60000")
     assert relay.port

@@ -125,3 +125,17 @@ def test_an_address_in_use_is_a_wrong_setting(parts) -> None:
     *_, health, server = parts
     with pytest.raises(ConfigError, match="CONQUIET_OUTBOX_HEALTH"):
         HealthServer(health, "127.0.0.1", server.port)
+
+
+def test_a_probe_that_hangs_up_leaves_no_traceback(parts, capfd) -> None:
+    import socket
+    import struct
+
+    *_, health, _ = parts
+    server = HealthServer(health, "127.0.0.1", 0)
+    for _ in range(5):
+        with socket.create_connection(("127.0.0.1", server.port)) as probe:
+            probe.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    server.close()
+    assert capfd.readouterr().err == ""

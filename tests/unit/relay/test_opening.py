@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from conquiet.errors import ConfigError, SinkUnavailable
-from conquiet.relay.opening import SINKS, has_events_layout, open_engine, open_sink
+from conquiet.relay.opening import SINKS, has_events_layout, open_engine, open_sink, topic_of
 from conquiet.relay.settings import Settings, load
 
 
@@ -94,6 +94,19 @@ def test_the_layout_is_told_by_the_name() -> None:
     assert has_events_layout("outbox_events")
     assert has_events_layout("sales.outbox_events")
     assert not has_events_layout("outbox")
+
+
+@pytest.mark.parametrize("sink", ["kafka://127.0.0.1:1/sales", "pubsub://shop/sales"])
+def test_a_topic_in_the_url_of_the_sink_is_the_topic(sink) -> None:
+    assert topic_of(settings(sink)) == "sales"
+    assert topic_of(settings(sink, topic="sales")) == "sales"
+    with pytest.raises(ConfigError, match="two topics: 'sales' in CONQUIET_OUTBOX_SINK, 'other'"):
+        topic_of(settings(sink, topic="other"))
+
+
+def test_a_path_that_is_no_topic_is_none() -> None:
+    assert topic_of(settings("amqp://h/vhost")) == "pf-domain-events"
+    assert topic_of(settings("kafka://h")) == "pf-domain-events"
 
 
 def test_every_scheme_of_the_message_is_known() -> None:

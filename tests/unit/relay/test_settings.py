@@ -117,6 +117,11 @@ def test_every_setting_is_a_field_of_the_settings() -> None:
         ("https://t0ken@h/x", "https://***@h/x"),
         ("https://h/x?a=1&access_token=t0ken", "https://h/x?a=1&access_token=***"),
         ("postgresql://app@h/d?sslmode=require", "postgresql://app@h/d?sslmode=require"),
+        ("postgresql://app:my pass@h/db", "postgresql://app:***@h/db"),
+        ("postgresql://h/db?password=abc def&a=b", "postgresql://h/db?password=***&a=b"),
+        ("app:secretpw@h/db", "app:***@h/db"),
+        ("https://h/x?code=c0de", "https://h/x?code=***"),
+        ("kafka://h/?sasl.jaas.config=a b", "kafka://h/?sasl.jaas.config=***"),
     ],
 )
 def test_masked(url, shown) -> None:

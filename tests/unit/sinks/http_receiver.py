@@ -6,6 +6,7 @@ import socket
 import ssl
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -30,6 +31,7 @@ class _Handler(BaseHTTPRequestHandler):
         event_id = unquote(self.headers["ce-id"])
         status = receiver.next_status(event_id)
         receiver.requests.append((event_id, self.path, dict(self.headers.items())))
+        time.sleep(receiver.delay)
         if status == HANG:
             receiver.released.wait(30)
         if status == HANG_UP:
@@ -81,6 +83,7 @@ class Receiver:
         self.headers: dict[str, str] = {}
         self.arrived: list[Message[bytes]] = []
         self.requests: list[tuple[str, str, dict[str, str]]] = []
+        self.delay = 0.0
         self.released = threading.Event()
         self._context = context
         self._port = 0

@@ -14,7 +14,7 @@ import pytest
 from cloudevents.v1.http import from_http
 from tests.unit.sinks.http_receiver import GRACEFUL_CLOSE, HANG, HANG_UP, Receiver
 
-from conquiet.errors import InvalidMessage, SinkUnavailable
+from conquiet.errors import GivenBack, InvalidMessage, SinkUnavailable
 from conquiet.message import Message
 from conquiet.relay.sinks import HttpSink, Refused, Rejected
 from conquiet.testing.contracts import SinkContract
@@ -142,6 +142,33 @@ def test_a_receiver_that_hangs_is_an_outage_and_not_waited_for_by_every_message(
         sink.publish(numbered(50))
     assert len(receiver.requests) <= 3
     sink.close()
+
+
+def test_what_a_slow_receiver_leaves_no_time_for_is_given_back(
+    receiver: Receiver, sink: HttpSink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that what went out is marked, and not sent again for ever by a batch that never ends."""
+    monkeypatch.setattr("conquiet.relay.sinks.http._MOST_TIMEOUTS", 0.05)  # of 5 s
+    receiver.delay = 0.1
+    answers = sink.publish(numbered(20))
+    went = [answer for answer in answers if answer is None]
+    assert 1 <= len(went) < 20
+    assert len(receiver.arrived) == len(went)
+    assert {type(answer) for answer in answers[len(went) :]} == {GivenBack}
+
+
+@pytest.mark.parametrize(
+    ("user", "header"), [("me:p%40ss", "Basic bWU6cEBzcw=="), ("t0ken", "Bearer t0ken")]
+)
+def test_credentials_of_the_url_go_into_a_header(
+    receiver: Receiver, user: str, header: str
+) -> None:
+    sink = HttpSink.from_url(receiver.url.replace("://", f"://{user}@"))
+    assert sink.publish(numbered(1)) == [None]
+    sink.close()
+    [(_, _, headers)] = receiver.requests
+    assert headers["authorization"] == header
+    assert "@" not in headers["Host"]
 
 
 def test_headers_are_what_the_cloudevents_library_reads(receiver: Receiver, sink: HttpSink) -> None:

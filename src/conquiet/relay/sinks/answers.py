@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from conquiet.acking import Error
-from conquiet.errors import ConquietError, SinkUnavailable
+from conquiet.errors import ConquietError, GivenBack, SinkUnavailable
 from conquiet.message import Message
 from conquiet.relay.sinks.envelope import Envelope, pack
 
 
 class Refused(ConquietError):
     """The receiver refused one message; the others of its batch went their way."""
+
+
+def not_tried() -> GivenBack:
+    """For what a slow sink left no time for: what went out before it can be marked meanwhile."""
+    return GivenBack("not tried: those before it took all the time")
 
 
 class Answers:
@@ -54,13 +60,20 @@ class Answers:
             self._answers[place] = why
 
     def one_by_one(
-        self, packed: Sequence[tuple[int, Envelope]], send: Callable[[tuple[int, Envelope]], object]
+        self,
+        packed: Sequence[tuple[int, Envelope]],
+        send: Callable[[tuple[int, Envelope]], object],
+        seconds: float,
     ) -> None:
-        """Send each alone; once the sink is out of reach, the rest is not tried."""
+        """Send each alone; when the sink is away or the time is over, the rest is not tried."""
         outage: SinkUnavailable | None = None
+        deadline = time.monotonic() + seconds
         for one in packed:
             if outage is not None:
                 self.set(one[0], outage)
+                continue
+            if time.monotonic() > deadline:
+                self.set(one[0], not_tried())
                 continue
             send(one)
             answer = self._answers[one[0]]

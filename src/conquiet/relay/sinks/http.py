@@ -12,14 +12,15 @@ from __future__ import annotations
 import http.client
 import ssl
 import time
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 from conquiet.acking import Error
 from conquiet.errors import ConfigError, PermanentError, SinkUnavailable
 from conquiet.message import Message, describe
-from conquiet.relay.sinks.answers import Answers, Refused
+from conquiet.relay.sinks.answers import Answers, Refused, not_tried
 from conquiet.relay.sinks.envelope import Envelope
 from conquiet.relay.sinks.needed import check_timeout
 
@@ -48,8 +49,9 @@ class HttpSink:
     """Posts each message to one URL.
 
     The topic of a message goes along as the header `ce-topic`, unless it has none. Requests of
-    one batch go out one after the other, on one connection. A certificate that cannot be
-    verified is an outage; `context` is for private certificate authorities.
+    one batch go out one after the other, on one connection; what is not begun within three times
+    `timeout` is given back. A certificate that cannot be verified is an outage; `context` is for
+    private certificate authorities.
     """
 
     def __init__(
@@ -70,8 +72,8 @@ class HttpSink:
             raise ConfigError("the URL of an HTTP sink must look like https://host/path")
         if parts.username or parts.password:
             raise ConfigError(
-                "the URL of an HTTP sink must hold no password, which proxies log; give"
-                " headers={'authorization': …}"
+                "the URL of an HttpSink must hold no password, which proxies log; give"
+                " headers={'authorization': …}, or make it by HttpSink.from_url"
             )
         self._place = parts.netloc
         self._path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
@@ -86,16 +88,25 @@ class HttpSink:
 
     @classmethod
     def from_url(cls, url: str, topic: str | None = None, timeout: float = 10.0) -> Self:
-        """By the URL alone; all of its query belongs to the receiver."""
-        return cls(url, topic, timeout=timeout)
+        """By the URL alone; all of its query belongs to the receiver.
+
+        `https://USER:PASSWORD@host/` authenticates by Basic, `https://TOKEN@host/` by Bearer; both
+        go into a header, and never into the address.
+        """
+        plain, credentials = _credentials(url)
+        return cls(plain, topic, timeout=timeout, headers=credentials)
 
     def publish(self, messages: Sequence[Message[Any]]) -> Sequence[Error]:
         """One answer per message; raises `SinkUnavailable` if none was answered."""
         answers = Answers(messages)
         silent: list[int] = []
         stopped: SinkUnavailable | None = None
+        deadline = time.monotonic() + _MOST_TIMEOUTS * self._timeout
         for place, envelope in answers.packed(lambda message, envelope: None):
             message = messages[place]
+            if stopped is None and time.monotonic() > deadline:
+                answers.set(place, not_tried())
+                continue
             if stopped is None:
                 answer = self._answer(message, envelope)
                 answers.set(place, answer)
@@ -206,6 +217,24 @@ class HttpSink:
             )
         kind = Rejected if status < 500 else Refused
         return kind(f"{_name(message)}: {self._place} answered {said}")
+
+
+def _credentials(url: str) -> tuple[str, dict[str, str]]:
+    """A URL without its user and password, and the header that says them instead."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return url, {}  # which is refused by its name later
+    given, at, place = parts.netloc.rpartition("@")
+    if not at or not given:
+        return url, {}
+    user, colon, password = given.partition(":")
+    if colon:
+        pair = f"{unquote(user)}:{unquote(password)}".encode()
+        header = f"Basic {b64encode(pair).decode()}"
+    else:
+        header = f"Bearer {unquote(user)}"
+    return parts._replace(netloc=place).geturl(), {"authorization": header}
 
 
 def _name(message: Message[Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -20,6 +21,16 @@ _GRACE_SECONDS = 1.0
 _OURS = frozenset(("enable.idempotence", "acks", "message.timeout.ms", "error_cb", "on_delivery"))
 
 _Place = tuple[int, Envelope]
+
+
+class _Quiet(logging.LoggerAdapter[logging.Logger]):
+    """What librdkafka says, as details: what it means for a batch is told by its answers."""
+
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
+        super().log(logging.DEBUG, msg, *args, **kwargs)
+
+
+_quiet = _Quiet(logging.getLogger("conquiet.relay.kafka"))
 
 
 class KafkaSink:
@@ -78,7 +89,9 @@ class KafkaSink:
         refused = self._send(messages, packed, answers)
         if len(packed) > 1:
             # A broker refuses what came in one request as a whole.
-            answers.one_by_one(refused, lambda one: self._send(messages, [one], answers))
+            answers.one_by_one(
+                refused, lambda one: self._send(messages, [one], answers), self._timeout
+            )
         return answers.concluded()
 
     def check(self) -> None:
@@ -99,7 +112,8 @@ class KafkaSink:
     def _connected(self) -> Any:
         if self._producer is None:
             try:
-                self._producer = self._kafka.Producer(self._settings)
+                # librdkafka would write to stderr by itself, ten lines a second in an outage.
+                self._producer = self._kafka.Producer(self._settings, logger=_quiet)
             except (self._kafka.KafkaException, TypeError, ValueError) as error:
                 raise ConfigError(f"the settings of the Kafka sink: {error}") from error
             self._broken = False

@@ -67,7 +67,7 @@ class KombuSink:
         if not self._confirms and not self._queues:
             raise ConfigError(
                 "this transport of Kombu drops messages that no queue is bound for; name one:"
-                " KombuSink(url, topic, queues=['events'])"
+                " ?queues=events in its URL, or KombuSink(…, queues=['events'])"
             )
         self._refusals: tuple[type[Exception], ...] = tuple(connection.channel_errors)
         unreachable = self._kombu.exceptions.OperationalError
@@ -95,7 +95,7 @@ class KombuSink:
         if refused is not None:
             # The broker closed the channel over one of them, and does not say which.
             left = [one for one in packed if batch.answers.is_open(one[0])]
-            batch.answers.one_by_one(left, lambda one: self._send_alone(batch, one))
+            batch.answers.one_by_one(left, lambda one: self._send_alone(batch, one), self._timeout)
         return batch.answers.concluded()
 
     def check(self) -> None:

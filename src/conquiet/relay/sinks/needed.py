@@ -7,6 +7,8 @@ from typing import Any
 
 from conquiet.errors import ConfigError
 
+_LONGEST_TIMEOUT = 3600
+
 
 def needed(module: str, extra: str) -> Any:
     """The module, or a `ConfigError` that names the command which installs it."""
@@ -19,6 +21,9 @@ def needed(module: str, extra: str) -> Any:
 
 
 def check_timeout(timeout: float) -> float:
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
-        raise ConfigError(f"timeout={timeout!r}: must be a number of seconds above 0")
+    is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+    if not is_number or not 0 < timeout <= _LONGEST_TIMEOUT:
+        raise ConfigError(
+            f"timeout={timeout!r}: must be a number of seconds above 0, {_LONGEST_TIMEOUT} at most"
+        )
     return float(timeout)

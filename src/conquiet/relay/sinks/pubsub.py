@@ -60,7 +60,7 @@ class PubSubSink:
         self._errors = needed("google.api_core.exceptions", "pubsub")
         self._auth_errors = needed("google.auth.exceptions", "pubsub")
         if not project:
-            raise ConfigError("a Pub/Sub sink needs a project, as in PubSubSink('my-project')")
+            raise ConfigError("a Pub/Sub sink needs a project, as in pubsub://my-project")
         self.keeps_order = ordered
         self._project = project
         self._topic = topic
@@ -238,7 +238,7 @@ class _Batch:
             self._deadline = time.monotonic() + self._sink._timeout + _GRACE_SECONDS
             self._settle(key, [place], future)
 
-        self._answers.one_by_one(places, send)
+        self._answers.one_by_one(places, send, self._sink._timeout)
 
     def _settle(self, key: str, places: Sequence[_Place], future: Future[Any] | None) -> bool:
         """Answer for these; True if Pub/Sub has something against one of them."""
