@@ -27,8 +27,8 @@ Entries: TypeAlias = list[tuple[bytes, list[bytes] | None]]
 Found: TypeAlias = tuple[str, Table | Entries]
 """A stream, and entries of it: their places in a buffer that is good until the next, or as such."""
 
-_REPLY_BYTES = 4 << 20
-"""How large a reply should be: worth the numpy, and no strain on Redis' output buffers."""
+_REPLY_BYTES = 2 << 20
+"""How large a reply should be: worth the calls of numpy, and not too large for a cache."""
 _FIRST_COUNT, _MOST_COUNT = 250, 16_000
 _LARGEST_TABLE = (1 << 31) - 1
 """Offsets into a reply have 32 bits."""

@@ -165,9 +165,12 @@ class _Reply:
         """Those of the entries that have the shape; None if a length is not as declared."""
         if likely is not None:
             rows, heads = rows[likely], heads[likely]
-        lines = shape.value_lines[:, None] + heads
-        ends = self.ends[lines] - 1
-        starts = self.ends[lines - 1] + 1
+        if len(heads) * shape.lines == len(self.ends):  # all of the reply: a table as it is
+            table = self.ends.reshape(-1, shape.lines).T
+            ends, starts = table[shape.value_lines] - 1, table[shape.value_lines - 1] + 1
+        else:
+            lines = shape.value_lines[:, None] + heads
+            ends, starts = self.ends[lines] - 1, self.ends[lines - 1] + 1
         first = np.where(heads > 0, self.ends[heads - 1] + 1, self.start)
         fits = self._equal(first, b"*2\r\n$")
         lengths_at = np.empty_like(starts)
@@ -190,11 +193,11 @@ class _Reply:
         if len(wanted) < 8:
             mask = (1 << 8 * len(wanted)) - 1
             return np.asarray(self.words[at] & mask == int.from_bytes(wanted, "little"))
-        equal: Any = True
+        differences: Any = np.zeros(len(at), dtype=np.uint64)
         for offset in [*range(0, len(wanted) - 8, 8), len(wanted) - 8]:
-            word = int.from_bytes(wanted[offset : offset + 8], "little")
-            equal = equal & (self.words[at + offset] == word)
-        return np.asarray(equal)
+            word = np.uint64(int.from_bytes(wanted[offset : offset + 8], "little"))
+            differences |= self.words[at + offset] ^ word
+        return np.asarray(differences == 0)
 
     def _numbers(self, starts: Numbers, ends: Numbers) -> Numbers:
         """The decimal numbers that stand there; -1 for what is too long or nothing.
