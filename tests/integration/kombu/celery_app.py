@@ -10,7 +10,7 @@ import signal
 import time
 
 import redis
-from celery import Celery, Task
+from celery import Celery, Task, shared_task
 from kombu import Queue
 
 LEASE = 2.0
@@ -20,27 +20,26 @@ SCHEME = os.environ.get("SUITE_SCHEME", "redis-streams")
 if SCHEME != "redis":
     import conquiet.kombu  # noqa: F401 - registers the scheme
 
-app = Celery("tests.integration.kombu.celery_app")
-app.conf.update(
-    accept_content=["json"],
-    broker_connection_retry_on_startup=True,
-    broker_transport_options={} if SCHEME == "redis" else {"lease": LEASE},
-    result_expires=600,
-    task_default_queue="work",
-    task_queues=[Queue("work")],
-    task_send_sent_event=True,
-    worker_cancel_long_running_tasks_on_connection_loss=False,
-    worker_hijack_root_logger=False,
-    worker_soft_shutdown_timeout=float(os.environ.get("SOFT_SHUTDOWN_SECONDS", "0")),
-)
 
-
-def use(url: str, **settings: object) -> Celery:
-    """Point the application at a server, for broker and results."""
-    app.conf.broker_url = url.replace("redis://", f"{SCHEME}://", 1)
-    app.conf.result_backend = url
-    app.conf.update(settings)
-    return app
+def make(url: str) -> Celery:
+    """An application on a server, for broker and results; the tasks below are its."""
+    made = Celery("tests.integration.kombu.celery_app", set_as_current=False)
+    made.conf.update(
+        accept_content=["json"],
+        broker_connection_retry_on_startup=True,
+        broker_transport_options={} if SCHEME == "redis" else {"lease": LEASE},
+        broker_url=url.replace("redis://", f"{SCHEME}://", 1),
+        result_backend=url,
+        result_expires=600,
+        task_default_queue="work",
+        task_queues=[Queue("work")],
+        task_send_sent_event=True,
+        worker_cancel_long_running_tasks_on_connection_loss=False,
+        worker_hijack_root_logger=False,
+        worker_soft_shutdown_timeout=float(os.environ.get("SOFT_SHUTDOWN_SECONDS", "0")),
+    )
+    made.set_current()
+    return made
 
 
 class Notes:
@@ -67,22 +66,22 @@ def notes() -> Notes:
     return Notes(os.environ["REDIS_URL"])
 
 
-@app.task
+@shared_task
 def add(x: int, y: int) -> int:
     return x + y
 
 
-@app.task
+@shared_task
 def total(numbers: list[int]) -> int:
     return sum(numbers)
 
 
-@app.task(bind=True)
+@shared_task(bind=True)
 def note(self: Task, name: str) -> None:
     notes().add(name, f"{time.time()} {self.request.hostname}")
 
 
-@app.task
+@shared_task
 def rest(name: str, seconds: float) -> None:
     """Note the start and the end of a pause."""
     notes().add(name, "started")
@@ -90,7 +89,7 @@ def rest(name: str, seconds: float) -> None:
     notes().add(name, "ended")
 
 
-@app.task
+@shared_task
 def hold(name: str) -> None:
     """Run until the test allows the end."""
     notes().add(name, "started")
@@ -98,12 +97,12 @@ def hold(name: str) -> None:
     notes().add(name, "ended")
 
 
-@app.task(acks_late=True)
+@shared_task(acks_late=True)
 def hold_late(name: str) -> None:
     hold(name)
 
 
-@app.task(bind=True, max_retries=3)
+@shared_task(bind=True, max_retries=3)
 def third_time(self: Task, name: str) -> int:
     """Fail twice, asking to be run again."""
     notes().add(name, self.request.retries)
@@ -112,7 +111,7 @@ def third_time(self: Task, name: str) -> int:
     return int(self.request.retries)
 
 
-@app.task(acks_late=True, reject_on_worker_lost=True)
+@shared_task(acks_late=True, reject_on_worker_lost=True)
 def lose_the_process(name: str) -> None:
     """Kill the process of the pool, the first time."""
     notes().add(name, os.getpid())
@@ -120,10 +119,10 @@ def lose_the_process(name: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-@app.task(bind=True, rate_limit="2/s")
+@shared_task(bind=True, rate_limit="2/s")
 def limited(self: Task, name: str) -> None:
     notes().add(name, f"{time.time()} {self.request.hostname}")
 
 
 if "REDIS_URL" in os.environ:
-    use(os.environ["REDIS_URL"])
+    app = make(os.environ["REDIS_URL"])

@@ -74,13 +74,16 @@ def broker():
 @pytest.fixture(scope="module")
 def app(broker):
     """The Celery application of the tests, on that Redis."""
+    from celery import _state
     from tests.integration.kombu import celery_app
 
-    yield celery_app.use(broker)
+    made = celery_app.make(broker)
+    yield made
     gc.collect()  # results speak to the backend when they go
-    celery_app.app.backend.result_consumer.stop()
-    celery_app.app.close()
+    made.backend.result_consumer.stop()
+    made.close()
     kombu.pools.reset()
+    _state._set_current_app(None)
 
 
 @pytest.fixture(scope="module")

@@ -89,11 +89,16 @@ def run(
 ) -> Outcome:
     """Run tests of an unpacked suite; they wait more than they compute, hence the workers."""
     report = directory / "report.xml"
+    paths = {
+        # The suite's directory first: a sitecustomize there reaches the processes that it starts.
+        "PYTHONPATH": os.pathsep.join([str(directory), str(ROOT / "src")]),
+        "PATH": os.pathsep.join([str(Path(python).parent), os.environ["PATH"]]),
+    }
     command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", str(workers)]
     done = subprocess.run(
         [*command, "--timeout=60", f"--junitxml={report}", *options, *tests],
         cwd=directory,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), **environment},
+        env={**os.environ, **paths, **environment},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
