@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from typing import Any
 
 import redis
 from kombu.transport import redis as lists
-
-logger = logging.getLogger(__name__)
 
 _LONGEST_POLL = 1.0  # seconds; an ack from another thread frees credit and wakes nobody
 
@@ -61,12 +58,15 @@ class Poller(lists.MultiChannelPoller):  # type: ignore[misc]
             channel._client_id = None
 
     def check_reads(self) -> None:
-        """Drop a connection whose answer is overdue; Kombu does it itself since 5.7."""
+        """Drop a connection whose answer is overdue; Kombu does it itself since 5.7.
+
+        Before, its loop reconnects only if it is told so by an error.
+        """
         now = time.monotonic()
         for channel in list(self._channels):
             connection, sent = channel._in_poll, channel._brpop_sent_at
             if not connection or sent is None or not channel.health_check_interval:
                 continue
             if now - sent > channel.brpop_timeout + channel.health_check_interval:
-                logger.warning("no answer for %.0f seconds: dropping the connection", now - sent)
                 connection.disconnect()
+                raise redis.ConnectionError(f"no answer for {now - sent:.0f} seconds")

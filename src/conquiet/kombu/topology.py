@@ -7,6 +7,7 @@ from typing import Any
 
 from amqp.protocol import queue_declare_ok_t  # type: ignore[import-untyped]
 from kombu.exceptions import ChannelError
+from kombu.transport.base import to_rabbitmq_queue_arguments
 from kombu.utils.uuid import uuid
 
 from conquiet.kombu import scripts
@@ -21,6 +22,13 @@ class Topology(Connecting):
     """Declaring, binding, counting, purging and deleting."""
 
     consumer: str
+
+    def __init__(self, connection: Any, **kwargs: Any) -> None:
+        super().__init__(connection, **kwargs)
+        self._expires: dict[str, int] = {}  # milliseconds of x-expires
+
+    def prepare_queue_arguments(self, arguments: Any, **kwargs: Any) -> Any:
+        return to_rabbitmq_queue_arguments(arguments, **kwargs)
 
     def queue_declare(self, queue: str | None = None, passive: bool = False, **kwargs: Any) -> Any:
         queue = queue or f"amq.gen-{uuid()}"
