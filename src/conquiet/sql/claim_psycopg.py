@@ -47,10 +47,13 @@ class PsycopgRows(Rows):
         self._publish_sql = (
             f"UPDATE {self.name} SET published_at = clock_timestamp() WHERE id = ANY(%s::{ids}[])"
         )
-        parked = ", parked_at = CASE WHEN f.parks THEN clock_timestamp() END"
+        attempts, most = f"o.{layout.attempts} + 1", layout.most_attempts
+        if most is None:
+            attempts += ", parked_at = CASE WHEN f.parks THEN clock_timestamp() END"
+        else:
+            attempts = f"CASE WHEN f.parks THEN {most:d} ELSE {attempts} END"
         self._fail_sql = (
-            f"UPDATE {self.name} AS o SET {layout.attempts} = o.{layout.attempts} + 1,"
-            f" last_error = f.error{parked if layout.most_attempts is None else ''}"
+            f"UPDATE {self.name} AS o SET last_error = f.error, {layout.attempts} = {attempts}"
             f" FROM unnest(%s::{ids}[], %s::text[], %s::boolean[]) AS f (id, error, parks)"
             " WHERE o.id = f.id"
         )

@@ -80,9 +80,11 @@ class Rows:
             attempts: attempts + 1,
             self.table.c.last_error: bindparam("error"),
         }
+        parks = bindparam("parks", type_=Boolean)
         if layout.most_attempts is None:
-            parks = bindparam("parks", type_=Boolean)
             failed[self.table.c.parked_at] = case((parks, self.clock()), else_=None)
+        else:
+            failed[attempts] = case((parks, layout.most_attempts), else_=attempts + 1)
         self._fail = update(self.table).where(id_ == bindparam("row")).values(failed)
 
     def clock(self) -> Any:
@@ -222,11 +224,7 @@ class Rows:
         if published:
             connection.execute(self._publish, {"ids": published})
         if failures:
-            parks = self.layout.most_attempts is None
-            rows = [
-                {"row": f.id, "error": f.error, **({"parks": f.parks} if parks else {})}
-                for f in failures
-            ]
+            rows = [{"row": f.id, "error": f.error, "parks": f.parks} for f in failures]
             connection.execute(self._fail, rows)
 
     def _mark_each(

@@ -1,7 +1,8 @@
 """TableSource: what a relay reads. It claims rows, and settles them where it claimed them.
 
     stored ──claim──▶ claimed ──ack──▶ published_at set
-                         │ nack: one attempt more, and last_error; the last attempt parks the row
+                         │ nack: one attempt more, and last_error; the last attempt parks the row,
+                         │       and so does a PermanentError at once
                          │ nack with a Blameless error: as before, costs nothing
                          └ crash: as before, at once; the lock went with the connection
 
@@ -21,7 +22,14 @@ from typing import Any
 from sqlalchemy import Engine
 
 from conquiet.acking import Acking, Error
-from conquiet.errors import Blameless, ConfigError, GivenBack, InvalidMessage, StoreError
+from conquiet.errors import (
+    Blameless,
+    ConfigError,
+    GivenBack,
+    InvalidMessage,
+    PermanentError,
+    StoreError,
+)
 from conquiet.message import Message
 from conquiet.sql import dialect
 from conquiet.sql.claim_psycopg import PsycopgRows
@@ -69,7 +77,7 @@ class TableSource(ABC):
 
     @abstractmethod
     def _message(self, row: Any, acking: Acking) -> Message[bytes]:
-        """The message of a row; whatever it raises costs that row an attempt."""
+        """The message of a row; whatever it raises parks that row."""
 
     @abstractmethod
     def named(self, row: Any) -> dict[str, str]:
@@ -234,7 +242,8 @@ class Claim:
             resting.add(id_, row.key, row.attempts, costs=True)
 
     def _failure(self, row: Row, error: Error) -> Failure:
-        parks = row.attempts + 1 >= self._source.max_attempts
+        is_last = row.attempts + 1 >= self._source.max_attempts
+        parks = is_last or isinstance(error, PermanentError)
         reason = error_text(error)
         if parks:
             self._source.log(logging.ERROR, "parked", row, reason)

@@ -17,7 +17,7 @@ from tests.integration.events.samples import notification, one_of_each, rows, st
 from tests.integration.sql.claiming import ListSink
 from tests.waiting import eventually
 
-from conquiet.errors import ConfigError, GivenBack, SinkUnavailable, StoreError
+from conquiet.errors import ConfigError, GivenBack, InvalidMessage, SinkUnavailable, StoreError
 from conquiet.events import EventSource, emit, schema
 from conquiet.events.check import check
 from conquiet.marketplace.catalog import CATALOG
@@ -144,6 +144,14 @@ def test_a_row_at_its_maximum_is_claimed_no_more_and_can_be_sent_again(
     assert taken(source, 1)[0].id == id_
 
 
+def test_a_row_that_can_never_be_published_is_parked_at_once(source: EventSource) -> None:
+    store(source.engine, 2)
+    first, second = taken(source, 2)
+    first.nack(InvalidMessage("it will never fit"))
+    second.nack(ValueError("refused"))
+    assert [row.attempt_count for row in rows(source.engine)] == [source.max_attempts, 1]
+
+
 def test_a_failed_row_rests_and_lets_the_others_pass(source: EventSource) -> None:
     ids = store(source.engine, 2)
     first, second = taken(source, 2)
@@ -206,7 +214,7 @@ def test_a_payload_that_is_no_json_fails_alone(sqlite_url: str) -> None:
         ).all()
     source.close()
     engine.dispose()
-    assert [row[0] for row in found] == [1, 0]
+    assert [row[0] for row in found] == [source.max_attempts, 0]
     assert "payload_json is not JSON" in found[0][1]
 
 

@@ -83,6 +83,7 @@ class ListSink:
         self.sent: list = []
         self.calls: list[int] = []
         self.bad: set[str] = set()
+        self.refusal: type[Exception] = ValueError
         self.out = False
         self.closed = False
         self._lock = threading.Lock()
@@ -97,7 +98,7 @@ class ListSink:
                 bad = message.id in self.bad
                 if not bad:
                     self.sent.append(message)
-                answers.append(ValueError(f"{message.id} is refused") if bad else None)
+                answers.append(self.refusal(f"{message.id} is refused") if bad else None)
             return answers
 
     @property

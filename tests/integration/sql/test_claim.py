@@ -21,9 +21,16 @@ from tests.integration.sql.claiming import (
 from tests.waiting import eventually
 
 from conquiet.acking import settle
-from conquiet.errors import ConfigError, GivenBack, SinkUnavailable, StoreError
+from conquiet.errors import (
+    ConfigError,
+    GivenBack,
+    InvalidMessage,
+    PermanentError,
+    SinkUnavailable,
+    StoreError,
+)
 from conquiet.message import Message
-from conquiet.relay import Relay, publish_batch
+from conquiet.relay import Outcome, Relay, publish_batch
 from conquiet.sql.claim import OutboxSource
 from conquiet.sql.claimed import MAX_ERROR_CHARACTERS, error_text
 
@@ -173,6 +180,35 @@ def test_a_row_is_parked_at_its_last_attempt_and_never_claimed_again(engine, ope
     assert parked.parked_at is not None
     rested(source)
     assert source.read(10, 0) == []
+
+
+def test_a_row_that_can_never_be_published_is_parked_at_once(engine, open_source):
+    fill(engine, 2)
+    source = open_source(max_attempts=5)
+    first, second = source.read(2, 0.0)
+    settle([second.acking], [(first.acking, InvalidMessage("it will never fit"))])
+    assert the(engine, "e-1").parked_at is not None
+    assert the(engine, "e-1").attempts == 1
+    assert the(engine, "e-2").parked_at is None
+
+
+def test_S7_a_sink_that_will_never_take_anything_parks_one_row_and_no_more(engine, open_source):
+    fill(engine, 8)
+    sink = ListSink()
+    sink.bad = {f"e-{number}" for number in range(1, 9)}
+    sink.refusal = PermanentError
+    source = open_source()
+    relay = Relay(source, sink, batch_size=4)
+    for _ in range(30):
+        rested(source)
+        relay.run_once()
+    assert sum(row.parked_at is not None for row in rows(engine)) == 1
+    assert sum(row.attempts for row in rows(engine)) == 1
+    sink.bad = set()
+    rested(source)
+    while relay.run_once() != Outcome():
+        rested(source)
+    assert unpublished(engine) == 1
 
 
 def test_S7_a_blameless_error_costs_no_attempt(engine, open_source):
