@@ -310,6 +310,34 @@ def test_an_event_of_a_killed_process_is_handled_by_another_r1(redis_url, idempo
     assert eventually(lambda: attempt(idempotency, str(EVENT)) == "ran")
 
 
+FORKED = """
+import os, sys, time
+import redis
+from conquiet.events import Idempotency
+
+client = redis.Redis.from_url(sys.argv[1])
+idempotency = Idempotency(client, lease=0.4)
+with idempotency.guard("mailer", sys.argv[2]):
+    pass
+assert idempotency.keeper._thread.is_alive()  # it stays behind: a fork has one thread
+child = os.fork()
+if child:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+with idempotency.guard("mailer", sys.argv[3]):
+    for _ in range(12):
+        time.sleep(0.1)
+        if not client.exists(f"pf:evt:processed:mailer:{sys.argv[3]}"):
+            os._exit(1)
+os._exit(0)
+"""
+
+
+def test_a_process_that_was_forked_keeps_its_leases_too(redis_url: str) -> None:
+    """As in Celery's prefork pool, whose parent may have handled something before it forks."""
+    command = [sys.executable, "-W", "ignore", "-c", FORKED, redis_url, str(EVENT)]
+    assert subprocess.run([*command, str(uuid.uuid4())], timeout=60).returncode == 0
+
+
 # --- trouble --------------------------------------------------------------------------------
 
 
@@ -431,3 +459,29 @@ def test_a_task_that_is_cancelled_while_it_settles_settles_all_the_same(
 
         asyncio.run(cancel())
         assert eventually(lambda: value(redis_client) == "done")
+
+
+def test_a_task_that_is_cancelled_before_a_thread_is_free_to_settle_settles_all_the_same(
+    idempotency, redis_client
+) -> None:
+    blocked = threading.Event()
+
+    async def handle(done: asyncio.Event) -> None:
+        async with idempotency.guard("mailer", EVENT):
+            asyncio.get_running_loop().run_in_executor(None, blocked.wait, 30)
+            done.set()
+
+    async def cancel() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        done = asyncio.Event()
+        task = asyncio.create_task(handle(done))
+        await done.wait()
+        await asyncio.sleep(0)  # it settles next, and waits for the only thread
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        blocked.set()
+        while value(redis_client) != "done":
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(cancel(), 20))
