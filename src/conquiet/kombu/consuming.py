@@ -62,7 +62,9 @@ class Consuming(Publishing):
         self._watched: set[str] = set()
         self._order: list[str] = []
         self._in_flight: Acks = {}
-        self._waits = False  # the last fetch found nothing: block until something comes
+        self._is_drained = False  # the last fetch took all there was
+        self._blocks = False  # the read under way ends when something comes
+        self._wanted = 0
         self._prepare_streams = True
         self._send_whole = False
         self._retry_at = 0.0
@@ -153,7 +155,9 @@ class Consuming(Publishing):
             for queue in queues:
                 self._watch(queue)
         self._order = self._streams_of(queues)
-        if self._waits:
+        # While there are acks to send, a fetch takes them along; a read that blocks could not.
+        self._blocks, self._wanted = self._is_drained and not self.settlement, wanted
+        if self._blocks:
             command = self._blocking_read(self.brpop_timeout if timeout is None else timeout)
         else:
             self._in_flight = self.settlement.take_acks()
@@ -195,7 +199,7 @@ class Consuming(Publishing):
 
     def _receive_answer(self) -> None:
         """Take what the server has sent into the buffer."""
-        connection, waited = self._in_poll, self._waits
+        connection = self._in_poll
         try:
             reply = connection.read_response()
         except self.connection_errors as error:
@@ -216,13 +220,13 @@ class Consuming(Publishing):
                 flush()
         self._in_flight = {}
         self._send_whole = False
-        if waited:
-            self._waits = False
+        if self._blocks:
+            self._is_drained = False
             self._keep(self._blocked_entries(reply))
         else:
             self._prepare_streams = False
             entries = self._entries(reply, self._order)
-            self._waits = not entries and not reply[0]
+            self._is_drained = len(entries) < self._wanted and not reply[0]
             self._keep(entries)
 
     def _keep(self, entries: list[Entry]) -> None:
@@ -251,7 +255,7 @@ class Consuming(Publishing):
         if isinstance(error, redis.exceptions.NoScriptError):
             self._send_whole = True
         elif text.startswith(("NOGROUP", "UNBLOCKED")) or "consumer group" in text:
-            self._waits, self._prepare_streams = False, True
+            self._is_drained, self._prepare_streams = False, True
         elif isinstance(error, redis.exceptions.ReadOnlyError):
             # The master became a replica; Kombu connects anew, and Sentinel knows where to.
             self.client.connection.disconnect()
@@ -274,7 +278,7 @@ class Consuming(Publishing):
         """Nobody takes messages any more: what the read brings goes back."""
         if not self._in_poll:
             return
-        if self._waits and self._client_id:
+        if self._blocks and self._client_id:
             try:
                 self.commands.client_unblock(self._client_id)
             except redis.RedisError:  # not allowed; then it ends by itself, within the block time
