@@ -140,4 +140,10 @@ def _answer(message: Message[Any], reply: object) -> Exception:
         return SinkUnavailable(f"{name}: the answer of Redis was lost: {reply}")
     if is_unwilling(reply):
         return SinkUnavailable(f"{name}: Redis takes nothing now: {reply}")
+    if isinstance(reply, redis.exceptions.NoPermissionError):
+        return SinkUnavailable(f"{name}: Redis takes nothing from us: {reply}; mend its ACL")
+    if str(reply).startswith("WRONGTYPE"):
+        return SinkUnavailable(
+            f"{name}: its topic is no stream: {reply}; delete or rename that key"
+        )
     return Refused(f"{name}: Redis refused it: {reply}")

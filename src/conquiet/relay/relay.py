@@ -197,6 +197,8 @@ def publish_messages(
             nacked.append((message.acking, answer))
         else:
             nacked.append((message.acking, outage))
+    if outage is None:
+        _log_waiting(answers)
     settle(acked, nacked)
     failed = sum(1 for _, error in nacked if not isinstance(error, Blameless))
     return Outcome(len(acked), failed, outage)
@@ -238,6 +240,15 @@ def _log(message: Message[Any], answer: Exception) -> None:
             describe(message.attributes),
             answer,
             extra=fields(message, reason=type(answer).__name__),
+        )
+
+
+def _log_waiting(answers: Sequence[Error]) -> None:
+    """Of what waits at no cost while others went out, nothing else would tell."""
+    waiting = [answer for answer in answers if isinstance(answer, SinkUnavailable)]
+    if waiting:
+        logger.warning(
+            "%d of %d not published, tried again later: %s", len(waiting), len(answers), waiting[0]
         )
 
 

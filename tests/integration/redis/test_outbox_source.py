@@ -65,7 +65,7 @@ def test_a_batch_is_no_larger_than_asked(outbox, redis_client):
 def test_a_message_that_its_sink_refuses_stays_and_then_goes_to_the_dead_letters(
     outbox, redis_client
 ):
-    redis_client.set("orders", "not a stream")
+    redis_client.xadd("orders", {"a": "b"}, id=f"{2**64 - 1}-{2**64 - 1}")  # it is full for ever
     outbox(1, "orders")
     outbox(1, "sales", first=1)
     source = outbox_source(redis_client, "outbox", max_deliveries=2)

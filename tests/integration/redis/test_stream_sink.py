@@ -100,27 +100,35 @@ def test_the_keys_of_one_partition_differ_in_their_lower_bits():
     assert min(lanes) > len(mine) / 10
 
 
-def test_a_key_of_another_type_fails_alone(redis_client):
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_key_of_another_type_is_not_the_fault_of_the_message(redis_client, ordered):
     redis_client.set("broken", "text")
     messages = numbered(3)
     messages[1].topic = "broken"
-    answers = StreamSink(redis_client, "orders").publish(messages)
+    answers = StreamSink(redis_client, "orders", ordered=ordered).publish(messages)
     assert [answer is None for answer in answers] == [True, False, True]
     assert "WRONGTYPE" in str(answers[1])
-    assert not isinstance(answers[1], SinkUnavailable)
+    assert isinstance(answers[1], SinkUnavailable)
 
 
-def test_what_an_acl_forbids_fails_alone(redis_client):
+@pytest.mark.parametrize("ordered", [False, True])
+def test_what_an_acl_forbids_is_not_the_fault_of_the_message(redis_client, ordered):
     redis_client.acl_setuser(
-        "shop", enabled=True, nopass=True, keys=["orders"], commands=["+xadd"], reset=True
+        "shop",
+        enabled=True,
+        nopass=True,
+        keys=["orders"],
+        commands=["+xadd", "+multi", "+exec"],
+        reset=True,
     )
     settings = redis_client.connection_pool.connection_kwargs
     try:
         with redis.Redis(port=settings["port"], username="shop", password="x") as client:
             messages = numbered(2)
             messages[0].topic = "secret"
-            answers = StreamSink(client, "orders").publish(messages)
-        assert "no permissions" in str(answers[0]).lower()
+            answers = StreamSink(client, "orders", ordered=ordered).publish(messages)
+        assert "mend its ACL" in str(answers[0])
+        assert isinstance(answers[0], SinkUnavailable)
         assert answers[1] is None
     finally:
         redis_client.acl_deluser("shop")
