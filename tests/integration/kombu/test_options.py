@@ -1,0 +1,82 @@
+"""Options that a running transport honours."""
+
+from __future__ import annotations
+
+import kombu
+import pytest
+from tests.integration.kombu.brokers import Taken, connected, drain, nothing_comes, put, size
+
+from conquiet.kombu import OptionError, inspection
+
+
+def test_options_are_checked_when_the_transport_is_made(redis_url):
+    with (
+        connected(redis_url, stream_maxlen=1000) as connection,
+        pytest.raises(OptionError, match="stream_maxlen"),
+    ):
+        connection.connect()
+
+
+def test_consumer_id_is_part_of_a_name_that_is_still_unique(redis_url, redis_client):
+    with (
+        connected(redis_url, consumer_id="billing") as one,
+        connected(redis_url, consumer_id="billing") as other,
+    ):
+        put(one, "orders", 1, 2)
+        for connection in (one, other):
+            assert kombu.Queue("orders")(connection.default_channel).get()
+        [info] = inspection.queues(redis_client)
+        names = [consumer.name for consumer in info.consumers]
+        assert len(set(names)) == 2
+        assert all(name.startswith("billing:") for name in names)
+
+
+def test_prefetch_count_holds_until_a_channel_sets_its_own(redis_url):
+    with connected(redis_url, prefetch_count=2) as connection:
+        put(connection, "orders", *range(10))
+        taken = Taken(ack=False)
+        with connection.Consumer(kombu.Queue("orders"), callbacks=[taken]) as consumer:
+            drain(connection, taken, 2)
+            assert nothing_comes(connection)
+            assert size(connection, "orders") == 8
+            consumer.qos(prefetch_count=3)
+            drain(connection, taken, 3)
+
+
+def test_priority_steps(redis_url):
+    with connected(redis_url, priority_steps=list(range(10))) as connection:
+        for priority in (5, 4, 9, 0):
+            put(connection, "orders", priority, priority=priority)
+        queue = kombu.Queue("orders")(connection.default_channel)
+        assert [queue.get(no_ack=True).payload for _ in range(4)] == [0, 4, 5, 9]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "order"), [("sorted", ["a", "a", "b", "b"]), ("priority", ["b", "b", "a", "a"])]
+)
+def test_queue_order_strategy(redis_url, strategy, order):
+    with connected(redis_url, queue_order_strategy=strategy) as connection:
+        put(connection, "a", "a", "a")
+        put(connection, "b", "b", "b")
+        taken = Taken()
+        queues = [kombu.Queue("b"), kombu.Queue("a")]
+        with connection.Consumer(queues, callbacks=[taken], prefetch_count=1):
+            assert drain(connection, taken, 4) == order
+
+
+def test_options_without_meaning_change_nothing(redis_url):
+    options = {
+        "ack_emulation": False,
+        "visibility_timeout": 0.01,
+        "unacked_key": "mine",
+        "unacked_restore_limit": 1,
+        "fanout_prefix": False,
+        "sep": ":",
+    }
+    with connected(redis_url, **options) as connection:
+        put(connection, "orders", "a")
+        queue = kombu.Queue("orders")(connection.default_channel)
+        message = queue.get()
+        assert queue.get() is None
+        message.requeue()
+        assert queue.get(no_ack=True).payload == "a"
