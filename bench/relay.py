@@ -1,7 +1,8 @@
 """The relay: rows per second, and how long after a commit a consumer has the event.
 
-Rows: an outbox that is full, published to a Redis Stream and marked; the floor is the same by hand
-with psycopg and redis-py: SELECT … FOR UPDATE SKIP LOCKED, a pipeline of XADDs, one UPDATE, COMMIT.
+Rows: an outbox that is full, or `outbox_events`, published to a Redis Stream and marked; the floor
+is the same by hand with psycopg and redis-py: SELECT … FOR UPDATE SKIP LOCKED, a pipeline of XADDs,
+one UPDATE, COMMIT.
 
 Latency: `conquiet relay run` in a process of its own while transactions of one event each commit
 at 300 per second; from the return of COMMIT to the entry in the consumer's hands, by one clock.
@@ -20,18 +21,23 @@ import statistics
 import subprocess
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from typing import Any, cast
 
 import psycopg
 import redis
-from sqlalchemy import Engine, text
+from sqlalchemy import Connection, Engine, text
 
 from bench.harness import Case, arguments, report
 from conquiet import Message, embedded
+from conquiet.events import EventSource, emit
+from conquiet.events import schema as events_schema
+from conquiet.marketplace.catalog import CATALOG, NotificationRequested
 from conquiet.redis import StreamSink
 from conquiet.relay.metrics import RelayMetrics
 from conquiet.relay.watched import WatchedRelay
+from conquiet.source import Source
 from conquiet.sql import Outbox, OutboxSource, engine, schema, written
 
 RATE = 300
@@ -47,25 +53,37 @@ def event(number: int) -> Message[bytes]:
 class Publishing:
     """The same rows, published again and again; each round makes them new first."""
 
+    table, stream = "outbox", "orders"
+    select = (
+        "SELECT id, event_id, event_type, data FROM outbox WHERE published_at IS NULL"
+        " AND parked_at IS NULL ORDER BY id LIMIT %s FOR UPDATE SKIP LOCKED"
+    )
+
     def __init__(self, made: Engine, url: str, client: redis.Redis, count: int) -> None:
         self.made, self.url, self.client, self.count = made, url, client, count
-        with made.begin() as connection:
-            for start in range(0, count, 1_000):
-                OUTBOX.add(connection, [event(start + n) for n in range(1_000)])
+        for start in range(0, count, 1_000):
+            with made.begin() as connection:
+                self.fill(connection, range(start, start + 1_000))
+
+    def fill(self, connection: Connection, numbers: range) -> None:
+        OUTBOX.add(connection, [event(number) for number in numbers])
+
+    def source(self) -> Source:
+        return OutboxSource(self.made, wakeup=False)
 
     def again(self) -> None:
-        """Unpublish: the same cost for both, and counted for both."""
-        self.client.delete("orders")
+        """Unpublish: the same cost for both, and counted for neither."""
+        self.client.delete(self.stream)
         with self.made.begin() as connection:
-            connection.execute(text("UPDATE outbox SET published_at = NULL"))
+            connection.execute(text(f"UPDATE {self.table} SET published_at = NULL"))
         with self.made.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-            connection.execute(text("VACUUM outbox"))
+            connection.execute(text(f"VACUUM ANALYZE {self.table}"))
 
     def by_relay(self, batch: int) -> float:
         self.again()
-        source = OutboxSource(self.made, wakeup=False)
+        source = self.source()
         relay = WatchedRelay(
-            source, StreamSink(self.client, "orders"), RelayMetrics(), batch_size=batch
+            source, StreamSink(self.client, self.stream), RelayMetrics(), batch_size=batch
         )
         began = time.perf_counter()
         while relay.run_once().published:
@@ -80,19 +98,15 @@ class Publishing:
         began = time.perf_counter()
         with psycopg.connect(self.url) as connection:
             while True:
-                rows = connection.execute(
-                    "SELECT id, event_id, event_type, data FROM outbox WHERE published_at IS NULL"
-                    " AND parked_at IS NULL ORDER BY id LIMIT %s FOR UPDATE SKIP LOCKED",
-                    (batch,),
-                ).fetchall()
+                rows = connection.execute(self.select, (batch,)).fetchall()
                 if not rows:
                     break
                 pipeline: Any = self.client.pipeline(transaction=False)
                 for _, event_id, kind, data in rows:
-                    pipeline.xadd("orders", {"id": event_id, "type": kind, "data": data})
+                    pipeline.xadd(self.stream, {"id": str(event_id), "type": kind, "data": data})
                 pipeline.execute()
                 connection.execute(
-                    "UPDATE outbox SET published_at = now() WHERE id = ANY(%s)",
+                    f"UPDATE {self.table} SET published_at = now() WHERE id = ANY(%s)",
                     ([row[0] for row in rows],),
                 )
                 connection.commit()
@@ -101,13 +115,31 @@ class Publishing:
         return seconds
 
     def _check(self) -> None:
-        if cast(Any, self.client).xlen("orders") != self.count:
+        if cast(Any, self.client).xlen(self.stream) != self.count:
             raise AssertionError("an event is missing")
 
 
-def throughput(made: Engine, url: str, client: redis.Redis, quick: bool) -> list[Case]:
-    count, rounds = (3_000, 2) if quick else (20_000, 5)
-    publishing = Publishing(made, url, client, count)
+class PublishingEvents(Publishing):
+    """Domain events, whose payload is JSONB."""
+
+    table, stream = "outbox_events", "pf-domain-events"
+    select = (
+        "SELECT id, id, event_type::text, payload_json::text FROM outbox_events WHERE"
+        " published_at IS NULL AND attempt_count < 10 ORDER BY created_at, id LIMIT %s"
+        " FOR UPDATE SKIP LOCKED"
+    )
+
+    def fill(self, connection: Connection, numbers: range) -> None:
+        ids = [uuid.uuid4() for _ in numbers]
+        events = (NotificationRequested(id_, uuid.uuid4(), "email", "x" * 130) for id_ in ids)
+        emit(connection, *(CATALOG.event(one, aggregate_id=one.notification_id) for one in events))
+
+    def source(self) -> Source:
+        return EventSource(self.made, wakeup=False, cloudevents=True)
+
+
+def throughput(publishing: Publishing, quick: bool) -> list[Case]:
+    count, rounds = publishing.count, 2 if quick else 5
     cases = []
     for batch in (50, 500):
         taken: dict[str, list[float]] = {"conquiet relay": [], "by hand": []}
@@ -128,7 +160,7 @@ def throughput(made: Engine, url: str, client: redis.Redis, quick: bool) -> list
                 floor="psycopg and redis-py by hand",
                 floor_rate=floor,
                 ratio=ours / floor,
-                settings={"batch": batch, "rows": count},
+                settings={"table": publishing.table, "batch": batch, "rows": count},
             )
         )
     return cases
@@ -215,8 +247,11 @@ def main() -> None:
         url = server.create_database()
         made = engine(url)
         schema.init(made)
+        events_schema.init(made, CATALOG)
+        count = 3_000 if options.quick else 20_000
         with redis.Redis.from_url(stream.url) as client:
-            cases = throughput(made, url, client, options.quick)
+            cases = throughput(Publishing(made, url, client, count), options.quick)
+            cases += throughput(PublishingEvents(made, url, client, count), options.quick)
         woken = latency(made, url, stream.url, seconds)
         polled = latency(made, url, stream.url, seconds, "--wakeup", "false")
         made.dispose()

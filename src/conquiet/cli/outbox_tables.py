@@ -66,6 +66,8 @@ def tables_of(options: Namespace) -> Tables:
 def _generic(table: str, options: Namespace) -> Tables:
     from conquiet.sql import schema
 
+    if options.catalog:
+        raise ConfigError(f"--catalog is for --table outbox_events; the table {table} has no enums")
     names: dict[str, Any] = {"outbox": table}
     if options.no_inbox:
         names["inbox"] = None

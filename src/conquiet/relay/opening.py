@@ -24,8 +24,6 @@ CONNECT_SECONDS = 5
 EVENTS_TABLE = "outbox_events"
 """A table of this name, in whatever schema, has the locked layout of domain events."""
 EVENTS_SOURCE = "conquiet.events.source:EventSource"
-_CLOUDEVENTS_ONLY = ("redis", "rediss", "stdout")
-"""Sinks that take no attribute with an underscore in its name."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +34,8 @@ class OpenedSink:
     check: Callable[[], object] | None
     """Raises if the sink is out of reach; None if only publishing can tell."""
     close: Callable[[], object] = lambda: None
+    cloudevents: bool = False
+    """Whether it takes the attribute names of CloudEvents alone, which have no underscore."""
 
 
 def _redis(url: str, settings: Settings) -> OpenedSink:
@@ -73,7 +73,7 @@ def _redis(url: str, settings: Settings) -> OpenedSink:
         client.close()
         prober.close()
 
-    return OpenedSink(sink, prober.ping, close)
+    return OpenedSink(sink, prober.ping, close, cloudevents=True)
 
 
 def _without_secrets(error: Exception, url: str) -> str:
@@ -86,7 +86,7 @@ def _stdout(url: str, settings: Settings) -> OpenedSink:
 
     from conquiet.jsonlines import LinesSink
 
-    return OpenedSink(LinesSink(sys.stdout.buffer), lambda: None)
+    return OpenedSink(LinesSink(sys.stdout.buffer), lambda: None, cloudevents=True)
 
 
 def _by(place: str, extra: str) -> Callable[[str, Settings], OpenedSink]:
@@ -159,10 +159,15 @@ def open_engine(settings: Settings, **options: Any) -> Engine:
             options["connect_args"] = {
                 name: value for name, value in wanted.items() if name not in url.query
             }
-        elif not os.path.exists(url.database or ""):
+        elif not url.database or ":memory:" in url.database:
             raise ConfigError(
-                f"CONQUIET_DATABASE_URL: no file {url.database or ':memory:'!r};"
-                " conquiet outbox migrate would make it"
+                "CONQUIET_DATABASE_URL: a relay needs a SQLite file, sqlite:///FILE; nobody else"
+                " writes to one in memory"
+            )
+        elif not os.path.exists(url.database):
+            raise ConfigError(
+                f"CONQUIET_DATABASE_URL: no file {url.database!r}; conquiet outbox migrate would"
+                " make it"
             )
         return sql.engine(url, **options)  # type: ignore[no-any-return]
     except ArgumentError:
@@ -180,7 +185,7 @@ def has_events_layout(table: str) -> bool:
     return table.rpartition(".")[2] == EVENTS_TABLE
 
 
-def open_source(settings: Settings, engine: Engine) -> Source:
+def open_source(settings: Settings, engine: Engine, *, cloudevents: bool) -> Source:
     options: dict[str, Any] = {
         "max_attempts": settings.max_attempts,
         "poll": settings.poll_ms / 1000,
@@ -193,9 +198,8 @@ def open_source(settings: Settings, engine: Engine) -> Source:
         return OutboxSource(engine, settings.table, **options)
     module, _, name = EVENTS_SOURCE.partition(":")
     kind: Any = getattr(_needed(module, "sql"), name)
-    plain = scheme_of(settings.sink) in _CLOUDEVENTS_ONLY
     return kind(  # type: ignore[no-any-return]
-        engine, settings.table, topic=topic_of(settings), cloudevents=plain, **options
+        engine, settings.table, topic=topic_of(settings), cloudevents=cloudevents, **options
     )
 
 

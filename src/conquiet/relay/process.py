@@ -71,7 +71,7 @@ class RelayProcess:
             self._sink = Check(self._look_at_sink(opened.check), timeout=seconds)
             self.metrics = RelayMetrics(self._figures)
             self.relay = WatchedRelay(
-                open_source(settings, engine),
+                open_source(settings, engine, cloudevents=opened.cloudevents),
                 opened.sink,
                 self.metrics,
                 batch_size=settings.batch_size,

@@ -156,3 +156,10 @@ def test_the_file_of_the_relay_is_read_too(tmp_path, monkeypatch, capsys):
     assert main(["outbox", "migrate"]) == 0
     assert main(["outbox", "status", "--json"]) == 0
     assert '"sales_outbox"' in capsys.readouterr().out
+
+
+def test_a_catalog_is_for_outbox_events_alone(tmp_path, capsys):
+    url = f"sqlite:///{tmp_path / 'shop.sqlite'}"
+    assert main(["outbox", "migrate", "--url", url, "--catalog", MARKETPLACE]) == 2
+    assert "--table outbox_events" in capsys.readouterr().err
+    assert not (tmp_path / "shop.sqlite").exists()
