@@ -38,7 +38,8 @@ app.conf.update(
 @cache
 def idempotency() -> Idempotency:
     """Made in the process that uses it, not in the one that forks it."""
-    return Idempotency(redis.Redis.from_url(os.environ["REDIS_URL"]))
+    url = os.environ.get("REDIS_URL", "redis://localhost:6379/0")
+    return Idempotency(redis.Redis.from_url(url))
 
 
 sent: list[str] = []

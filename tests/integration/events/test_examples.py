@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ from sqlalchemy.orm import Session
 from tests.integration.events.samples import filled, notification
 from tests.waiting import eventually
 
+from conquiet.errors import InvalidMessage
 from conquiet.events import EventSource, Idempotency, emit, schema
 from conquiet.events.check import check
 from conquiet.marketplace.catalog import CATALOG, AdPaused, OrderCreated
@@ -103,6 +105,27 @@ def test_the_reference_consumer_outlives_its_redis_and_ends_when_told(private_re
     assert not thread.is_alive()
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_reference_consumer_ends_at_a_signal_without_a_word_too_many(
+    published, redis_url: str, redis_client, number: int
+) -> None:
+    process = subprocess.Popen(
+        [sys.executable, ROOT / "examples" / "idempotent_consumer.py"],
+        env={**os.environ, "REDIS_URL": redis_url},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        key = f"pf:evt:processed:notifications:{published.id}"
+        assert eventually(lambda: redis_client.exists(key), timeout=30)
+        process.send_signal(number)
+        said = process.communicate(timeout=30)[1]
+    finally:
+        process.kill()
+    assert process.returncode == 0
+    assert "Traceback" not in said
+
+
 @pytest.fixture
 def _logs_as_before() -> Iterator[None]:
     """A Celery worker in this process sets up the logs of all of it."""
@@ -143,6 +166,31 @@ def test_the_celery_task_handles_duplicates_once(redis_url: str, monkeypatch) ->
             eventually(lambda: {client.get(key)[:5] for key in keys} == {b"done:"})
     assert example.sent == ["NotificationRequested"] * 2
     assert len(keys) == 2
+
+
+def test_the_celery_task_is_tried_again_until_its_handler_succeeds(
+    redis_url: str, monkeypatch
+) -> None:
+    pytest.importorskip("celery")
+    from examples import idempotent_celery as example
+
+    monkeypatch.setenv("REDIS_URL", redis_url)
+    example.idempotency.cache_clear()
+    calls = []
+
+    def fails_twice(data: object) -> None:
+        calls.append(data)
+        if len(calls) < 3:
+            raise RuntimeError("the mail server is away")
+
+    monkeypatch.setattr(example, "send", fails_twice)
+    event = notification()
+    for _ in range(2):  # a duplicate, too
+        example.notify.apply([event.event_type, check(event).payload_json])
+    assert len(calls) == 3
+    refused = example.notify.apply([event.event_type, "{}"])
+    assert refused.failed()
+    assert isinstance(refused.result, InvalidMessage)
 
 
 @pytest.mark.slow
