@@ -90,12 +90,14 @@ class Catalog:
             raise ConfigError(f"event type {event_type!r:.60} is not in the enum of the catalog")
         if aggregate_type not in self.aggregate_types:
             raise ConfigError(f"aggregate type {aggregate_type!r:.60} is not in the catalog's enum")
-        if version < 1:
-            raise ConfigError(f"version={version}: versions count from 1")
+        if isinstance(version, bool) or not isinstance(version, int) or version < 1:
+            raise ConfigError(f"version={version!r:.40}: versions are whole numbers from 1 on")
         if (event_type, version) in self._declared:
             raise ConfigError(f"{event_type} version {version} is declared twice")
 
         def declared(struct: S) -> S:
+            if not isinstance(struct, type) or not issubclass(struct, msgspec.Struct):
+                raise ConfigError(f"{struct!r:.80}: the data of an event must be a msgspec.Struct")
             if struct in self._by_struct:
                 raise ConfigError(f"{struct.__name__} is declared twice; make a subclass of it")
             key = str(event_type), version

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 from uuid import UUID
@@ -12,6 +13,7 @@ import msgspec
 
 from conquiet.errors import InvalidMessage
 from conquiet.events.catalog import Declaration, InvalidEvent
+from conquiet.events.envelope import ActorRef
 from conquiet.events.event import Event
 
 MAX_PAYLOAD_BYTES = 256 * 1024
@@ -38,6 +40,11 @@ def canonical(value: Any) -> bytes:
 
 def check(event: Event, max_bytes: int = MAX_PAYLOAD_BYTES) -> Checked:
     """The row of an event; raises `InvalidEvent` with what to change."""
+    if not isinstance(event, Event):
+        raise InvalidEvent(
+            f"{type(event).__name__} is no event: make one with catalog.event(…), and emit several"
+            " by emit(session, *events)"
+        )
     declaration = _declared(event)
     for name, value in (("id", event.id), ("aggregate_id", event.aggregate_id)):
         if not isinstance(value, UUID):
@@ -84,7 +91,9 @@ def _payload(event: Event, declaration: Declaration) -> bytes:
         data = _plain(event.data)
         # A struct's own constructor checks no types: what is written must be readable again.
         kept = event.catalog.read(declaration.event_type, declaration.version, _encode(data))
-        _refuse_unknown(event, declaration)
+        unknown = list(_unknown(data, kept))
+        if unknown:
+            raise _invalid(event, f"its data has unknown fields: {', '.join(unknown):.200}")
         envelope: dict[str, Any] = {
             "version": event.version,
             "eventId": str(event.id),
@@ -92,8 +101,10 @@ def _payload(event: Event, declaration: Declaration) -> bytes:
             "data": _plain(kept),
         }
         if event.actor is not None:
+            if not isinstance(event.actor, ActorRef):
+                raise _invalid(event, f"its actor must be an ActorRef, not {_kind(event.actor)}")
             actor = msgspec.to_builtins(event.actor)
-            msgspec.convert(actor, type(event.actor))
+            msgspec.convert(actor, ActorRef)
             envelope["actor"] = actor
         return _encode(envelope)
     except InvalidMessage as error:
@@ -102,12 +113,21 @@ def _payload(event: Event, declaration: Declaration) -> bytes:
         raise _invalid(event, f"it cannot be written as JSON: {error}") from error
 
 
-def _refuse_unknown(event: Event, declaration: Declaration) -> None:
-    if isinstance(event.data, Mapping):
-        known = {field.encode_name for field in msgspec.structs.fields(declaration.data)}
-        unknown = ", ".join(sorted(map(str, set(event.data) - known)))
-        if unknown:
-            raise _invalid(event, f"its data has unknown fields: {unknown:.200}")
+def _unknown(given: Any, kept: Any, where: str = "") -> Iterator[str]:
+    """The fields, at every level, that were given and that no struct has: they would be lost."""
+    if isinstance(kept, msgspec.Struct) and isinstance(given, dict):
+        fields = {field.encode_name: field.name for field in msgspec.structs.fields(kept)}
+        for name, value in given.items():
+            if name not in fields:
+                yield f"{where}{name}"
+            else:
+                yield from _unknown(value, getattr(kept, fields[name]), f"{where}{name}.")
+    elif isinstance(given, list) and isinstance(kept, (list, tuple)):
+        for number, (one, other) in enumerate(zip(given, kept, strict=False)):
+            yield from _unknown(one, other, f"{where}{number}.")
+    elif isinstance(given, dict) and isinstance(kept, dict):
+        for name in given.keys() & kept.keys():
+            yield from _unknown(given[name], kept[name], f"{where}{name}.")
 
 
 def _plain(data: Any) -> Any:
@@ -119,13 +139,21 @@ def _with_utc(value: Any) -> Any:
         return {name: _with_utc(one) for name, one in value.items()}
     if isinstance(value, (list, tuple)):
         return [_with_utc(one) for one in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{value} is no number of JSON")
     return _in_utc(value) if isinstance(value, datetime) else value
 
 
 def _in_utc(moment: datetime) -> datetime:
+    if not isinstance(moment, datetime):
+        raise TypeError(f"a time must be a datetime, not {_kind(moment)}")
     if moment.tzinfo is None:
         raise ValueError(f"the time {moment} has no offset; use datetime.now(UTC)")
     return moment.astimezone(UTC)
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__
 
 
 def _invalid(event: Event, why: str) -> InvalidEvent:

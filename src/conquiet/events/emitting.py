@@ -92,12 +92,15 @@ def _statements(events: Sequence[Event], table: str, max_bytes: int) -> list[Ins
     """All is checked before the first is sent; databases limit the parameters of one."""
     if not events:
         raise ConfigError("emit at least one event")
+    checked = [check(event, max_bytes) for event in events]
     catalog = events[0].catalog
+    if any(event.catalog is not catalog for event in events):
+        raise ConfigError("events of two catalogs; emit those of each by themselves")
+    if len({one.id for one in checked}) < len(checked):
+        raise ConfigError("the same event twice; each is emitted once")
     rows: list[dict[str, Any]] = []
-    for event in events:
-        if event.catalog is not catalog:
-            raise ConfigError("events of two catalogs; emit those of each by themselves")
-        row = check(event, max_bytes)._asdict()
+    for one in checked:
+        row: dict[str, Any] = one._asdict()
         row["payload_json"] = msgspec.json.decode(row["payload_json"])
         rows.append(row)
     into = insert(_table(catalog, table))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from datetime import UTC, datetime, timedelta, timezone
 from enum import StrEnum
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,10 +18,12 @@ from conquiet.events import (
     Envelope,
     ErrorEnvelope,
     ErrorRef,
+    Event,
     InvalidEvent,
     UnknownEvent,
 )
 from conquiet.events.check import MAX_PAYLOAD_BYTES, check
+from conquiet.events.emitting import statement
 from conquiet.events.event import new_event_id
 from conquiet.marketplace import catalog as marketplace
 from conquiet.marketplace.catalog import CATALOG, AggregateType, EventType, NotificationRequested
@@ -125,7 +128,7 @@ def test_what_is_not_in_the_enums_cannot_be_declared() -> None:
         catalog.declare("bought", "shop")
     with pytest.raises(ConfigError, match="'mall' is not in the catalog"):
         catalog.declare("sold", "mall")
-    with pytest.raises(ConfigError, match="count from 1"):
+    with pytest.raises(ConfigError, match="whole numbers from 1 on"):
         catalog.declare("sold", "shop", 0)
 
 
@@ -259,11 +262,61 @@ class Loud(msgspec.Struct):
         (notification(id=str(ID)), "id must be a UUID, not str"),
         (notification(aggregate_id="7"), "aggregate_id must be a UUID, not str"),
         (notification(actor=ActorRef("robot", "r")), "cannot be written as JSON"),
+        (notification(actor={"type": "user", "id": "1"}), "must be an ActorRef, not dict"),
+        (notification(occurred_at="2026"), "must be a datetime, not str"),
+        ([notification()], "list is no event: .* emit\\(session, \\*events\\)"),
     ],
 )
 def test_an_event_is_refused_with_what_to_change(event, why: str) -> None:
     with pytest.raises(InvalidEvent, match=why):
         check(event)
+
+
+class Line(msgspec.Struct):
+    sku: str
+    weight: float = 0.0
+
+
+class Shipped(msgspec.Struct, omit_defaults=True):
+    lines: list[Line]
+    by: dict[str, Line] = {}
+
+
+def shipped(**data: Any) -> Event:
+    catalog = Catalog(StrEnum("T", {"A": "shipped"}), StrEnum("G", {"A": "parcel"}))
+    catalog.declare("shipped", "parcel")(Shipped)
+    return catalog.event_of("shipped", "parcel", data, aggregate_id=ID)
+
+
+def test_unknown_fields_are_refused_at_every_level() -> None:
+    with pytest.raises(InvalidEvent, match=r"unknown fields: lines\.1\.phone, by\.x\.name"):
+        check(
+            shipped(
+                lines=[{"sku": "a"}, {"sku": "b", "phone": "1"}],
+                by={"x": {"sku": "c", "name": "n"}},
+            )
+        )
+    check(shipped(lines=[{"sku": "a", "weight": 0.0}], by={}))  # defaults, given
+
+
+def test_what_is_no_number_of_json_is_refused_and_not_stored_as_null() -> None:
+    with pytest.raises(InvalidEvent, match="nan is no number of JSON"):
+        check(shipped(lines=[{"sku": "a", "weight": float("nan")}]))
+
+
+@pytest.mark.parametrize("data", [int, dict, "Struct", object()])
+def test_only_structs_are_declared(data: Any) -> None:
+    catalog = Catalog(StrEnum("T", {"A": "shipped"}), StrEnum("G", {"A": "parcel"}))
+    with pytest.raises(ConfigError, match=r"must be a msgspec\.Struct"):
+        catalog.declare("shipped", "parcel")(data)
+    with pytest.raises(ConfigError, match="whole numbers from 1 on"):
+        catalog.declare("shipped", "parcel", "1")  # type: ignore[arg-type]
+
+
+def test_the_same_event_twice_in_one_call_is_refused() -> None:
+    event = notification()
+    with pytest.raises(ConfigError, match="the same event twice"):
+        statement(event, event)
 
 
 def test_a_struct_that_nobody_declared_is_no_event() -> None:
