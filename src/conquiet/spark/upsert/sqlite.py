@@ -7,6 +7,7 @@ the application. Each of them has a file of its own instead, and the driver alon
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import secrets
 import sqlite3
@@ -186,7 +187,7 @@ class SqliteTarget:
 
     def sweep(self, marked: str, *, older_than: float | None = None) -> None:
         border = time.time() - (older_than or 0)
-        for path in self._file.parent.glob(f"{self._file.name}-stage-{marked}-*"):
+        for path in self._file.parent.glob(f"{glob.escape(self._file.name)}-stage-{marked}-*"):
             with contextlib.suppress(FileNotFoundError):
                 if older_than is None or path.stat().st_mtime < border:
                     path.unlink()
