@@ -53,8 +53,8 @@ def _redis(url: str, settings: Settings) -> OpenedSink:
     try:
         client = redis.Redis.from_url(
             address,
-            socket_timeout=settings.publish_timeout_ms / 1000,
-            socket_connect_timeout=min(CONNECT_SECONDS, settings.publish_timeout_ms / 1000),
+            socket_timeout=settings.publish_seconds,
+            socket_connect_timeout=min(CONNECT_SECONDS, settings.publish_seconds),
         )
         wait = settings.check_timeout_ms / 1000
         prober = redis.Redis.from_url(
@@ -96,7 +96,7 @@ def _by(place: str, extra: str) -> Callable[[str, Settings], OpenedSink]:
         module, _, name = place.partition(":")
         kind: Any = getattr(_needed(module, extra), name)
         topic = topic_of(settings)
-        sink = kind.from_url(url, topic=topic, timeout=settings.publish_timeout_ms / 1000)
+        sink = kind.from_url(url, topic=topic, timeout=settings.publish_seconds)
         # Another one for the checks: they come from another thread, and a sink is for one.
         prober = kind.from_url(url, topic=topic, timeout=settings.check_timeout_ms / 1000)
         return OpenedSink(sink, getattr(prober, "check", None), prober.close)

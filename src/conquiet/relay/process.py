@@ -78,6 +78,7 @@ class RelayProcess:
                 ordered=settings.ordered,
                 poll=settings.poll_ms / 1000,
                 longest_pause=settings.longest_pause_ms / 1000,
+                publish_seconds=settings.publish_seconds,
             )
             self.health = Health(
                 {"database": self._database, "sink": self._sink},

@@ -55,7 +55,8 @@ class Relay:
 
     `ordered` keeps the order within a key also when a message fails: what follows it waits.
     Without a sink that does so by itself (`keeps_order = True`), the messages of one key go
-    out one by one, those of different keys together.
+    out one by one, those of different keys together; what is not begun within `publish_seconds`
+    is left for the next batch, so that what went out is marked.
 
     The process around it, with settings, health and signals, is `conquiet relay run`.
     """
@@ -68,6 +69,7 @@ class Relay:
         batch_size: int = 100,
         ordered: bool = False,
         longest_pause: float = 10.0,
+        publish_seconds: float = 10.0,
         observe: Observe | None = None,
     ) -> None:
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
@@ -83,6 +85,7 @@ class Relay:
         """Whether the last batch that was tried met an outage."""
         self.read_seconds = _READ_SECONDS
         """How long one read may wait; `stop()` is noticed after it."""
+        self._publish_seconds = publish_seconds
         self._observe = observe
         self._limit = batch_size
         self._suspect: str | None = None
@@ -112,6 +115,7 @@ class Relay:
                 self._read(timeout),
                 self.sink,
                 ordered=self.ordered,
+                seconds=self._publish_seconds,
                 observe=self._observe,
                 blames=self._blames,
             )
@@ -174,6 +178,7 @@ def publish_messages(
     sink: Sink,
     *,
     ordered: bool = False,
+    seconds: float = 10.0,
     observe: Observe | None = None,
     blames: Callable[[Message[Any]], bool] = lambda message: True,
 ) -> Outcome:
@@ -181,7 +186,10 @@ def publish_messages(
     if not messages:
         return Outcome()
     began = time.perf_counter()
-    answers = _publish_in_order(sink, messages) if ordered else answers_of(sink, messages)
+    if ordered and not getattr(sink, "keeps_order", False):
+        answers = _publish_in_order(sink, messages, began + seconds)
+    else:
+        answers = answers_of(sink, messages)
     acked: list[Acking] = []
     nacked: list[tuple[Acking, Error]] = []
     outage = _outage(messages, answers, blames)
@@ -252,16 +260,17 @@ def _log_waiting(answers: Sequence[Error]) -> None:
         )
 
 
-def _publish_in_order(sink: Sink, messages: Sequence[Message[Any]]) -> Sequence[Error]:
+def _publish_in_order(
+    sink: Sink, messages: Sequence[Message[Any]], deadline: float
+) -> Sequence[Error]:
     """Publish in rounds, each with the next message of every key that has not failed."""
-    if getattr(sink, "keeps_order", False):
-        return answers_of(sink, messages)
-    answers: list[Error] = [GivenBack("an earlier message of its key failed")] * len(messages)
+    not_tried = GivenBack("an earlier message of its key failed, or took all the time")
+    answers: list[Error] = [not_tried] * len(messages)
     waiting: dict[object, list[int]] = {}
     for index, message in enumerate(messages):
         waiting.setdefault(message.key or index, []).append(index)
     turn = 0
-    while waiting:
+    while waiting and (turn == 0 or time.perf_counter() < deadline):
         indexes = [indexes[turn] for indexes in waiting.values()]
         keys = list(waiting)
         turn += 1

@@ -161,7 +161,8 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         "publish_timeout_ms", "CONQUIET_OUTBOX_PUBLISH_TIMEOUT_MS", "10000",
-        *_whole(100, 600_000), "how long a sink may take to confirm",
+        *_whole(100, 600_000),
+        "how long a sink may take to confirm; what of a batch was not begun by then waits",
     ),
     Setting(
         "longest_pause_ms", "CONQUIET_OUTBOX_LONGEST_PAUSE_MS", "10000", *_whole(10, 600_000),
@@ -221,6 +222,14 @@ class Settings:
     """Each setting as it was given, without secrets."""
     origins: Mapping[str, str] = field(default_factory=dict)
     """Where each came from: a flag, a variable, the file, or `default`."""
+
+    @property
+    def publish_seconds(self) -> float:
+        """The time of a sink; a batch whose last requests begin late takes up to four times that.
+
+        It must have ended, and be marked, before the process takes it for stuck.
+        """
+        return min(self.publish_timeout_ms / 1000, self.stuck_after_s / 5)
 
     def shown(self) -> list[str]:
         """What is printed at the start, one line per setting."""

@@ -39,6 +39,7 @@ class WatchedRelay(Relay):
         ordered: bool = False,
         poll: float = 0.5,
         longest_pause: float = 10.0,
+        publish_seconds: float = 10.0,
     ) -> None:
         super().__init__(
             source,
@@ -46,6 +47,7 @@ class WatchedRelay(Relay):
             batch_size=batch_size,
             ordered=ordered,
             longest_pause=longest_pause,
+            publish_seconds=publish_seconds,
             observe=self._observed,
         )
         self._metrics = metrics

@@ -548,6 +548,18 @@ def test_S12_several_relays_keep_the_order_of_every_key(engine):
         assert numbers == sorted(numbers)
 
 
+def test_S12_an_ordered_batch_leaves_to_the_next_what_there_is_no_time_for(engine, open_source):
+    fill(engine, 3, key="a")
+    sink = ListSink()
+    relay = Relay(open_source(ordered=True), sink, ordered=True, publish_seconds=0)
+    assert relay.run_once() == Outcome(published=1)
+    assert unpublished(engine) == 2
+    while relay.run_once().published:
+        pass
+    assert sink.ids == ["e-1", "e-2", "e-3"]
+    assert {row.attempts for row in rows(engine)} == {0}
+
+
 def test_S12_a_relay_publishes_nothing_after_a_failed_row_of_the_same_key():
     sink = ListSink()
     sink.bad = {"2"}

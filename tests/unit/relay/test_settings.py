@@ -102,6 +102,12 @@ def test_what_is_printed_has_every_setting_and_no_secret() -> None:
     assert "postgresql://app:***@db/shop" in text
 
 
+def test_a_batch_has_ended_before_the_process_takes_it_for_stuck() -> None:
+    given = {"database": "sqlite:///x", "publish_timeout_ms": "10000"}
+    assert load(given, environ={}).publish_seconds == 10
+    assert load({**given, "stuck_after_s": "6"}, environ={}).publish_seconds < 2
+
+
 def test_every_setting_is_a_field_of_the_settings() -> None:
     fields = set(Settings.__dataclass_fields__) - {"texts", "origins"}
     assert fields == {setting.name for setting in SETTINGS}

@@ -140,17 +140,16 @@ def test_a_receiver_that_hangs_is_an_outage_and_not_waited_for_by_every_message(
     receiver.answers["*"] = [HANG]
     with pytest.raises(SinkUnavailable, match="in time"):
         sink.publish(numbered(50))
-    assert len(receiver.requests) <= 3
+    assert len(receiver.requests) <= 2
     sink.close()
 
 
-def test_what_a_slow_receiver_leaves_no_time_for_is_given_back(
-    receiver: Receiver, sink: HttpSink, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_slow_receiver_leaves_no_time_for_is_given_back(receiver: Receiver) -> None:
     """So that what went out is marked, and not sent again for ever by a batch that never ends."""
-    monkeypatch.setattr("conquiet.relay.sinks.http._MOST_TIMEOUTS", 0.05)  # of 5 s
-    receiver.delay = 0.1
+    sink = HttpSink(receiver.url, timeout=1)
+    receiver.delay = 0.2
     answers = sink.publish(numbered(20))
+    sink.close()
     went = [answer for answer in answers if answer is None]
     assert 1 <= len(went) < 20
     assert len(receiver.arrived) == len(went)

@@ -14,7 +14,7 @@ from typing import Any
 import kombu
 import pytest
 
-from conquiet.errors import ConfigError, SinkUnavailable
+from conquiet.errors import ConfigError, GivenBack, SinkUnavailable
 from conquiet.message import Message
 from conquiet.relay.sinks import KombuSink, sink_from_url
 from conquiet.testing.contracts import SinkContract
@@ -55,6 +55,12 @@ class TestKombuSinkInMemory(SinkContract):
         yield
         kombu.Connection("memory://").transport.Channel.queues.clear()
         kombu.Connection("memory://").transport.state.clear()
+
+
+def test_what_there_is_no_time_for_is_given_back() -> None:
+    sink = KombuSink("memory://", "orders", queues=["late"], timeout=1e-9)
+    assert {type(answer) for answer in sink.publish(numbered(3))} == {GivenBack}
+    sink.close()
 
 
 def test_a_directory_serves_as_a_broker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,13 +22,22 @@ def not_tried() -> GivenBack:
 
 
 class Answers:
-    """One answer per message, `None` for each that was confirmed."""
+    """One answer per message, `None` for each that was confirmed.
 
-    def __init__(self, messages: Sequence[Message[Any]]) -> None:
+    After `seconds` nothing more is begun, so that a batch ends however slow the receiver is.
+    """
+
+    def __init__(self, messages: Sequence[Message[Any]], seconds: float) -> None:
         self._messages = messages
+        self._deadline = time.monotonic() + seconds
         self._answers: list[Error] = [SinkUnavailable("it was not answered")] * len(messages)
         self._sent: list[int] = []
         self._open: set[int] = set()
+
+    @property
+    def are_late(self) -> bool:
+        """Whether what was not begun is to be given back."""
+        return time.monotonic() > self._deadline
 
     def packed(
         self, check: Callable[[Message[Any], Envelope], object]
@@ -63,16 +72,14 @@ class Answers:
         self,
         packed: Sequence[tuple[int, Envelope]],
         send: Callable[[tuple[int, Envelope]], object],
-        seconds: float,
     ) -> None:
         """Send each alone; when the sink is away or the time is over, the rest is not tried."""
         outage: SinkUnavailable | None = None
-        deadline = time.monotonic() + seconds
         for one in packed:
             if outage is not None:
                 self.set(one[0], outage)
                 continue
-            if time.monotonic() > deadline:
+            if self.are_late:
                 self.set(one[0], not_tried())
                 continue
             send(one)

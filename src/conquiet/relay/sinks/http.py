@@ -27,7 +27,7 @@ from conquiet.relay.sinks.needed import check_timeout
 _BUSY = frozenset((408, 425, 429, 502, 503, 504))
 _WRONG_ADDRESS = frozenset((401, 403, 404, 405, 407, 410))
 _LONGEST_PAUSE = 60.0
-_MOST_TIMEOUTS = 3
+_MOST_TIMEOUTS = 2
 _LONGEST_ANSWER = 64 * 1024
 # CloudEvents' HTTP binding: printable ASCII stands for itself, but for space, " and %.
 _UNQUOTED = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) not in '"%')
@@ -49,8 +49,8 @@ class HttpSink:
     """Posts each message to one URL.
 
     The topic of a message goes along as the header `ce-topic`, unless it has none. Requests of
-    one batch go out one after the other, on one connection; what is not begun within three times
-    `timeout` is given back. A certificate that cannot be verified is an outage; `context` is for
+    one batch go out one after the other, on one connection; what is not begun within `timeout` is
+    given back. A certificate that cannot be verified is an outage; `context` is for
     private certificate authorities.
     """
 
@@ -98,22 +98,20 @@ class HttpSink:
 
     def publish(self, messages: Sequence[Message[Any]]) -> Sequence[Error]:
         """One answer per message; raises `SinkUnavailable` if none was answered."""
-        answers = Answers(messages)
+        answers = Answers(messages, self._timeout)
         silent: list[int] = []
         stopped: SinkUnavailable | None = None
-        deadline = time.monotonic() + _MOST_TIMEOUTS * self._timeout
         for place, envelope in answers.packed(lambda message, envelope: None):
             message = messages[place]
-            if stopped is None and time.monotonic() > deadline:
-                answers.set(place, not_tried())
-                continue
-            if stopped is None:
-                answer = self._answer(message, envelope)
-                answers.set(place, answer)
-            else:
+            if stopped is not None:
                 answers.set(place, SinkUnavailable(f"{_name(message)}: not tried: {stopped}"))
                 continue
-            if answer is None:
+            if answers.are_late and not silent:  # else one more tells whose fault it is
+                answers.set(place, not_tried())
+                continue
+            answer = self._answer(message, envelope)
+            answers.set(place, answer)
+            if not isinstance(answer, SinkUnavailable):
                 # It hung at those, and went on with this one: it was them.
                 for earlier in silent:
                     answers.set(earlier, Refused(f"{_name(messages[earlier])}: no answer in time"))
@@ -121,7 +119,7 @@ class HttpSink:
             elif isinstance(answer, _Silent):
                 silent.append(place)
                 stopped = answer if len(silent) >= _MOST_TIMEOUTS else None
-            elif isinstance(answer, SinkUnavailable):
+            else:
                 stopped = answer
         return answers.concluded()
 

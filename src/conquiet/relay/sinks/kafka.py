@@ -82,16 +82,14 @@ class KafkaSink:
 
     def publish(self, messages: Sequence[Message[Any]]) -> Sequence[Error]:
         """One answer per message; raises `SinkUnavailable` if none was confirmed or refused."""
-        answers = Answers(messages)
+        answers = Answers(messages, self._timeout)
         packed = answers.packed(lambda message, _: topic_of(message, self._topic))
         if not packed:
             return answers.concluded()
         refused = self._send(messages, packed, answers)
         if len(packed) > 1:
             # A broker refuses what came in one request as a whole.
-            answers.one_by_one(
-                refused, lambda one: self._send(messages, [one], answers), self._timeout
-            )
+            answers.one_by_one(refused, lambda one: self._send(messages, [one], answers))
         return answers.concluded()
 
     def check(self) -> None:

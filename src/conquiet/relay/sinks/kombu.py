@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from conquiet.acking import Error
 from conquiet.errors import ConfigError, InvalidMessage, SinkUnavailable
 from conquiet.message import Message, describe
-from conquiet.relay.sinks.answers import Answers, Refused
+from conquiet.relay.sinks.answers import Answers, Refused, not_tried
 from conquiet.relay.sinks.envelope import Envelope, topic_of
 from conquiet.relay.sinks.needed import check_timeout, needed
 from conquiet.relay.sinks.url import Url
@@ -89,13 +89,13 @@ class KombuSink:
 
     def publish(self, messages: Sequence[Message[Any]]) -> Sequence[Error]:
         """One answer per message; raises `SinkUnavailable` if none was confirmed or refused."""
-        batch = _Batch(messages, time.monotonic() + self._timeout)
+        batch = _Batch(messages, self._timeout)
         packed = batch.answers.packed(self._check)
         refused = self._send(batch, packed)
         if refused is not None:
             # The broker closed the channel over one of them, and does not say which.
             left = [one for one in packed if batch.answers.is_open(one[0])]
-            batch.answers.one_by_one(left, lambda one: self._send_alone(batch, one), self._timeout)
+            batch.answers.one_by_one(left, lambda one: self._send_alone(batch, one))
         return batch.answers.concluded()
 
     def check(self) -> None:
@@ -159,6 +159,9 @@ class KombuSink:
             return None
         try:
             for place, envelope in packed:
+                if batch.answers.are_late:  # without confirms, a message may take its time
+                    batch.answers.set(place, not_tried())
+                    continue
                 self._publish(link, batch.messages[place], envelope, batch.tell(place))
             link.wait(batch.deadline)
         except self._troubles as error:
@@ -208,10 +211,10 @@ def _connect(connection: Any) -> None:
 class _Batch:
     """One call of `publish`."""
 
-    def __init__(self, messages: Sequence[Message[Any]], deadline: float) -> None:
+    def __init__(self, messages: Sequence[Message[Any]], seconds: float) -> None:
         self.messages = messages
-        self.answers = Answers(messages)
-        self.deadline = deadline
+        self.answers = Answers(messages, seconds)
+        self.deadline = time.monotonic() + seconds
 
     def tell(self, place: int) -> Callable[[Error], None]:
         return lambda answer: self.answers.set(place, answer)

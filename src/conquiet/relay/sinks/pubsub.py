@@ -13,12 +13,13 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
+from itertools import chain
 from typing import Any, Self
 
 from conquiet.acking import Error
 from conquiet.errors import ConfigError, GivenBack, InvalidMessage, SinkUnavailable
 from conquiet.message import Message, describe
-from conquiet.relay.sinks.answers import Answers, Refused
+from conquiet.relay.sinks.answers import Answers, Refused, not_tried
 from conquiet.relay.sinks.envelope import Envelope, topic_of
 from conquiet.relay.sinks.needed import check_timeout, needed
 from conquiet.relay.sinks.url import Url
@@ -170,7 +171,7 @@ class _Batch:
     def __init__(self, sink: PubSubSink, messages: Sequence[Message[Any]]) -> None:
         self._sink = sink
         self._messages = messages
-        self._answers = Answers(messages)
+        self._answers = Answers(messages, sink._timeout)
         self._deadline = 0.0
         self._lost: set[str] = set()
         """Keys of which a message failed; what follows must wait."""
@@ -188,7 +189,15 @@ class _Batch:
             for request, future in zip(sent, futures, strict=True):
                 self._settle_all(*request, future)
             groups = [(topic, key, chunks[1:]) for topic, key, chunks in groups if chunks[1:]]
+            if self._answers.are_late:
+                self._give_back(groups)
+                break
         return self._answers.concluded()
+
+    def _give_back(self, groups: Sequence[tuple[str, str, list[list[_Place]]]]) -> None:
+        for _, _, chunks in groups:
+            for place, _ in chain.from_iterable(chunks):
+                self._answers.set(place, not_tried())
 
     def _check(self, message: Message[Any], envelope: Envelope) -> None:
         self._sink._path(topic_of(message, self._sink._topic))
@@ -238,7 +247,7 @@ class _Batch:
             self._deadline = time.monotonic() + self._sink._timeout + _GRACE_SECONDS
             self._settle(key, [place], future)
 
-        self._answers.one_by_one(places, send, self._sink._timeout)
+        self._answers.one_by_one(places, send)
 
     def _settle(self, key: str, places: Sequence[_Place], future: Future[Any] | None) -> bool:
         """Answer for these; True if Pub/Sub has something against one of them."""
