@@ -66,7 +66,7 @@ class Channel(Consuming):
             self._closing = True
             for tag in list(self._consumers):
                 self._basic_cancel(tag)
-            self._end_read()
+            self.end_read()
             if self._qos is not None:
                 self._qos.restore_unacked_once()
             else:

@@ -8,27 +8,30 @@ from typing import Any
 import redis
 from kombu.transport import redis as lists
 
+from conquiet.kombu.bell import Bell
+
 _LONGEST_POLL = 1.0  # seconds; an ack from another thread frees credit and wakes nobody
 
 
 class Poller(lists.MultiChannelPoller):  # type: ignore[misc]
     """Hands over what waits in a channel before it asks the server for more."""
 
-    _turn = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self._turn = 0
+        self._bell = Bell()
+        self._loop: Any = None
+
+    # For drain_events
 
     def get(self, callback: Any, timeout: float | None = None) -> Any:
         if self._hand_over_one():
             return None
-        return super().get(
-            callback, _LONGEST_POLL if timeout is None else min(timeout, _LONGEST_POLL)
-        )
+        longest = _LONGEST_POLL if timeout is None else min(timeout, _LONGEST_POLL)
+        return super().get(callback, longest)
 
     def _hand_over_one(self) -> bool:
-        waiting = [
-            channel
-            for channel in self._channels
-            if channel.has_buffered and channel.qos.can_consume()
-        ]
+        waiting = [channel for channel in self._channels if channel.can_hand_over]
         if not waiting:
             return False
         self._turn += 1
@@ -40,13 +43,41 @@ class Poller(lists.MultiChannelPoller):  # type: ignore[misc]
             while self.after_read:
                 self.after_read.pop()()
 
+    # For the event loop
+
+    def use(self, loop: Any) -> None:
+        self._loop = loop
+
     def on_poll_start(self) -> None:
-        """For the event loop: what a smaller prefetch count kept back, then the next reads."""
-        if not self._in_protected_read:
-            for channel in list(self._channels):
-                while channel.has_buffered and channel.qos.can_consume():
-                    channel.hand_over()
         super().on_poll_start()
+        if self._loop is not None and not self._in_protected_read:
+            self._ring_if_any_waits()
+
+    def _ring_if_any_waits(self) -> None:
+        """The loop must not sleep while there is a message that may be handed over."""
+        waits = any(channel.can_hand_over for channel in self._channels)
+        if waits and not self._bell.is_rung:
+            self._bell.ring()
+            self._loop.add_reader(self._bell.fd, self._hand_over_in_turn)
+        elif not waits and self._bell.is_rung:
+            self._stop_ringing()
+
+    def _hand_over_in_turn(self) -> None:
+        for channel in list(self._channels):
+            if channel.can_hand_over:
+                channel.hand_over_in_turn()
+
+    def _stop_ringing(self) -> None:
+        self._loop.remove(self._bell.fd)
+        self._bell.silence()
+
+    def close(self) -> None:
+        if self._bell.is_rung:
+            self._stop_ringing()
+        self._bell.close()
+        super().close()
+
+    # For both
 
     def _register(self, channel: Any, client: Any, type: str) -> None:
         super()._register(channel, client, type)
@@ -56,6 +87,8 @@ class Poller(lists.MultiChannelPoller):  # type: ignore[misc]
             channel._client_id = connection.read_response()
         except redis.ResponseError:  # an ACL without it: a cancelled read then ends by itself
             channel._client_id = None
+        if channel._has_strays:
+            channel.find_strays()
 
     def check_reads(self) -> None:
         """Drop a connection whose answer is overdue; Kombu does it itself since 5.7.

@@ -68,6 +68,7 @@ class Transport(lists.Transport):  # type: ignore[misc]
             self._background.connection_pool.disconnect(inuse_connections=False)
 
     def register_with_event_loop(self, connection: Any, loop: Any) -> None:
+        self.cycle.use(loop)
         super().register_with_event_loop(connection, loop)
         if not hasattr(lists.MultiChannelPoller, "maybe_check_brpop_health"):
             every = connection.client.transport_options.get(

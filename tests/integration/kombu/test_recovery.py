@@ -290,6 +290,38 @@ def test_a_channel_that_could_not_give_back_is_helped_by_its_lease(redis_server,
             assert drain(connection, taken, 1) == ["a"]
 
 
+def test_what_a_lost_reply_held_is_given_back_by_the_next_read(
+    redis_server, redis_url, redis_client
+):
+    with Proxy(redis_server.port) as proxy, connected(proxy.url) as connection:
+        taken = Taken(ack=False)
+        with connection.Consumer(kombu.Queue("orders"), callbacks=[taken], prefetch_count=3):
+            put(connection, "orders", 1)
+            drain(connection, taken, 1)
+            assert nothing_comes(connection)  # a read that blocks is under way
+            proxy.mute()
+            with connected(redis_url) as other:
+                put(other, "orders", 2, 3)
+            eventually(lambda: inspection.queues(redis_client)[0].pending == 2)
+            proxy.cut()
+            proxy.heal()
+            with pytest.raises(connection.connection_errors):
+                drain(connection, taken, 2)
+            assert drain(connection, taken, 3) == [1, 2, 3]
+
+
+def test_what_a_lost_reply_held_is_given_back_by_the_next_get(redis_server, redis_url):
+    with Proxy(redis_server.port) as proxy, connected(proxy.url) as connection:
+        put(connection, "orders", 1, 2, 3)
+        queue = kombu.Queue("orders")(connection.default_channel)
+        assert queue.get().payload == 1
+        proxy.lose_replies(1)
+        with pytest.raises(connection.connection_errors):
+            queue.get()
+        proxy.heal()
+        assert [queue.get().payload, queue.get().payload] == [2, 3]
+
+
 def test_a_forked_child_leaves_the_parents_messages_alone_and_has_its_own(redis_url):
     with connected(redis_url) as connection:
         put(connection, "orders", *range(4))
@@ -394,6 +426,29 @@ def test_an_error_of_a_callback_in_the_loop_loses_nothing(redis_url):
             with contextlib.suppress(ValueError):  # the loop passes them on
                 loop.run(lambda: len(loop.taken) == 10)
         assert loop.taken == list(range(10))
+
+
+def test_between_two_long_callbacks_the_loop_gets_its_turn(redis_url):
+    with connected(redis_url) as connection, Loop(connection, 10) as loop:
+        seen = []
+
+        def work(body, message):
+            time.sleep(0.05)  # as a task on Celery's solo pool
+            seen.append(body)
+            message.ack()
+
+        loop.consumer.callbacks = [work]
+        control = Taken()
+        with connection.channel() as channel:
+            other = kombu.Consumer(channel, kombu.Queue("control"), callbacks=[control])
+            other.register_callback(lambda body, message: seen.append(body))
+            other.consume()
+            put(connection, "orders", *range(8))
+            loop.run(lambda: seen)
+            put(connection, "control", "ping")
+            loop.run(lambda: len(seen) == 9)
+        assert [body for body in seen if body != "ping"] == list(range(8))
+        assert seen.index("ping") < 6
 
 
 def test_acks_of_an_idle_loop_are_sent(redis_url, redis_client):
