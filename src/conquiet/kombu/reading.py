@@ -173,7 +173,7 @@ class Reading(Settling):
         self._buffer.extend(found)
 
     def _lose_read(self, has_strays: bool = True) -> None:
-        self._in_poll = None
+        self._in_poll, self._is_drained = None, False
         self._has_strays = self._has_strays or has_strays
         self.settlement.put_back(self._in_flight)
         self._in_flight = {}
