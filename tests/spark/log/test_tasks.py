@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from conquiet.redis.wire import Wire
@@ -25,7 +27,7 @@ def fill(client, stream, ids):
 
 def sizes(client, pieces):
     """How many entries each piece has; they must follow each other without a gap."""
-    for one, other in zip(pieces, pieces[1:], strict=False):
+    for one, other in pairwise(pieces):
         assert one.until == other.after
     found = []
     for piece in pieces:
