@@ -9,6 +9,7 @@ from uuid import uuid4
 
 import pytest
 from sqlalchemy import text
+from tests.unit.sinks.http_receiver import Receiver
 from tests.waiting import eventually
 
 from conquiet.cli import main
@@ -73,24 +74,25 @@ def test_events_are_published_with_their_ids_and_logged_with_their_aggregate(
     assert relay.stop() == 0
 
 
-def test_parked_events_are_shown_sent_again_and_pruned(url, redis_url, redis_client, start):
+def test_parked_events_are_shown_sent_again_and_pruned(url, start):
     [id_] = store(url, 1)
-    redis_client.set("pf-domain-events", "not a stream")
-    relay = start(url, redis_url, *QUICK)
-    assert eventually(
-        lambda: relay.ready()["checks"]["database"].get("parked") == 1, timeout=30, interval=0.2
-    )
-    assert outbox(url, "status", code=1)["parked"] == 1
-    [entry] = outbox(url, "list", "--parked")
-    assert (entry["event_id"], entry["state"], entry["attempts"]) == (id_, "parked", 1)
-    assert entry["aggregate_type"] == "vendor_order"
-    shown = outbox(url, "show", id_)
-    assert json.loads(shown["payload"])["eventId"] == id_
-    redis_client.delete("pf-domain-events")
-    assert outbox(url, "retry", id_)["retried"] == [id_]
-    assert eventually(lambda: outbox(url, "status")["pending"] == 0, timeout=30, interval=0.2)
-    assert relay.stop() == 0
-    assert redis_client.xlen("pf-domain-events") == 1
+    with Receiver() as receiver:
+        receiver.answers[id_] = [500]
+        relay = start(url, receiver.url, *QUICK)
+        assert eventually(
+            lambda: relay.ready()["checks"]["database"].get("parked") == 1, timeout=30, interval=0.2
+        )
+        assert outbox(url, "status", code=1)["parked"] == 1
+        [entry] = outbox(url, "list", "--parked")
+        assert (entry["event_id"], entry["state"], entry["attempts"]) == (id_, "parked", 1)
+        assert entry["aggregate_type"] == "vendor_order"
+        shown = outbox(url, "show", id_)
+        assert json.loads(shown["payload"])["eventId"] == id_
+        receiver.answers.clear()
+        assert outbox(url, "retry", id_)["retried"] == [id_]
+        assert eventually(lambda: outbox(url, "status")["pending"] == 0, timeout=30, interval=0.2)
+        assert relay.stop() == 0
+        assert [message.id for message in receiver.arrived] == [id_]
     assert outbox(url, "prune", "--older-than", "1h", "--yes") == {"removed": 0}
     assert eventually(lambda: outbox(url, "prune", "--older-than", "1s", "--yes")["removed"] == 1)
 

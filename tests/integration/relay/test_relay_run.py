@@ -8,6 +8,7 @@ import pytest
 from sqlalchemy import insert, text
 from tests.integration.relay.service import sample
 from tests.integration.sql.claiming import OUTBOX, fill, row, rows, unpublished
+from tests.unit.sinks.http_receiver import Receiver
 from tests.waiting import eventually
 
 from conquiet.sql import written
@@ -126,29 +127,30 @@ def test_a_signal_drains_while_rows_keep_coming(
     assert redis_client.xlen("orders") == marked  # what went out is marked, to the row
 
 
-def test_a_row_that_is_refused_is_parked_alone_and_can_be_sent_again(
-    database, engine, redis_url, redis_client, start, tmp_path
-):
+def test_a_row_that_is_refused_is_parked_alone_and_can_be_sent_again(database, engine, start):
     import subprocess
 
     from tests.integration.relay.service import CONQUIET
 
     fill(engine, 10)
-    fill(engine, 1, first=99, topic="closed")
-    redis_client.set("closed", "not a stream")
-    relay = start(database, redis_url, *QUICK, "--max-attempts", "1")
-    assert eventually(lambda: unpublished(engine) == 1, timeout=30)
-    assert eventually(lambda: relay.said("parked"), timeout=30)
-    assert eventually(lambda: relay.ready()["checks"]["database"].get("parked") == 1, timeout=30)
-    [failure] = relay.said("not published")
-    assert failure["reason"] == "Refused"
-    exposition = relay.get("/metrics")[1]
-    assert sample(exposition, 'conquiet_relay_failed_total{reason="Refused"}') == 1
-    redis_client.delete("closed")
-    done = subprocess.run([*CONQUIET, "outbox", "retry", "e-99", "--url", database], check=True)
-    assert done.returncode == 0
-    assert eventually(lambda: unpublished(engine) == 0, timeout=30)
-    assert relay.stop() == 0
+    fill(engine, 1, first=99)
+    with Receiver() as receiver:
+        receiver.answers["e-99"] = [500]
+        relay = start(database, receiver.url, *QUICK, "--max-attempts", "1")
+        assert eventually(lambda: unpublished(engine) == 1, timeout=30)
+        assert eventually(lambda: relay.said("parked"), timeout=30)
+        assert eventually(
+            lambda: relay.ready()["checks"]["database"].get("parked") == 1, timeout=30
+        )
+        [failure] = relay.said("not published")
+        assert failure["reason"] == "Refused"
+        exposition = relay.get("/metrics")[1]
+        assert sample(exposition, 'conquiet_relay_failed_total{reason="Refused"}') == 1
+        receiver.answers.clear()
+        done = subprocess.run([*CONQUIET, "outbox", "retry", "e-99", "--url", database], check=True)
+        assert done.returncode == 0
+        assert eventually(lambda: unpublished(engine) == 0, timeout=30)
+        assert relay.stop() == 0
 
 
 def test_a_relay_that_is_killed_leaves_nothing_locked(postgres_engine, redis_url, start):
