@@ -156,7 +156,7 @@ class Reached:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         from sqlalchemy.exc import DBAPIError, NoSuchModuleError
 
-        where = self._url.render_as_string(hide_password=True)
+        where = self._url.set(query={}).render_as_string()  # a query may hold a password too
         if isinstance(error, DBAPIError):
             raise StoreError(f"{where}: {error.orig}") from error
         if isinstance(error, (NoSuchModuleError, ModuleNotFoundError)):

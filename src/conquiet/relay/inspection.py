@@ -223,7 +223,7 @@ class Inspection:
         try:
             yield
         except SQLAlchemyError as error:
-            where = self.engine.url.render_as_string()
+            where = dialect.shown(self.engine.url)
             raise StoreError(f"{where}: {dialect.one_line(error):.300}") from error
 
 

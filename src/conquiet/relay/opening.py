@@ -10,10 +10,11 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from conquiet.errors import ConfigError
 from conquiet.relay.settings import Settings, masked
+from conquiet.relay.sinks.url import Url, trouble
 from conquiet.sink import Sink
 from conquiet.source import Source
 
@@ -41,7 +42,15 @@ class OpenedSink:
 def _redis(url: str, settings: Settings) -> OpenedSink:
     redis: Any = _needed("redis", "redis")
     room: Any = _needed("conquiet.redis", "redis")
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise ConfigError(f"CONQUIET_OUTBOX_SINK: {trouble(error, url)}") from None
+    if parts.path.strip("/") and not parts.netloc:
+        raise ConfigError(
+            f"CONQUIET_OUTBOX_SINK: {masked(url)!r:.100} names no server; write redis://HOST:PORT/0,"
+            " or redis: for that of CONQUIET_REDIS_URL"
+        )
     query = dict(parse_qsl(parts.query))
     partitions = query.pop("partitions", "1")
     if not partitions.isdecimal():
@@ -62,9 +71,7 @@ def _redis(url: str, settings: Settings) -> OpenedSink:
         )
         client.connection_pool.make_connection()  # refuses options that it does not know
     except (ValueError, TypeError) as error:
-        raise ConfigError(
-            f"{variable} {masked(address)}: {_without_secrets(error, address)}"
-        ) from None
+        raise ConfigError(f"{variable} {masked(address)}: {trouble(error, address)}") from None
     sink = room.StreamSink(
         client, settings.topic, partitions=int(partitions), ordered=settings.ordered
     )
@@ -74,11 +81,6 @@ def _redis(url: str, settings: Settings) -> OpenedSink:
         prober.close()
 
     return OpenedSink(sink, prober.ping, close, cloudevents=True)
-
-
-def _without_secrets(error: Exception, url: str) -> str:
-    """What is wrong with a URL; the library's words may quote a part of its password."""
-    return "it is no URL of Redis" if "@" in url else str(error)
 
 
 def _stdout(url: str, settings: Settings) -> OpenedSink:
@@ -129,7 +131,7 @@ def topic_of(settings: Settings) -> str:
     """The topic of events that name none: that of the setting, or of a URL that has one."""
     if scheme_of(settings.sink) not in ("pubsub", "kafka"):
         return settings.topic
-    named = unquote(urlsplit(settings.sink).path.strip("/"))
+    named = Url(settings.sink).path
     if named and named != settings.topic and settings.origins["topic"] != "default":
         raise ConfigError(
             f"two topics: {named!r:.100} in CONQUIET_OUTBOX_SINK, {settings.topic!r:.100} by"

@@ -22,13 +22,10 @@ SECTION = "relay"
 """The table of the file that is ours; others may use the rest of it."""
 
 DATABASES = ("postgresql", "postgres", "sqlite")
+_scheme = re.compile(r"[\w+.-]+://")
 _secret = re.compile(
-    r"(?i)([?&;][\w.-]*(?:pass|pwd|secret|token|key|sig|credential|auth|code|jaas)[\w.-]*=)[^&;]*"
+    r"(?i)([?&;][\w.%-]*(?:pass|pwd|secret|token|key|sig|credential|auth|code|jaas)[\w.%-]*=)[^&]*"
 )
-# Up to the last @: a password that was not encoded must not end too early. The scheme may have
-# been forgotten.
-_password = re.compile(r"^((?:[\w+.-]+://)?[^/@:]*):(?!//).*@", re.DOTALL)
-_bearer = re.compile(r"^(https?)://[^/@:]+@")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +47,20 @@ class Setting:
 
 
 def masked(url: str) -> str:
-    """A URL as logs may show it: the password, and what looks like one, is hidden."""
-    url = _bearer.sub(r"\1://***@", _password.sub(r"\1:***@", url))
-    return _secret.sub(r"\1***", url)
+    """A URL as logs may show it: the password, and what looks like one, is hidden.
+
+    Better too much than too little: up to the last @, since a password may not be encoded, and
+    whether or not somebody forgot the scheme.
+    """
+    found = _scheme.match(url)
+    scheme = found.group() if found else ""
+    login, at, place = url[len(scheme) :].rpartition("@")
+    user, colon, _ = login.partition(":")
+    if colon:
+        login = f"{user}:***"
+    elif at and scheme in ("http://", "https://"):
+        login = "***"
+    return scheme + _secret.sub(r"\1***", f"{login}{at}{place}")
 
 
 def _whole(least: int, most: int) -> tuple[Callable[[str], int], str]:

@@ -265,4 +265,4 @@ class Rows:
             connection.close()
 
     def _store_error(self, error: BaseException) -> StoreError:
-        return StoreError(f"{self.engine.url.render_as_string()}: {dialect.one_line(error):.300}")
+        return StoreError(f"{dialect.shown(self.engine.url)}: {dialect.one_line(error):.300}")

@@ -138,7 +138,7 @@ class Cleanup:
                 return connection.execute(statement).rowcount
         except SQLAlchemyError as error:
             reason = " ".join(str(getattr(error, "orig", None) or error).split())
-            raise StoreError(f"{self.engine.url.render_as_string()}: {reason:.300}") from error
+            raise StoreError(f"{dialect.shown(self.engine.url)}: {reason:.300}") from error
 
 
 # By the place of a row, since the inbox has no short key. The lock keeps the row in its place,

@@ -65,6 +65,11 @@ def as_engine(given: Engine | str | URL) -> Engine:
     return engine(given) if isinstance(given, (str, URL)) else given
 
 
+def shown(url: URL) -> str:
+    """A URL as messages may show it: without password, and without a query that may hold one."""
+    return url.set(query={}).render_as_string()
+
+
 def is_postgresql(dialect: Dialect) -> bool:
     return dialect.name == "postgresql"
 

@@ -106,7 +106,7 @@ class OutboxLog:
                 return connection.execute(statement, given).all()
         except SQLAlchemyError as error:
             reason = " ".join(str(getattr(error, "orig", None) or error).split())
-            raise StoreError(f"{self.engine.url.render_as_string()}: {reason:.300}") from error
+            raise StoreError(f"{dialect.shown(self.engine.url)}: {reason:.300}") from error
 
 
 def _message(row: Row[Any]) -> Message[bytes]:

@@ -186,7 +186,7 @@ class Transaction(transaction.Transaction):
 
     def _store_error(self, error: BaseException) -> StoreError:
         told = dialect.one_line(error)
-        return StoreError(f"{self.engine.url.render_as_string()}: {told:.300}")
+        return StoreError(f"{dialect.shown(self.engine.url)}: {told:.300}")
 
 
 def _first_failure(unit: Unit, error: BaseException) -> BaseException:

@@ -11,7 +11,7 @@ from datetime import datetime
 import msgspec
 import pytest
 import redis
-from sqlalchemy import Engine, text
+from sqlalchemy import Engine, event, text
 from sqlalchemy.orm import Session
 from tests.integration.events.samples import notification, one_of_each, rows, store
 from tests.integration.sql.claiming import ListSink
@@ -23,6 +23,8 @@ from conquiet.events.check import check
 from conquiet.marketplace.catalog import CATALOG
 from conquiet.redis import StreamSink, StreamSource
 from conquiet.relay import Relay
+from conquiet.relay.inspection import Inspection
+from conquiet.sql import Cleanup
 from conquiet.sql import engine as make_engine
 from conquiet.sql.claimed import MAX_ERROR_CHARACTERS
 
@@ -54,7 +56,7 @@ def taken(source: EventSource, count: int, seconds: float = 10.0) -> list:
 
 
 def test_a_message_carries_the_locked_topic_and_attributes(source: EventSource) -> None:
-    event = notification()
+    sent = notification()
     with Session(source.engine) as session, session.begin():
         emit(session, event)
     [message] = taken(source, 1)
@@ -388,9 +390,10 @@ def test_a_closed_source_reads_nothing(source: EventSource) -> None:
 
 
 def test_a_database_that_is_away_is_nobodys_fault() -> None:
-    source = EventSource("postgresql://nobody@127.0.0.1:1/none")
-    with pytest.raises(StoreError):
+    source = EventSource("postgresql://nobody@127.0.0.1:1/none?password=s3cret")
+    with pytest.raises(StoreError, match="127.0.0.1:1/none") as caught:
         source.read(1, 0)
+    assert "s3cret" not in str(caught.value)
     source.close()
 
 
@@ -418,3 +421,53 @@ def test_from_emit_through_a_relay_and_a_stream_to_a_consumer(engine: Engine, re
     assert [message.attributes["aggregatetype"] for message in got] == [
         event.aggregate_type for event in events
     ]
+
+
+# --- the rows of semantics.md that no test above is named for ---------------------------------
+
+
+def test_S5_the_claim_is_read_to_its_end_before_anything_is_published(engine: Engine) -> None:
+    """Nothing is open on the database's side but the locks, and the marks go where they are."""
+    store(engine, 3)
+    asked: list[str] = []
+
+    def note(connection, cursor, statement, parameters, context, executemany):
+        asked.append(statement)
+
+    class Looking(ListSink):
+        def publish(self, messages):
+            asked.clear()
+            event.listen(engine, "before_cursor_execute", note)
+            try:
+                return super().publish(messages)
+            finally:
+                event.remove(engine, "before_cursor_execute", note)
+
+    source = EventSource(engine, poll=0.02, wakeup=False)
+    Relay(source, Looking()).run_once()
+    assert asked == []
+    assert all(row.published_at is not None for row in rows(engine))
+    assert source._claims == set()  # and its connection went back to the pool with the commit
+    source.close()
+
+
+@pytest.mark.parametrize("name", ['outbox_events"; DROP TABLE x', "Events", "a.b.outbox_events"])
+def test_S15_names_that_would_need_quoting_are_refused(engine: Engine, name: str) -> None:
+    for make in (
+        lambda: EventSource(engine, name),
+        lambda: Cleanup(engine, inbox=None, outbox=name),
+        lambda: schema.ddl("sqlite", CATALOG, name),
+        lambda: Inspection(engine, name),
+    ):
+        with pytest.raises(ConfigError, match="table name"):
+            make()
+
+
+def test_S13_a_commit_does_not_wait_for_its_notification(postgres: Engine) -> None:
+    """The transaction itself sends none: a trigger or rule of notifications would be seen here."""
+    said: list[str] = []
+    event.listen(
+        postgres, "before_cursor_execute", lambda c, cursor, sql, *_: said.append(sql.lower())
+    )
+    store(postgres, 1)
+    assert not any("notify" in sql for sql in said)

@@ -61,12 +61,6 @@ def test_the_variable_that_is_wrong_is_the_one_that_is_named(monkeypatch) -> Non
         open_sink(settings("redis:"))
 
 
-def test_a_part_of_a_password_is_not_told() -> None:
-    with pytest.raises(ConfigError) as caught:
-        open_sink(settings("redis://u:pa/ss@h/0"))
-    assert "pa" not in str(caught.value).partition("***")[2]
-
-
 @pytest.mark.parametrize(
     ("database", "says"),
     [
@@ -100,6 +94,28 @@ def test_the_layout_is_told_by_the_name() -> None:
     assert has_events_layout("outbox_events")
     assert has_events_layout("sales.outbox_events")
     assert not has_events_layout("outbox")
+
+
+@pytest.mark.parametrize(
+    "sink",
+    [
+        "redis://u:s3/cret@h/0",
+        "redis://u:[s3cret@h/0",
+        "redis:u:s3cret@h",
+        "redis://u:s3cret@h/0?unheard_of=1",
+        "amqp://u:s3/cret@h/v",
+        "http://u:s3/cret@h/",
+        "http://u:s3\u2100cret@h/",
+        "kafka://u:[s3cret@h/t",
+        "kafka://u:s3\u2100cret@h/t",
+        "pubsub://u:[s3cret@h/t",
+    ],
+)
+def test_what_is_wrong_with_a_url_is_told_without_its_password(sink) -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_sink(settings(sink))
+    assert "s3" not in str(caught.value)
+    assert caught.value.__cause__ is None
 
 
 @pytest.mark.parametrize("sink", ["kafka://127.0.0.1:1/sales", "pubsub://shop/sales"])

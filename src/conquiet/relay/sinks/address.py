@@ -11,6 +11,7 @@ from conquiet.relay.sinks.kafka import KafkaSink
 from conquiet.relay.sinks.kombu import KombuSink
 from conquiet.relay.sinks.needed import needed
 from conquiet.relay.sinks.pubsub import PubSubSink
+from conquiet.relay.sinks.url import trouble
 from conquiet.sink import Sink
 
 
@@ -20,7 +21,7 @@ def _redis(url: str, topic: str | None) -> Sink:
     try:
         client = redis.Redis.from_url(url)
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"the URL of the Redis sink: {error}") from error
+        raise ConfigError(f"the URL of the Redis sink: {trouble(error, url)}") from None
     return room.StreamSink(client, topic)  # type: ignore[no-any-return]
 
 

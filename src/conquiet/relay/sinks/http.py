@@ -23,6 +23,7 @@ from conquiet.message import Message, describe
 from conquiet.relay.sinks.answers import Answers, Refused, not_tried
 from conquiet.relay.sinks.envelope import Envelope
 from conquiet.relay.sinks.needed import check_timeout
+from conquiet.relay.sinks.url import trouble
 
 _BUSY = frozenset((408, 425, 429, 502, 503, 504))
 _WRONG_ADDRESS = frozenset((401, 403, 404, 405, 407, 410))
@@ -67,7 +68,7 @@ class HttpSink:
             parts = urlsplit(url)
             self._host, self._port = parts.hostname or "", parts.port
         except ValueError as error:
-            raise ConfigError(f"the URL of an HTTP sink: {error}") from None
+            raise ConfigError(f"the URL of an HTTP sink: {trouble(error, url)}") from None
         if parts.scheme not in ("http", "https") or not self._host:
             raise ConfigError("the URL of an HTTP sink must look like https://host/path")
         if parts.username or parts.password:

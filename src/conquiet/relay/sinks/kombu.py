@@ -19,7 +19,7 @@ from conquiet.message import Message, describe
 from conquiet.relay.sinks.answers import Answers, Refused, not_tried
 from conquiet.relay.sinks.envelope import Envelope, topic_of
 from conquiet.relay.sinks.needed import check_timeout, needed
-from conquiet.relay.sinks.url import Url
+from conquiet.relay.sinks.url import Url, trouble
 
 _PERSISTENT = 2
 _LONGEST_SHORT_STRING = 255
@@ -63,7 +63,9 @@ class KombuSink:
             connection = self._connection()
             self._confirms = connection.transport.driver_type == "amqp"
         except (KeyError, ValueError, ImportError) as error:
-            raise ConfigError(f"Kombu does not understand the URL of the sink: {error}") from error
+            raise ConfigError(
+                f"Kombu does not understand the URL of the sink: {trouble(error, url)}"
+            ) from None
         if not self._confirms and not self._queues:
             raise ConfigError(
                 "this transport of Kombu drops messages that no queue is bound for; name one:"

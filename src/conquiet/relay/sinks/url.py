@@ -7,6 +7,13 @@ from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 from conquiet.errors import ConfigError
 
 
+def trouble(error: Exception, url: str) -> str:
+    """What is wrong with a URL; the words of a library may quote a part of its password."""
+    if "@" in url and isinstance(error, ValueError):
+        return "it cannot be understood; percent-encode what is special in its password"
+    return str(error)
+
+
 class Url:
     """A URL such as `kafka://host:9092/orders?timeout=5`."""
 
@@ -14,7 +21,7 @@ class Url:
         try:
             parts = urlsplit(text)
         except ValueError as error:
-            raise ConfigError(f"the URL of the sink: {error}") from None
+            raise ConfigError(f"the URL of the sink: {trouble(error, text)}") from None
         self.place = parts.netloc
         self.path = unquote(parts.path.strip("/"))
         self._base = text.partition("?")[0]
