@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from conquiet.errors import ConfigError
+from conquiet.spark.checkpoint import local_directory
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -76,14 +77,32 @@ def raw_events(events: DataFrame) -> DataFrame:
 
 
 def start_bronze(events: DataFrame, table: Bronze) -> StreamingQuery:
-    """Start to write the table; hold its checkpoint while it runs (`conquiet.spark.checkpoint`)."""
+    """Start to write the table; hold its checkpoint while it runs (`conquiet.spark.checkpoint`).
+
+    Where the driver cannot commit, because it is a Connect server or the files are in an object
+    store, Spark's own sink writes Parquet; Spark then reads the table exactly, by its log.
+    """
     rows = raw_events(events)
-    writing = rows.writeStream.queryName(TABLE).trigger(**table.trigger)
-    writing = writing.option("checkpointLocation", table.checkpoint_path)
-    if table.format == "delta":
-        return _to_delta(writing, table)
-    return writing.format("parquet").partitionBy(INGEST_DATE).start(table.path)
+    if table.format == "parquet" and (_is_remote() or local_directory(table.to) is None):
+        writing = rows.writeStream.queryName(TABLE).trigger(**table.trigger)
+        writing = writing.option("checkpointLocation", table.checkpoint_path)
+        return writing.format("parquet").partitionBy(INGEST_DATE).start(table.path)
+    from conquiet.spark.tables.writing import write_table
+
+    query = write_table(
+        rows,
+        table.path,
+        format=table.format,
+        partition_by=[INGEST_DATE],
+        checkpoint=table.checkpoint_path,
+        trigger=table.trigger,
+        name=TABLE,
+    )
+    assert query is not None, "events are a stream"
+    return query
 
 
-def _to_delta(writing: Any, table: Bronze) -> StreamingQuery:
-    raise ConfigError(f"{table.format} is not there yet")
+def _is_remote() -> bool:
+    from pyspark.sql.utils import is_remote
+
+    return bool(is_remote())
