@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 from conquiet.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+    from pyspark.sql import DataFrame, SparkSession
 
+_FORMAT = "conquiet-upsert"
 _QUERY = "sql.streaming.queryId"
 
 
@@ -27,9 +28,7 @@ def upsert_into(
 
     With `query` and `batch` it is written once: the same or a lower batch later does nothing.
     """
-    from conquiet.spark.register import register
-
-    register(frame.sparkSession)
+    _ensure_registered(frame.sparkSession)
     options: dict[str, Any] = {"table": table, "keys": ",".join(keys), **address}
     if order_by:
         options["orderBy"] = ",".join(order_by)
@@ -37,7 +36,20 @@ def upsert_into(
         options["query"] = query
     if batch is not None:
         options["batch"] = str(batch)
-    frame.write.format("conquiet-upsert").mode("append").options(**options).save()
+    frame.write.format(_FORMAT).mode("append").options(**options).save()
+
+
+def _ensure_registered(spark: SparkSession) -> None:
+    """Register the formats of conquiet, unless the session has them: Spark warns of each again."""
+    try:
+        known = spark._jsparkSession.sessionState().dataSourceManager()
+        if known.dataSourceExists(_FORMAT):
+            return
+    except AttributeError:  # Spark Connect, or another Spark: it can be registered again
+        pass
+    from conquiet.spark.register import register
+
+    register(spark)
 
 
 def upserting(
