@@ -18,5 +18,11 @@ def ordered(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
 
 
+def known_since(numbers: dict[str, int], version: str) -> int:
+    """The number of the newest version that is not newer than this one."""
+    newest = max((one for one in numbers if ordered(one) <= ordered(version)), key=ordered)
+    return numbers[newest]
+
+
 OLDEST = "5.6.2"
 INSTALLED = version_of("kombu")
