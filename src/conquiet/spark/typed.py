@@ -77,6 +77,7 @@ def events(
 def ddl(type: Any) -> str:
     """The type of Spark for what msgspec reads and writes as JSON.
 
+    >>> import msgspec
     >>> class Line(msgspec.Struct):
     ...     sku: str
     ...     quantity: int | None = None
