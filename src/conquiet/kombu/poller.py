@@ -81,14 +81,18 @@ class Poller(lists.MultiChannelPoller):  # type: ignore[misc]
 
     def _register(self, channel: Any, client: Any, type: str) -> None:
         super()._register(channel, client, type)
-        connection = client.connection
+
+        def execute(*command: Any) -> Any:
+            # On this connection, which is new; the others may be half-open.
+            client.connection.send_command(*command)
+            return client.connection.read_response()
+
         try:
-            connection.send_command("CLIENT", "ID")
-            channel._client_id = connection.read_response()
+            channel._client_id = execute("CLIENT", "ID")
         except redis.ResponseError:  # an ACL without it: a cancelled read then ends by itself
             channel._client_id = None
         if channel._has_strays:
-            channel.find_strays()
+            channel.find_strays(execute)
 
     def check_reads(self) -> None:
         """Drop a connection whose answer is overdue; Kombu does it itself since 5.7.

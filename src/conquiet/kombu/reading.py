@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import redis
@@ -110,7 +110,7 @@ class Reading(Settling):
     def fetch_one(self, queue: str) -> Entry | None:
         """Of one queue, at once."""
         if self._has_strays:
-            self.find_strays()
+            self.find_strays(self.commands.execute_command)
         self.watch(queue)
         streams = self.streams_of([queue])
         acks = self.settlement.take_acks()
@@ -183,12 +183,13 @@ class Reading(Settling):
             self._lose_read()
         super()._on_connection_disconnect(connection)
 
-    def find_strays(self) -> None:
+    def find_strays(self, execute: Callable[..., Any]) -> None:
         """What a lost reply held is given back; the server counts it as ours."""
-        self.give_back_strays(self._held())
+        self.give_back_strays(self._held(), execute)
         self._has_strays = False
 
     def _held(self) -> Iterator[Place]:
+        yield from self.settlement.places()
         yield from ((entry.stream, entry.id) for entry in self._buffer)
         yield from (place_of(tag) for tag in list(self.qos._delivered))
 

@@ -47,6 +47,10 @@ class Settlement:
         self._rest.append((stream, entry, reason))
         self.since = self.since or time.monotonic()
 
+    def places(self) -> list[tuple[str, str]]:
+        """All that waits, by stream and entry."""
+        return [*self._acks, *((stream, entry) for stream, entry, _ in self._rest)]
+
     def take_acks(self) -> Acks:
         """Up to a limit; empty if there are none, or if there is more to do than acking."""
         acks: Acks = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import redis
@@ -122,13 +122,12 @@ class Settling(Publishing):
         for stream, entries in _by_stream(places).items():
             self.call(scripts.giveback, [stream], [GROUP, self.consumer, BACK, *entries])
 
-    def give_back_strays(self, held: Iterable[Place]) -> None:
+    def give_back_strays(self, held: Iterable[Place], execute: Callable[..., Any]) -> None:
         """After a reply was lost: what the server counts as ours, and we never got."""
-        self.settle_now()
         entries = _by_stream(held)
         for stream in self._streams:
             args: list[Any] = [GROUP, self.consumer, BACK, *entries.get(stream, ())]
-            self.call(scripts.strays, [stream], args)
+            execute(*scripts.strays.whole([stream], args))
 
     def leave(self) -> None:
         """Give back all that the server counts as ours, what is still in the socket included."""
