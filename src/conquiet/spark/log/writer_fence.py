@@ -29,6 +29,7 @@ from conquiet.redis.session import Session, pack
 from conquiet.redis.topic import beside
 from conquiet.redis.wire import TROUBLE
 from conquiet.spark.log.writer_options import WriteOptions
+from conquiet.spark.log.writer_replies import receive
 from conquiet.spark.log.writer_rows import Entries
 
 _PAGE_ENTRIES = 1_000
@@ -243,7 +244,7 @@ class Lane:
 
     def _receive(self, count: int) -> list[Any]:
         try:
-            return self._session.receive(count)
+            return receive(self._session, count)
         except TROUBLE as error:
             raise self._unreachable(error) from error
 
