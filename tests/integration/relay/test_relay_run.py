@@ -164,12 +164,10 @@ def test_a_relay_that_is_killed_leaves_nothing_locked(postgres_engine, redis_url
     assert second.stop() == 0
 
 
-def test_a_stuck_batch_ends_the_process_and_frees_its_rows(postgres_engine, start, silent_port):
+def test_a_stuck_batch_ends_the_process_and_frees_its_rows(postgres_engine, start, dripping_port):
     engine, url = postgres_engine
     fill(engine, 5)
-    sink = f"redis://127.0.0.1:{silent_port}/0"
-    flags = ("--publish-timeout-ms", "60000", "--stuck-after-s", "1")
-    relay = start(url, sink, *QUICK, *flags)
+    relay = start(url, f"http://127.0.0.1:{dripping_port}/", *QUICK, "--stuck-after-s", "1")
     assert relay.process.wait(30) == 1
     assert relay.said("its rows are free again")
     with engine.begin() as connection:
