@@ -156,7 +156,7 @@ class HealthServer:
 
 
 class _Server(ThreadingHTTPServer):
-    request_queue_size = 64
+    request_queue_size = 256  # with the 5 of the library, a few connections hold up a probe
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A prober that hangs up is not worth a traceback."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -183,6 +184,18 @@ def test_brokers_that_do_not_answer_in_time_are_an_outage(cluster: Cluster) -> N
         sink.publish(numbered(3))
     assert time.monotonic() - began < 10
     sink.close()
+
+
+def test_an_outage_writes_nothing_to_stderr_by_itself(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    sink = KafkaSink("127.0.0.1:1", "orders", timeout=0.5)
+    with pytest.raises(SinkUnavailable):
+        sink.publish(numbered(1))
+    sink.close()
+    assert capfd.readouterr().err == ""
+    assert caplog.records == []
 
 
 def test_a_check_tells_whether_a_broker_answers(cluster: Cluster) -> None:

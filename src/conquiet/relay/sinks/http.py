@@ -81,6 +81,9 @@ class HttpSink:
         self._topic = topic
         self._timeout = check_timeout(timeout)
         self._headers = dict(headers or {})
+        for name, value in self._headers.items():
+            if not (name + value).isascii() or not (name + value).isprintable():
+                raise ConfigError(f"the header {name!r:.60} of an HTTP sink: printable ASCII only")
         self._context = context
         if parts.scheme == "https" and context is None:
             self._context = ssl.create_default_context()
