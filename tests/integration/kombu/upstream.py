@@ -129,6 +129,8 @@ def _outcome(report: Path, output: str) -> Outcome:
 
 def _node_id(classname: str, name: str) -> str:
     """`test_redis.py::test_RedisMessage::test_x[a]`, as a list of tests is best written."""
+    if not classname:  # a whole module that is skipped
+        return f"{name.rpartition('.')[2]}.py"
     parts = classname.split(".")
     module = parts.index("integration") + 1
     return "::".join([f"{parts[module]}.py", *parts[module + 1 :], name])
