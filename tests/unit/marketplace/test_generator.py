@@ -217,4 +217,4 @@ def test_an_order_names_the_tokens_of_its_buyer():
 
 
 TOPICS = (DOMAIN_TOPIC, TELEMETRY_TOPIC)
-GOLDEN = "3e1103c2aafa2a0cdf7e8b5b6bdb9ce82c25643ce100d54f3d80353f903258ef"
+GOLDEN = "a475886022e7ae1e04f9fd44ebfbdf34c3790ba9feb817d72fa00767e48d3b4f"

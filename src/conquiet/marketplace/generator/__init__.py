@@ -17,6 +17,7 @@ from conquiet.marketplace.generator.generator import PROFILES, Generator
 from conquiet.marketplace.generator.witness import Seen, Witness
 
 if TYPE_CHECKING:
+    from conquiet.marketplace.generator.commands import commands
     from conquiet.marketplace.generator.files import write_jsonlines, write_parquet
     from conquiet.marketplace.generator.log import write_log
     from conquiet.marketplace.generator.outbox import write_outbox
@@ -30,6 +31,7 @@ __all__ = [
     "Generator",
     "Seen",
     "Witness",
+    "commands",
     "messages",
     "write_jsonlines",
     "write_log",
@@ -38,6 +40,7 @@ __all__ = [
 ]
 
 _home = {
+    "commands": "conquiet.marketplace.generator.commands",
     "write_jsonlines": "conquiet.marketplace.generator.files",
     "write_log": "conquiet.marketplace.generator.log",
     "write_outbox": "conquiet.marketplace.generator.outbox",

@@ -73,7 +73,7 @@ class Orders:
             actor=("user", order.buyer.user, order.buyer.id),
             foreign=order.odd,
         )
-        self._notify(at + 2, order, order.vendor, "order_received", event_id, "01")
+        self._notify(at, order, order.vendor, "order_received", event_id, "01")
         chance = self._chance
         fate, early = chance(), chance()
         if fate < 0.03:
@@ -113,12 +113,11 @@ class Orders:
             self._tell(
                 *(at, "line_item_state_changed", "vendor_order", order.id, data, order, detail)
             )
-            at += 1
         state = "rejected" if rejects else "partially_accepted" if rejected else "accepted"
         self._move(at, order, state, "out_of_stock" if rejected else None)
         if rejected:
             cause = "order_rejected" if rejects else "line_rejected"
-            self._release(at + 1, order, cause, rejected)
+            self._release(at, order, cause, rejected)
         if rejects:
             self._world.finished(order)
         elif chance() < 0.02:
@@ -137,7 +136,7 @@ class Orders:
 
     def deliver(self, at: int, order: Order) -> None:
         event_id = self._move(at, order, "delivered")
-        self._notify(at + 1, order, order.buyer, "order_delivered", event_id, "02")
+        self._notify(at, order, order.buyer, "order_delivered", event_id, "02")
         if order.method == "cash":
             self._plan(at + SECOND + int(self._chance() * 10 * MINUTE), self.collect, order)
         else:
@@ -156,7 +155,7 @@ class Orders:
         )
         self._tell(at, "order_canceled", "vendor_order", order.id, data, order)
         kept = [line for line in order.lines if not line.is_rejected]
-        self._release(at + 1, order, "order_canceled", kept)
+        self._release(at, order, "order_canceled", kept)
         self._world.finished(order)
 
     def expire(self, at: int, order: Order) -> None:
@@ -167,7 +166,7 @@ class Orders:
             f"{order.vendor_key}"
         )
         self._tell(at, "order_expired", "vendor_order", order.id, data, order)
-        self._release(at + 1, order, "order_expired", order.lines)
+        self._release(at, order, "order_expired", order.lines)
         self._world.finished(order)
 
     # --- paying -----------------------------------------------------------------------------

@@ -127,9 +127,9 @@ class Publication:
         self._release(1 << 62)
 
     def _id(self, at: int, count: int) -> str:
-        """A UUIDv7 whose random part is a count and the mark of the seed."""
+        """A UUIDv7 whose random part is a count, its upper bits first, and the mark of the seed."""
         digits = "%012x" % at  # noqa: UP031 - faster than format(), and this is the hot path
-        return self._form % (digits[:8], digits[8:], count & 0xFFF, count)
+        return self._form % (digits[:8], digits[8:], count >> 16, count)
 
     def _tell_unknown(self, at: int, aggregate_id: str) -> None:
         self._unknown += 1  # apart, so that the ids of the others stay what they are without it
