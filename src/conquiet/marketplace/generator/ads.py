@@ -6,7 +6,7 @@ from datetime import date, timedelta
 from random import Random
 from typing import TYPE_CHECKING
 
-from conquiet.marketplace.generator.clock import DAY, HOUR, MINUTE, SECOND, midnight, moment_text
+from conquiet.marketplace.generator.clock import DAY, HOUR, MINUTE, SECOND, midnight
 from conquiet.marketplace.generator.faults import FAULTS
 from conquiet.marketplace.generator.order import Order, Touch
 from conquiet.marketplace.generator.population import Ad, Store, uuid_stem
@@ -21,6 +21,7 @@ class Ads:
     def __init__(self, world: World) -> None:
         self._world = world
         self._tell = world.publication.tell
+        self._text = world.publication.text
         self._plan = world.plan
         self._random = Random(f"{world.seed}/ads")
         self._chance = self._random.random
@@ -90,7 +91,7 @@ class Ads:
 
     def _move(self, at: int, ad: Ad, kind: str, to: str, cause: str) -> None:
         data = (
-            f'{{"ad_id":"{ad.id}","cause":"{cause}","changed_at":"{moment_text(at)}",'
+            f'{{"ad_id":"{ad.id}","cause":"{cause}","changed_at":"{self._text(at)}",'
             f'"from_status":"{ad.status}","vendor_store_id":"{ad.vendor.id}"}}'
         )
         detail = (ad.status, to, cause)

@@ -92,7 +92,7 @@ def commands(entries: Iterable[Entry]) -> Iterator[Message[bytes]]:
         given = {name: value for name, value in fields.items() if name in names}
         given["at"] = envelope["occurredAt"]
         given["actor"] = envelope.get("actor")
-        command = msgspec.convert(given, kind)
+        command: msgspec.Struct = msgspec.convert(given, kind)
         yield Message(
             msgspec.json.encode(command),
             {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING
 
-from conquiet.marketplace.generator.clock import DAY, HOUR, MINUTE, SECOND, moment_text
+from conquiet.marketplace.generator.clock import DAY, HOUR, MINUTE, SECOND
 from conquiet.marketplace.generator.faults import FAULTS
 from conquiet.marketplace.generator.order import Line, Order
 from conquiet.marketplace.generator.population import ODD_WORDS, Store, uuid_stem
@@ -24,6 +24,7 @@ class Orders:
     def __init__(self, world: World) -> None:
         self._world = world
         self._tell = world.publication.tell
+        self._text = world.publication.text
         self._plan = world.plan
         self._random = Random(f"{world.seed}/orders")
         self._chance = self._random.random
@@ -149,7 +150,7 @@ class Orders:
         order.state = "canceled"
         because = f'"reason_code":"{reason}",' if reason else ""
         data = (
-            f'{{"buyer_store_id":"{order.buyer.id}","canceled_at":"{moment_text(at)}",'
+            f'{{"buyer_store_id":"{order.buyer.id}","canceled_at":"{self._text(at)}",'
             f'"canceled_by":"{by}",{order.keys}"order_id":"{order.id}",{because}'
             f'"total_cents":{order.total},{order.vendor_key}'
         )
@@ -161,7 +162,7 @@ class Orders:
     def expire(self, at: int, order: Order) -> None:
         order.state = "expired"
         data = (
-            f'{{"buyer_store_id":"{order.buyer.id}",{order.keys}"expired_at":"{moment_text(at)}",'
+            f'{{"buyer_store_id":"{order.buyer.id}",{order.keys}"expired_at":"{self._text(at)}",'
             f'"order_id":"{order.id}","total_cents":{order.total},"ttl_days":{TTL_DAYS},'
             f"{order.vendor_key}"
         )
@@ -175,7 +176,7 @@ class Orders:
         amount = order.collected = self._amount(order.total)
         data = (
             f'{{"amount_cents":{amount},"buyer_store_id":"{order.buyer.id}",{order.keys}'
-            f'"collected_at":"{moment_text(at)}","currency":"USD",'
+            f'"collected_at":"{self._text(at)}","currency":"USD",'
             f'"ledger_event_id":"{order.stem}000301","order_id":"{order.id}",'
             f'"payment_intent_id":"{order.stem}000201",{order.vendor_key}'
         )
@@ -193,7 +194,7 @@ class Orders:
             f'{{"amount_cents":{amount},"buyer_store_id":"{order.buyer.id}",{order.keys}'
             f'"currency":"USD","ledger_event_id":"{ledger}","method":"{order.method}",'
             f'"order_id":"{order.id}","payment_intent_id":"{order.stem}000201",'
-            f'"settled_at":"{moment_text(at)}",{order.vendor_key}'
+            f'"settled_at":"{self._text(at)}",{order.vendor_key}'
         )
         self._tell(at, "payment_settled", "ledger_event", ledger, data, order, amount)
         self._plan(at + HOUR + int(self._chance() * 3 * DAY), self.pay_out, order)
@@ -204,7 +205,7 @@ class Orders:
         data = (
             f'{{"amount_cents":{amount},"buyer_store_id":"{order.buyer.id}",{order.keys}'
             f'"currency":"USD","ledger_event_id":"{ledger}","order_id":"{order.id}",'
-            f'"paid_out_at":"{moment_text(at)}",{order.vendor_key}'
+            f'"paid_out_at":"{self._text(at)}",{order.vendor_key}'
         )
         self._tell(at, "vendor_payout_recorded", "ledger_event", ledger, data, order, amount)
         self._plan(at + SECOND + int(self._chance() * MINUTE), self.close, order)
@@ -228,7 +229,7 @@ class Orders:
         because = f'"reason":"{reason}",' if reason else ""
         data = (
             f'{{"balance_due_cents":{balance},"buyer_store_id":"{order.buyer.id}",'
-            f'"changed_at":"{moment_text(at)}",{order.keys}"from_status":"{order.state}",'
+            f'"changed_at":"{self._text(at)}",{order.keys}"from_status":"{order.state}",'
             f'"order_id":"{order.id}",{because}"to_status":"{to}","total_cents":{total},'
             f"{order.vendor_key}"
         )
@@ -242,7 +243,7 @@ class Orders:
         released = ",".join([line.released() for line in lines])
         data = (
             f'{{"buyer_store_id":"{order.buyer.id}","cause":"{cause}",{order.keys}'
-            f'"lines":[{released}],"order_id":"{order.id}","released_at":"{moment_text(at)}",'
+            f'"lines":[{released}],"order_id":"{order.id}","released_at":"{self._text(at)}",'
             f"{order.vendor_key}"
         )
         self._tell(at, "reservation_released", "vendor_order", order.id, data, order)

@@ -52,7 +52,10 @@ class Publication:
         self._wrong_share = FAULTS["wrong_amounts"] * ("wrong_amounts" in faults)
         self._lags = [2 + int(chance() * chance() * 900) for _ in range(1_021)]
         mark = f"{Random(f'{seed}/ids').getrandbits(32):08x}"
-        self._form = f"%s-%s-7%03x-8{mark[:3]}-{mark[3:]}%07x"
+        self._form = f"%s-7%03x-8{mark[:3]}-{mark[3:]}%07x"
+        self._at = 0
+        self._time = self._head = ""
+        """How the last moment is written, as a time and in ids: events come in groups."""
         self._count = 0
         self._postponed = 0
         self._unknown = _FIRST_UNKNOWN
@@ -76,7 +79,8 @@ class Publication:
     ) -> str:
         """Publish what happened at that time; the id of the event. `data` is canonical JSON."""
         self._count = count = self._count + 1
-        event_id = self._id(at, count)
+        time = self._time if at == self._at else self.text(at)
+        event_id = self._form % (self._head, count >> 16, count)
         reason: str | None = None
         if self._wrong_share and type_ == "order_created" and self._chance() < self._wrong_share:
             data, reason = _off_by_one(data), "wrong_amounts"
@@ -92,7 +96,6 @@ class Publication:
         else:
             data = _DATA.get(reason, data)
             version = 99 if reason == "unknown_version" else 1
-        time = moment_text(at)
         by = (
             ""
             if actor is None
@@ -126,14 +129,22 @@ class Publication:
         self._restart(self._last_ms)
         self._release(1 << 62)
 
-    def _id(self, at: int, count: int) -> str:
-        """A UUIDv7 whose random part is a count, its upper bits first, and the mark of the seed."""
-        digits = "%012x" % at  # noqa: UP031 - faster than format(), and this is the hot path
-        return self._form % (digits[:8], digits[8:], count >> 16, count)
+    def text(self, at: int) -> str:
+        """How a moment is written; the ids of its events begin with it too.
+
+        They are UUIDv7: milliseconds, then a count, its upper bits first, and the seed's mark.
+        """
+        if at != self._at:
+            digits = f"{at:012x}"
+            self._head = f"{digits[:8]}-{digits[8:]}"
+            self._time = moment_text(at)
+            self._at = at
+        return self._time
 
     def _tell_unknown(self, at: int, aggregate_id: str) -> None:
         self._unknown += 1  # apart, so that the ids of the others stay what they are without it
-        event_id, time = self._id(at, self._unknown), moment_text(at)
+        time = self.text(at)
+        event_id = self._form % (self._head, self._unknown >> 16, self._unknown)
         payload = (
             f'{{"data":{{"checkout_group_id":"{aggregate_id}"}},"eventId":"{event_id}",'
             f'"occurredAt":"{time}","version":1}}'
@@ -182,8 +193,17 @@ class Publication:
             self._last_ms = due
             self.out.append(
                 Entry(
-                    *(topic, due, event_id, type_, aggregate_type, aggregate_id, time, payload),
-                    is_foreign=foreign,
+                    topic,
+                    due,
+                    event_id,
+                    type_,
+                    aggregate_type,
+                    aggregate_id,
+                    time,
+                    payload,
+                    1,
+                    0,
+                    foreign,
                 )
             )
             if self._witness is None:

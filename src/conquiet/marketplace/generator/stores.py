@@ -6,7 +6,7 @@ from datetime import timedelta
 from random import Random
 from typing import TYPE_CHECKING
 
-from conquiet.marketplace.generator.clock import DAY, HOUR, moment_text
+from conquiet.marketplace.generator.clock import DAY, HOUR
 from conquiet.marketplace.generator.population import Store, uuid_stem
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ class Stores:
     def __init__(self, world: World) -> None:
         self._world = world
         self._tell = world.publication.tell
+        self._text = world.publication.text
         self._plan = world.plan
         self._random = Random(f"{world.seed}/stores")
         self._chance = self._random.random
@@ -69,6 +70,6 @@ class Stores:
         size = 10_000 + int(self._chance() * 5_000_000)
         data = (
             f'{{"kind":"product_photo","media_id":"{id_}","mime_type":"image/jpeg",'
-            f'"size_bytes":{size},"store_id":"{vendor.id}","uploaded_at":"{moment_text(at)}"}}'
+            f'"size_bytes":{size},"store_id":"{vendor.id}","uploaded_at":"{self._text(at)}"}}'
         )
         self._tell(at, "media_uploaded", "media", id_, data, vendor)
