@@ -217,4 +217,4 @@ def test_an_order_names_the_tokens_of_its_buyer():
 
 
 TOPICS = (DOMAIN_TOPIC, TELEMETRY_TOPIC)
-GOLDEN = "a475886022e7ae1e04f9fd44ebfbdf34c3790ba9feb817d72fa00767e48d3b4f"
+GOLDEN = "866e941f420566dd94b3fdfbf0b2ad8ece03d155f17cd6b854254edf6377c292"

@@ -14,7 +14,7 @@ from conquiet.marketplace.generator.entry import (
 )
 from conquiet.marketplace.generator.faults import FAULTS
 from conquiet.marketplace.generator.generator import PROFILES, Generator
-from conquiet.marketplace.generator.witness import Seen, Witness
+from conquiet.marketplace.generator.witness import Seen, Told, Witness
 
 if TYPE_CHECKING:
     from conquiet.marketplace.generator.commands import commands
@@ -30,6 +30,7 @@ __all__ = [
     "Entry",
     "Generator",
     "Seen",
+    "Told",
     "Witness",
     "commands",
     "messages",

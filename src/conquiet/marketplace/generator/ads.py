@@ -20,8 +20,8 @@ class Ads:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._tell = world.publication.tell
-        self._text = world.publication.text
+        self._tell = world.telling.tell
+        self._text = world.telling.text
         self._plan = world.plan
         self._random = Random(f"{world.seed}/ads")
         self._chance = self._random.random

@@ -39,9 +39,6 @@ text                      NUL and multi-byte characters in titles
 crash                     a relay dies between publish and mark: its batch is published again
 """
 
-FOREIGN = frozenset(("unknown_type", "broken_json", "text"))
-"""What the enums or JSONB of an outbox would refuse: it came into the log past it."""
-
 
 def faults_of(names: str | Iterable[str]) -> frozenset[str]:
     """Names of faults, checked; `"all"` and `"none"` are names too.
@@ -56,3 +53,19 @@ def faults_of(names: str | Iterable[str]) -> frozenset[str]:
     if unknown:
         raise ConfigError(f"no such fault: {unknown}; there are {', '.join(FAULTS)}")
     return chosen
+
+
+def thresholds(
+    names: tuple[str, ...], faults: frozenset[str]
+) -> tuple[list[tuple[float, str]], float]:
+    """Where a draw between 0 and 1 must fall for each fault that is on, and for any of them."""
+    found, total = [], 0.0
+    for name in names:
+        if name in faults:
+            total += FAULTS[name]
+            found.append((total, name))
+    return found, total
+
+
+def pick(limits: list[tuple[float, str]], draw: float) -> str:
+    return next(name for limit, name in limits if draw < limit)

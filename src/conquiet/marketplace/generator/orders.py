@@ -23,8 +23,8 @@ class Orders:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._tell = world.publication.tell
-        self._text = world.publication.text
+        self._tell = world.telling.tell
+        self._text = world.telling.text
         self._plan = world.plan
         self._random = Random(f"{world.seed}/orders")
         self._chance = self._random.random

@@ -20,8 +20,8 @@ class Stores:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._tell = world.publication.tell
-        self._text = world.publication.text
+        self._tell = world.telling.tell
+        self._text = world.telling.text
         self._plan = world.plan
         self._random = Random(f"{world.seed}/stores")
         self._chance = self._random.random

@@ -4,33 +4,37 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol
 
+from conquiet.marketplace.generator.entry import Entry
+
+Actor = tuple[str, str, str] | None
+"""Type, id and store of who caused an event."""
+
+
+class Told(NamedTuple):
+    """What the world knows of an event, and a reader of the log has to find out."""
+
+    at: int
+    version: int | None
+    actor: Actor
+    reason: str | None
+    """Why a reader must refuse it, by the codes of the contract."""
+    detail: Any
+
 
 class Seen(NamedTuple):
     """One event as the log has it, after its last publication."""
 
-    is_domain: bool
-    event_id: str
-    type: str
-    version: int | None
-    aggregate_type: str
-    aggregate_id: str
-    at: int
-    data: bytes
-    actor: tuple[str, str, str] | None
-    reason: str | None
-    """Why a reader must refuse it, by the codes of the contract."""
-    is_foreign: bool
-    failures: int
-    detail: Any
-    first_ms: int
+    first: Entry
+    """Its first publication."""
+    told: Told
     deliveries: int
 
 
 class Witness(Protocol):
-    """Gets objects of the world, never its JSON."""
+    """Gets objects of the world, and has no need to parse."""
 
     def happened(self, type: str, subject: Any, at: int, detail: Any, event_id: str) -> None:
-        """An event took place, and what was published of it can be read."""
+        """An event took place, and what is published of it can be read."""
 
     def seen(self, seen: Seen) -> None:
         """All publications of an event are in the log."""

@@ -15,6 +15,7 @@ from conquiet.marketplace.generator.orders import Orders
 from conquiet.marketplace.generator.population import Population
 from conquiet.marketplace.generator.publication import Publication
 from conquiet.marketplace.generator.stores import Stores
+from conquiet.marketplace.generator.telling import Telling
 from conquiet.marketplace.generator.witness import Witness
 
 Step = Callable[[int, Any], None]
@@ -26,7 +27,7 @@ _FIRST = [_HOURS.index(hour) for hour in range(24)]
 
 
 class World:
-    """Plans what is to happen and lets it happen; its parts tell the publication."""
+    """Plans what is to happen and lets it happen; its parts tell of it."""
 
     def __init__(
         self,
@@ -44,6 +45,7 @@ class World:
         self.end = midnight(first_day + timedelta(days=days))
         self.population = Population(seed, orders)
         self.publication = Publication(seed, faults, witness)
+        self.telling = Telling(seed, faults, self.publication, witness)
         self._order_count = orders
         self._days = days
         self._witness = witness

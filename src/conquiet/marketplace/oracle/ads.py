@@ -76,12 +76,12 @@ class AdTables:
         self._days.add(key, 0, int(not is_click), int(is_click), int(is_orphan))
 
     def see(self, seen: Seen) -> None:
-        touch: Touch = seen.detail
+        touch: Touch = seen.told.detail
         note = touch.note
-        if seen.reason is None:
+        if seen.told.reason is None:
             note.deliveries += seen.deliveries
-            if note.first_ms is None or seen.first_ms < note.first_ms:
-                note.first_ms = seen.first_ms
+            if note.first_ms is None or seen.first.ms < note.first_ms:
+                note.first_ms = seen.first.ms
         touch.events -= 1
         if note is None:
             return

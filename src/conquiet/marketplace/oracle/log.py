@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
-from conquiet.marketplace.generator.entry import DOMAIN_TOPIC, TELEMETRY_TOPIC
 from conquiet.marketplace.generator.witness import Seen
 from conquiet.marketplace.oracle.calendar import HOUR_MS, nearest_rank
 from conquiet.marketplace.oracle.rows import Rows
@@ -33,44 +32,42 @@ class LogTables:
         self._hours: dict[int, _Hour] = {}
 
     def see(self, seen: Seen) -> None:
-        if seen.is_domain:
+        entry, told = seen.first, seen.told
+        if not entry.is_telemetry:
             self._count(seen)
-        at, first = seen.at * 1_000, seen.first_ms * 1_000
-        if seen.reason is not None:
-            topic = DOMAIN_TOPIC if seen.is_domain else TELEMETRY_TOPIC
+        at, first = told.at * 1_000, entry.ms * 1_000
+        if told.reason is not None:
             self._quarantine.add(
                 (
-                    *(seen.event_id, topic, seen.type, seen.version, seen.reason, at, seen.data),
-                    *(first, seen.deliveries),
+                    *(entry.event_id, entry.topic, entry.type, told.version, told.reason),
+                    *(at, entry.data, first, seen.deliveries),
                 )
             )
-        elif seen.is_domain:
+        elif not entry.is_telemetry:
             self._events.add(
                 (
-                    *(
-                        seen.event_id,
-                        seen.type,
-                        seen.version,
-                        seen.aggregate_type,
-                        seen.aggregate_id,
-                    ),
-                    *(at, at, *(seen.actor or _NOBODY), seen.data.decode(), first, seen.deliveries),
+                    *(entry.event_id, entry.type, told.version),
+                    *(entry.aggregate_type, entry.aggregate_id, at, at),
+                    *(told.actor or _NOBODY),
+                    *(entry.data.decode(), first, seen.deliveries),
                 )
             )
 
     def _count(self, seen: Seen) -> None:
-        hour = self._hours.get(seen.at // HOUR_MS)
+        entry, at = seen.first, seen.told.at
+        hour = self._hours.get(at // HOUR_MS)
         if hour is None:
-            hour = self._hours[seen.at // HOUR_MS] = _Hour()
+            hour = self._hours[at // HOUR_MS] = _Hour()
         hour.entries += seen.deliveries
-        hour.failures += 0 if seen.is_foreign else seen.failures
-        hour.lags.append(seen.first_ms - seen.at)
-        if seen.reason is None:
+        hour.lags.append(entry.ms - at)
+        if seen.told.reason is None:
             hour.taken += 1
         else:
             hour.refused += 1
-        if seen.is_foreign:
-            hour.foreign.append(seen.event_id)
+        if entry.is_foreign:
+            hour.foreign.append(entry.event_id)
+        else:
+            hour.failures += entry.failures
 
     def completeness(self, rows: Rows) -> None:
         for number, hour in sorted(self._hours.items()):

@@ -74,7 +74,7 @@ class Oracle:
         if self._is_complete:
             raise ConfigError("an oracle witnesses one run; make a new one for the next")
         self._log.see(seen)
-        if not seen.is_domain:
+        if seen.first.is_telemetry:
             self._ads.see(seen)
 
     def finished(self, order: Any) -> None:

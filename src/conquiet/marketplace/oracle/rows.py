@@ -9,7 +9,7 @@ from typing import Any
 from conquiet.marketplace.oracle.tables import table
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-_ROWS_PER_FILE = 100_000
+_ROWS_PER_FILE = 20_000
 
 
 class Rows:
