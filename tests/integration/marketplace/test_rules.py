@@ -240,6 +240,30 @@ def test_an_ad_lives_by_its_rules(service):
     ]
 
 
+def test_a_day_is_counted_again_only_with_a_higher_revision(service):
+    ad = {"ad_id": UUID(int=9)}
+    terms = {"vendor_store_id": uuid4(), "placement": "home_banner", "target_type": "store"}
+    terms |= {"target_id": uuid4(), "bid_cents_cpm": 100, "daily_budget_cents": 5000}
+    day = ad | {"day": "2026-03-08", "timezone": "America/Chicago", "impressions": 5, "clicks": 1}
+    with pytest.raises(NotFound):
+        service.send("roll.up.ad", **day, spend_micros=5000, rollup_revision=1)
+    service.send("create.ad", **ad, **terms)
+    service.send("roll.up.ad", **day, spend_micros=5000, rollup_revision=1)
+    service.send("roll.up.ad", **day, spend_micros=6000, rollup_revision=3)
+    with pytest.raises(IllegalTransition, match="revision 3 already"):
+        service.send("roll.up.ad", **day, spend_micros=5500, rollup_revision=2)
+    assert service.types() == ["ad_created", *["ad_daily_rollup_ready"] * 2]
+
+
+def test_an_upload_is_recorded_once(service):
+    upload = {"media_id": uuid4(), "store_id": uuid4(), "kind": "product_photo"}
+    upload |= {"mime_type": "image/jpeg", "size_bytes": 7}
+    service.send("record.upload", **upload)
+    with pytest.raises(Refused, match="exists already"):
+        service.send("record.upload", **upload)
+    assert service.types() == ["media_uploaded"]
+
+
 def test_what_breaks_a_rule_goes_to_the_dead_letters_at_once_and_its_neighbours_do_not(engine):
     letters = memory.Log()
     router = marketplace_router(engine, dead_letters=letters.sink())

@@ -33,6 +33,8 @@ _COPIED: dict[str, type[msgspec.Struct]] = {
     "ad_activated": asked.ActivateAd,
     "ad_paused": asked.PauseAd,
     "ad_expired": asked.ExpireAd,
+    "ad_daily_rollup_ready": asked.RollUpAd,
+    "media_uploaded": asked.RecordUpload,
 }
 
 
@@ -76,8 +78,8 @@ class _History:
 def commands(entries: Iterable[Entry]) -> Iterator[Message[bytes]]:
     """Commands in time's order, from a log without faults; their ids follow from the events'.
 
-    What follows from a command by itself (notifications, released reservations), what no
-    service here does (media, rollups) and telemetry lead to none.
+    What follows from a command by itself (notifications, released reservations) and telemetry
+    lead to none.
     """
     history = _History()
     for entry in entries:

@@ -9,7 +9,7 @@ from uuid import UUID
 import msgspec
 
 from conquiet.events.envelope import ActorRef, Moment
-from conquiet.marketplace.catalog import Cents, Currency, PaymentMethod, Quantity
+from conquiet.marketplace.catalog import Cents, Count, Currency, PaymentMethod, Quantity
 
 
 class Command(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -129,6 +129,17 @@ class ExpireLicense(Command):
     reason: str | None = None
 
 
+# --- media ----------------------------------------------------------------------------------
+
+
+class RecordUpload(Command):
+    media_id: UUID
+    store_id: UUID
+    kind: str
+    mime_type: str
+    size_bytes: Count
+
+
 # --- ads ------------------------------------------------------------------------------------
 
 
@@ -166,3 +177,15 @@ class PauseAd(MoveAd):
 
 class ExpireAd(MoveAd):
     pass
+
+
+class RollUpAd(Command):
+    """What telemetry counted for a business day; a later count has a higher revision."""
+
+    ad_id: UUID
+    day: date
+    timezone: str
+    impressions: Count
+    clicks: Count
+    spend_micros: Count
+    rollup_revision: Quantity

@@ -9,9 +9,11 @@ from sqlalchemy import URL, Engine
 
 from conquiet.marketplace.service.ads import Ads
 from conquiet.marketplace.service.licenses import Licenses
+from conquiet.marketplace.service.media import Media
 from conquiet.marketplace.service.orders import Orders
 from conquiet.marketplace.service.outbox import EventsOutbox
 from conquiet.marketplace.service.payments import Payments
+from conquiet.marketplace.service.rollups import Rollups
 from conquiet.middleware import DeadLetter
 from conquiet.router import Router
 from conquiet.sink import Sink
@@ -29,7 +31,7 @@ def marketplace_router(
     >>> init("sqlite:///market.sqlite")
     >>> router = marketplace_router("sqlite:///market.sqlite")
     >>> len(router.handlers)
-    19
+    21
 
     What breaks a rule goes to `dead_letters` at once, what fails otherwise after `attempts`
     deliveries; without dead letters it is nacked, and its source decides.
@@ -53,4 +55,5 @@ def _handlers(engine: Engine) -> list[Callable[..., Any]]:
         *(payments.collect_cash, payments.settle_payment, payments.pay_out),
         *(licenses.submit_license, licenses.review_license, licenses.expire_license),
         *(ads.create_ad, ads.update_ad, ads.activate_ad, ads.pause_ad, ads.expire_ad),
+        *(Media(engine).record_upload, Rollups(engine).roll_up_ad),
     ]

@@ -114,6 +114,24 @@ ADS = Table(
     _status(AD),
 )
 
+AD_DAYS = Table(
+    "market_ad_days",
+    METADATA,
+    Column("ad_id", UuidText(), ForeignKey(ADS.c.id), primary_key=True),
+    Column("day", Date, primary_key=True),
+    Column("revision", BigInteger, CheckConstraint("revision > 0"), nullable=False),
+)
+
+MEDIA = Table(
+    "market_media",
+    METADATA,
+    _id(),
+    _uuid("store_id"),
+    _text("kind"),
+    _text("mime_type"),
+    Column("size_bytes", BigInteger, nullable=False),
+)
+
 
 def init(engine: Engine | str | URL) -> None:
     """Create what is missing: business tables, `outbox_events` and the inbox; safe to repeat."""
