@@ -15,6 +15,7 @@ from zoneinfo import ZoneInfo
 from conquiet.errors import InvalidMessage
 from conquiet.marketplace.catalog import CATALOG
 from conquiet.marketplace.generator import DOMAIN_TOPIC
+from conquiet.marketplace.oracle import TABLES
 
 CHICAGO = ZoneInfo("America/Chicago")
 LOST = ("canceled", "expired", "rejected")
@@ -510,6 +511,10 @@ class Opinion:
                 failures,
                 *(rank(lags, 50), rank(lags, 95), rank(lags, 99), max(lags)),
             )
+
+    def rows(self, name):
+        columns = TABLES[name].columns
+        return [dict(zip(columns, row, strict=True)) for row in self.table(name)]
 
     def table(self, name):
         tables = {

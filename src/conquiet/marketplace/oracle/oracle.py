@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from conquiet.errors import ConfigError
 from conquiet.marketplace.generator.order import Order
 from conquiet.marketplace.generator.witness import Seen
 from conquiet.marketplace.oracle.ads import AdTables
+from conquiet.marketplace.oracle.differences import differences
 from conquiet.marketplace.oracle.log import LogTables
 from conquiet.marketplace.oracle.marts import Marts
 from conquiet.marketplace.oracle.orders import (
@@ -92,6 +94,10 @@ class Oracle:
         """The same as a pyarrow Table with the types of the contract, in no order."""
         self._complete()
         return self._found(name).arrow()
+
+    def differences(self, name: str, found: Iterable[Mapping[str, Any]]) -> list[str]:
+        """What is wrong with somebody else's rows of a table, a line each; none if all is well."""
+        return list(differences(name, self.rows(name), found))
 
     def count(self, name: str) -> int:
         self._complete()
