@@ -8,6 +8,7 @@ import json
 import pytest
 from tests.unit.marketplace.parsed import world
 
+from conquiet.errors import ConfigError
 from conquiet.marketplace.generator import DOMAIN_TOPIC, write_jsonlines, write_parquet
 from conquiet.spark.columns import ARROW_SCHEMA
 
@@ -39,6 +40,13 @@ def test_the_size_of_files_changes_nothing(tmp_path):
     write_parquet(iter(world()), tmp_path / "many", rows_per_file=100)
     assert len(list((tmp_path / "many").iterdir())) > 5
     assert read(tmp_path / "many") == read(tmp_path / "one")
+
+
+def test_a_directory_with_another_log_in_it_is_refused(tmp_path):
+    write_parquet(world()[:5], tmp_path)
+    with pytest.raises(ConfigError, match="write into a new directory"):
+        write_parquet(world()[:2], tmp_path)
+    assert len(read(tmp_path)) == 5
 
 
 def test_ids_are_unique_and_rise_within_each_stream(tmp_path):

@@ -107,6 +107,15 @@ def test_large_tables_can_live_in_files(tmp_path):
         assert spilled.count(name) == kept.arrow(name).num_rows
 
 
+def test_rows_of_another_run_are_not_taken_for_those_of_this_one(tmp_path):
+    first = Oracle(spill=tmp_path)
+    for _ in Generator(orders=2).batches(first):
+        pass
+    first.arrow("events")
+    with pytest.raises(ConfigError, match="spill into a new directory"):
+        Oracle(spill=tmp_path)
+
+
 def test_every_kind_of_difference_is_named():
     oracle = Oracle()
     for _ in Generator(orders=5).batches(oracle):

@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from conquiet.errors import ConfigError
 from conquiet.marketplace.generator.clock import moment_text
 from conquiet.marketplace.generator.entry import Entry, Numbers
 from conquiet.redis.topic import Topic
@@ -46,6 +47,8 @@ def write_parquet(
 
     target = Path(directory)
     target.mkdir(parents=True, exist_ok=True)
+    if any(target.glob("*.parquet")):  # a reader would take its rows for those of this log
+        raise ConfigError(f"{target} holds Parquet files; write into a new directory")
     streams = _Streams(partitions)
     count = 0
     for number, chunk in enumerate(_chunks(entries, rows_per_file)):

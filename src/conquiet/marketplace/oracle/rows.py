@@ -6,6 +6,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from conquiet.errors import ConfigError
 from conquiet.marketplace.oracle.tables import table
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -24,6 +25,8 @@ class Rows:
         self._files = 0
         if self._directory is not None:
             self._directory.mkdir(parents=True, exist_ok=True)
+            if any(self._directory.iterdir()):  # its rows would be taken for ours
+                raise ConfigError(f"{self._directory} is not empty; spill into a new directory")
 
     def add(self, row: tuple[Any, ...]) -> None:
         self._kept.append(row)
