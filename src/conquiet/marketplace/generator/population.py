@@ -1,0 +1,97 @@
+"""The population: stores, products and ads, drawn once from the seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+import msgspec
+
+Chance = Callable[[], float]
+
+CATEGORIES = ("bakery", "beverages", "cleaning", "dairy", "frozen", "grocery", "meat", "produce")
+UNITS = ("case", "each", "kg", "pallet")
+PLACEMENTS = ("category_top", "home_banner", "search_top")
+ODD_WORDS = ("Crème brûlée", "日本茶 ☕", "Ñandú 🥚", "Жаркое", "لبن", "a\u0000b", "𝔊ut")
+"""What titles may hold when the fault `text` is on."""
+
+
+def uuid_stem(random: Random) -> str:
+    """All of a UUIDv4 but its last six digits, which tell apart what belongs together."""
+    digits = f"{random.getrandbits(96):024x}"
+    return f"{digits[:8]}-{digits[8:12]}-4{digits[12:15]}-a{digits[15:18]}-{digits[18:]}"
+
+
+def json_text(text: str) -> str:
+    return msgspec.json.encode(text).decode()
+
+
+class Product:
+    __slots__ = ("category", "head", "id", "price", "title", "unit")
+
+    def __init__(self, number: int, random: Random) -> None:
+        chance = random.random
+        self.id = f"{uuid_stem(random)}0000b0"
+        self.category = CATEGORIES[int(chance() * len(CATEGORIES))]
+        self.unit = UNITS[int(chance() * len(UNITS))]
+        self.price = 99 + int(chance() * 12_000)
+        self.title = f"{self.category.title()} no. {number}"
+        self.head = f'{{"category":"{self.category}","discount_cents":'
+
+
+class Store:
+    """A buyer's or a vendor's store; a vendor's has products and ads."""
+
+    __slots__ = ("ads", "id", "postal_code", "products", "stem", "user")
+
+    def __init__(self, random: Random) -> None:
+        self.stem = uuid_stem(random)
+        self.id = f"{self.stem}000000"
+        self.user = f"u-{self.stem[:8]}"
+        self.postal_code = f"60{int(random.random() * 60) + 600}"
+        self.products: list[Product] = []
+        self.ads: list[Ad] = []
+
+
+class Ad:
+    """What a vendor has shown to buyers: its store, or one of its products."""
+
+    __slots__ = (
+        *("bid", "budget", "clicks", "id", "impressions", "placement"),
+        *("status", "stem", "target_id", "target_type", "vendor"),
+    )
+
+    def __init__(self, vendor: Store, random: Random) -> None:
+        chance = random.random
+        self.stem = uuid_stem(random)
+        self.id = f"{self.stem}000000"
+        self.vendor = vendor
+        self.placement = PLACEMENTS[int(chance() * len(PLACEMENTS))]
+        if chance() < 0.5:
+            self.target_type, self.target_id = "store", vendor.id
+        else:
+            product = vendor.products[int(chance() * len(vendor.products))]
+            self.target_type, self.target_id = "product", product.id
+        self.bid = 100 + int(chance() * 900)
+        self.budget = 1_000 + int(chance() * 50_000)
+        self.status = ""
+        self.impressions = 0
+        self.clicks = 0
+
+
+class Population:
+    """As many of each as the number of orders calls for."""
+
+    def __init__(self, seed: str, orders: int) -> None:
+        random = Random(f"{seed}/population")
+        self.buyers = [Store(random) for _ in range(min(max(orders // 12, 6), 50_000))]
+        self.vendors = [Store(random) for _ in range(min(max(orders // 60, 3), 2_000))]
+        number = 0
+        for vendor in self.vendors:
+            for _ in range(15):
+                number += 1
+                vendor.products.append(Product(number, random))
+            vendor.ads = [Ad(vendor, random) for _ in range(int(random.random() * 4))]
+        if not any(vendor.ads for vendor in self.vendors):
+            self.vendors[0].ads = [Ad(self.vendors[0], random)]
+        self.ads = [ad for vendor in self.vendors for ad in vendor.ads]

@@ -1,0 +1,48 @@
+"""Business days and weeks of America/Chicago, and percentiles by nearest rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, date, datetime, timedelta
+from zoneinfo import ZoneInfo
+
+HOUR_MS = 3_600_000
+_CHICAGO = ZoneInfo("America/Chicago")
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+class _Days(dict[int, date]):
+    """The business day of each hour: zones of whole hours change their day with an hour of UTC."""
+
+    def __missing__(self, hour: int) -> date:
+        found = (_EPOCH + timedelta(hours=hour)).astimezone(_CHICAGO).date()
+        self[hour] = found
+        return found
+
+
+_days = _Days()
+
+
+def business_day(ms: int) -> date:
+    """The date in Chicago.
+
+    >>> business_day(1_772_949_599_999), business_day(1_772_949_600_000)
+    (datetime.date(2026, 3, 7), datetime.date(2026, 3, 8))
+    """
+    return _days[ms // HOUR_MS]
+
+
+def week(day: date) -> date:
+    """The Monday of its week."""
+    return day - timedelta(days=day.weekday())
+
+
+def nearest_rank(ordered: Sequence[int], percent: int) -> int | None:
+    """The value of which so many percent are no larger.
+
+    >>> nearest_rank([10, 20, 30], 50), nearest_rank([10, 20, 30], 95), nearest_rank([], 50)
+    (20, 30, None)
+    """
+    if not ordered:
+        return None
+    return ordered[-(-len(ordered) * percent // 100) - 1]
