@@ -25,8 +25,10 @@ run-outbox-publisher: setup ## the relay: publishes an outbox; settings in docs/
 	fi; \
 	exec $(BIN)/conquiet relay run
 
-build: setup ## the package, with its command, into dist/
+build: setup ## the package, with its command, into dist/; and its image, where Docker runs
 	@$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
+	@if docker info >/dev/null 2>&1; then docker build --quiet --tag conquiet .; \
+	else echo "no Docker here: the package alone"; fi
 
 test: lint ## lint, types, import rules, then the tests, with coverage
 	@echo "==> tests"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -78,12 +79,45 @@ def test_yaml_is_indented_by_two_and_has_no_tab(name) -> None:
         assert (len(line) - len(line.lstrip())) % 2 == 0, line
 
 
-def test_make_run_outbox_publisher_starts_the_relay() -> None:
+def made(target: str, tmp_path: Path, **environ: str) -> list[str]:
+    """What a target runs of its virtual environment."""
+    for name in ("conquiet", "pip"):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho {name} $* $CONQUIET_DATABASE_URL\n")
+        (tmp_path / name).chmod(0o755)
+    known = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     done = subprocess.run(
-        ["make", "-n", "run-outbox-publisher"],
+        ["make", "-s", "-o", "setup", f"BIN={tmp_path}", target],
         cwd=ROOT,
+        env={**known, "DOCKER_HOST": "tcp://127.0.0.1:1", **environ},
         capture_output=True,
         text=True,
         check=True,
     )
-    assert "conquiet relay run" in done.stdout
+    return done.stdout.splitlines()
+
+
+def test_make_run_outbox_publisher_makes_a_database_of_its_own(tmp_path: Path) -> None:
+    assert made("run-outbox-publisher", tmp_path) == [
+        "conquiet outbox migrate sqlite:///outbox.sqlite",
+        "conquiet relay run sqlite:///outbox.sqlite",
+    ]
+
+
+def test_make_run_outbox_publisher_changes_no_database_that_was_named(tmp_path: Path) -> None:
+    url = "postgresql://db/shop"
+    ran = made("run-outbox-publisher", tmp_path, CONQUIET_DATABASE_URL=url)
+    assert ran == [f"conquiet relay run {url}"]
+
+
+def test_make_build_makes_the_package(tmp_path: Path) -> None:
+    wheel, image = made("build", tmp_path)
+    assert wheel.startswith("pip wheel")
+    assert "dist" in wheel
+    assert "no Docker" in image
+
+
+def test_on_heroku_database_and_redis_are_those_of_heroku_at_each_start() -> None:
+    for name in ("Procfile", "heroku.yml"):
+        text = read(name)
+        assert text.count("$DATABASE_URL") == 2
+        assert '--sink "${CONQUIET_OUTBOX_SINK:-$REDIS_URL}"' in text
