@@ -16,6 +16,10 @@ class OverOutbox(SourceContract):
     ordered = False
     keeps_place = False
 
+    @pytest.fixture(autouse=True)
+    def _short_rests(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("conquiet.sql.resting._FIRST_REST_SECONDS", 0.1)
+
     def open(self, lease: float) -> OutboxSource:
         return OutboxSource(self.engine, poll=0.02, ordered=self.ordered)
 
