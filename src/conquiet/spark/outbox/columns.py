@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -18,6 +19,8 @@ from conquiet.spark.outbox.select import DOMAIN_SOURCE
 _TIME = ARROW_SCHEMA.field("time").type
 _JSON = "application/json"
 _DOCUMENTS = 500
+_QUOTE, _BACKSLASH = 0x22, 0x5C
+_BETWEEN = pa.array(['": "', '":"'])  # as JSONB and SQLite write it
 _objects = msgspec.json.Decoder(list[dict[str, Any]])
 _texts = msgspec.json.Decoder(list[dict[str, str]])
 _values = msgspec.json.Decoder(list[Any])
@@ -71,7 +74,10 @@ def _as(column: pa.Array | None, field: pa.Field, rows: int) -> pa.Array:
 def _nulled(column: pa.Array) -> pa.Array:
     """An empty text is an attribute that is not there."""
     column = column if column.type == pa.string() else column.cast(pa.string())
-    return pc.if_else(pc.equal(column, ""), pa.scalar(None, pa.string()), column)
+    empty = pc.equal(column, "")
+    if not pc.any(empty).as_py():
+        return column
+    return pc.if_else(empty, pa.scalar(None, pa.string()), column)
 
 
 # --- times ----------------------------------------------------------------------------------
@@ -111,23 +117,52 @@ def _time(text: str | None) -> datetime | None:
 
 def attributes(column: pa.Array) -> pa.Array:
     """JSON objects as maps of texts."""
-    encoded = column.dictionary_encode()
-    if len(encoded.dictionary) * 2 < len(column):  # events of one kind often have the same
-        return _maps(encoded.dictionary).take(encoded.indices)
-    return _maps(column)
+    found = plain_maps(column)
+    return _parsed_maps(column) if found is None else found
 
 
-def _maps(column: pa.Array) -> pa.Array:
-    keys: list[str] = []
+def plain_maps(column: pa.Array) -> pa.Array | None:
+    """The maps by looking at quotation marks alone; None where that is not enough.
+
+    It is, if no character is escaped and every value is a text: then names and values stand
+    between the quotation marks in turn, four of which make an attribute. No object of Python is
+    made for any of them.
+    """
+    _, at, content = column.buffers()
+    if content is None or column.null_count:
+        return None
+    rows = np.frombuffer(at, np.int32)[column.offset : column.offset + len(column) + 1]
+    bytes_ = np.frombuffer(content, np.uint8)[: rows[-1]]
+    if (bytes_[rows[0] :] == _BACKSLASH).any():
+        return None
+    marks = np.flatnonzero(bytes_[rows[0] :] == _QUOTE).astype(np.int32) + rows[0]
+    counts = np.searchsorted(marks, rows).astype(np.int32)
+    if (counts % 4).any():
+        return None
+    # Pieces in turn: name, what is between it and its value, value, what is before the next name.
+    borders = marks.copy()
+    borders[0::2] += 1
+    borders = np.append(borders, borders[-1:])
+    pieces = pa.StringArray.from_buffers(len(marks), pa.py_buffer(borders), content)
+    between = pieces.take(pa.array(np.arange(1, len(marks), 4)))
+    if len(between) and not pc.all(pc.is_in(between, _BETWEEN)).as_py():
+        return None
+    names = pieces.take(pa.array(np.arange(0, len(marks), 4)))
+    values = pieces.take(pa.array(np.arange(2, len(marks), 4)))
+    return pa.MapArray.from_arrays(pa.array(counts // 4), names, values)
+
+
+def _parsed_maps(column: pa.Array) -> pa.Array:
+    names: list[str] = []
     values: list[str] = []
     offsets = [0]
     for joined in _joined(column):
         for one in _attributes(joined):
-            keys.extend(one)
+            names.extend(one)
             values.extend(one.values())
-            offsets.append(len(keys))
+            offsets.append(len(names))
     return pa.MapArray.from_arrays(
-        pa.array(offsets, pa.int32()), pa.array(keys, pa.string()), pa.array(values, pa.string())
+        pa.array(offsets, pa.int32()), pa.array(names, pa.string()), pa.array(values, pa.string())
     )
 
 
