@@ -57,7 +57,7 @@ def records(cluster: Cluster, topic: str = "orders") -> list[Any]:
         consumer.assign(places)
         got: list[Any] = []
         while len(got) < left:
-            for record in consumer.consume(100, timeout=1):
+            for record in consumer.consume(left - len(got), timeout=1):
                 assert record.error() is None
                 got.append(record)
         return got
