@@ -6,6 +6,7 @@ as connecting: a connection that was used without an error waits for the next ta
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 from collections.abc import Iterator
@@ -18,6 +19,16 @@ from conquiet.errors import ConfigError, StoreError
 from conquiet.spark.address import Database
 
 _idle: dict[tuple[int, str], Any] = {}
+
+
+@atexit.register
+def _close_all() -> None:
+    """Before the interpreter takes the modules away that closing needs."""
+    for (process, _), connection in list(_idle.items()):
+        if process == os.getpid():
+            with contextlib.suppress(Exception):
+                connection.close()
+    _idle.clear()
 
 
 @contextlib.contextmanager
