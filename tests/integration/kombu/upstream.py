@@ -83,7 +83,7 @@ def run(
     tests: list[str],
     *options: str,
     python: str = sys.executable,
-    workers: int = 4,
+    workers: int = 8,
     timeout: float = 110,
     **environment: str,
 ) -> Outcome:
