@@ -26,6 +26,8 @@ class Topology(Connecting):
     def __init__(self, connection: Any, **kwargs: Any) -> None:
         super().__init__(connection, **kwargs)
         self._expires: dict[str, int] = {}  # milliseconds of x-expires
+        # Kombu's own is one for all channels of the process, and would have us listen to PUB/SUB.
+        self._fanout_queues: dict[str, Any] = {}
 
     def prepare_queue_arguments(self, arguments: Any, **kwargs: Any) -> Any:
         return to_rabbitmq_queue_arguments(arguments, **kwargs)

@@ -146,6 +146,17 @@ def test_closing_leaves_no_consumer_and_no_lease(redis_url, redis_client):
     assert redis_client.zcard(Keys().leases) == 0
 
 
+def test_the_list_transport_in_the_same_process_changes_nothing(redis_url):
+    exchange = kombu.Exchange("news", type="fanout")
+    with kombu.Connection(redis_url) as lists, connected(redis_url) as connection:
+        with lists.Consumer(kombu.Queue("one", exchange), callbacks=[Taken()]):
+            pass
+        taken = Taken()
+        with connection.Consumer(kombu.Queue("one", exchange), callbacks=[taken]):
+            connection.Producer().publish("a", exchange=exchange)
+            assert drain(connection, taken, 1) == ["a"]
+
+
 def test_simple_queues(redis_url):
     with connected(redis_url) as connection, connection.SimpleQueue("orders") as queue:
         for number in range(3):
