@@ -13,6 +13,8 @@ from datetime import timedelta
 import pytest
 import redis
 import redis.asyncio
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 from tests.waiting import eventually
 
 from conquiet.errors import Blameless, ConfigError, StoreError
@@ -342,7 +344,7 @@ def test_a_process_that_was_forked_keeps_its_leases_too(redis_url: str) -> None:
 
 
 def test_a_redis_that_is_away_is_nobodys_fault_and_nothing_runs() -> None:
-    away = Idempotency(redis.Redis(port=1))
+    away = Idempotency(redis.Redis(port=1, retry=Retry(NoBackoff(), 0)))
     with pytest.raises(StoreError, match="could not claim"), away.guard("mailer", EVENT):
         pytest.fail("it ran without a claim")
 
