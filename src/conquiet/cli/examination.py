@@ -13,10 +13,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from typing import Literal
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 from conquiet.cli.terminal import FAILED, OK, dim, green, one_line, print_json, red
 from conquiet.errors import ConfigError
+from conquiet.relay.masked import masked
+from conquiet.relay.sinks.url import trouble
 
 Status = Literal["ok", "absent", "broken"]
 
@@ -198,29 +200,10 @@ def _unchecked(name: str, url: str, extra: str) -> Check:
 
 def _unreachable(name: str, url: str, error: BaseException, variable: str) -> Check:
     secret = _secret(url)
-    reason = one_line(str(error) or repr(error))[:300]
+    reason = one_line(trouble(error, url) or repr(error))[:300]
     reason = reason.replace(secret, "***") if secret else reason
     fix = f"start the server, or correct {variable}"
     return Check("servers", name, "broken", f"{masked(url)}: {reason}", fix)
-
-
-def masked(url: str) -> str:
-    """The URL without its password, wherever that stands.
-
-    >>> masked("redis://app:secret@cache:6379/0?password=secret")
-    'redis://app:***@cache:6379/0?password=***'
-    """
-    try:
-        parts = urlsplit(url)
-        where = parts.netloc
-        if "@" in where:
-            login, _, host = where.rpartition("@")
-            user, colon, _ = login.partition(":")
-            where = f"{user}{colon and ':***'}@{host}"
-        query = re.sub(r"(?i)((?:password|passwd|pwd|token|secret)=)[^&]*", r"\1***", parts.query)
-        return urlunsplit(parts._replace(netloc=where, query=query))
-    except ValueError:
-        return "(no valid URL)"
 
 
 def _secret(url: str) -> str:

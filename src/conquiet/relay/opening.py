@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from conquiet.errors import ConfigError
-from conquiet.relay.settings import Settings, masked
+from conquiet.relay.masked import masked
+from conquiet.relay.settings import Settings
 from conquiet.relay.sinks.url import Url, trouble
 from conquiet.sink import Sink
 from conquiet.source import Source

@@ -5,6 +5,7 @@ One table, `SETTINGS`, is what reads them, what prints them and what the documen
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import tomllib
@@ -16,16 +17,13 @@ from urllib.parse import urlsplit
 
 from conquiet.errors import ConfigError
 from conquiet.events.ttl import MOST_TTL_HOURS, TTL_HOURS, TTL_VARIABLE
+from conquiet.relay.masked import masked
 
 CONFIG_VARIABLE = "CONQUIET_CONFIG"
 SECTION = "relay"
 """The table of the file that is ours; others may use the rest of it."""
 
 DATABASES = ("postgresql", "postgres", "sqlite")
-_scheme = re.compile(r"[\w+.-]+://")
-_secret = re.compile(
-    r"(?i)([?&;][\w.%-]*(?:pass|pwd|secret|token|key|sig|credential|auth|code|jaas)[\w.%-]*=)[^&]*"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,23 +42,6 @@ class Setting:
     @property
     def flag(self) -> str:
         return "--" + self.name.replace("_", "-")
-
-
-def masked(url: str) -> str:
-    """A URL as logs may show it: the password, and what looks like one, is hidden.
-
-    Better too much than too little: up to the last @, since a password may not be encoded, and
-    whether or not somebody forgot the scheme.
-    """
-    found = _scheme.match(url)
-    scheme = found.group() if found else ""
-    login, at, place = url[len(scheme) :].rpartition("@")
-    user, colon, _ = login.partition(":")
-    if colon:
-        login = f"{user}:***"
-    elif at and scheme in ("http://", "https://"):
-        login = "***"
-    return scheme + _secret.sub(r"\1***", f"{login}{at}{place}")
 
 
 def _whole(least: int, most: int) -> tuple[Callable[[str], int], str]:
@@ -122,6 +103,9 @@ def _address(text: str) -> tuple[str, int] | None:
     return parts.hostname, parts.port
 
 
+STUCK_FACTOR = 4
+"""A batch whose last requests begin late takes up to so many times the time of its sink."""
+
 _SINK_SCHEMES = "redis://, rediss://, pubsub://, amqp://, kombu+…://, kafka://, http://, https://"
 
 SETTINGS: tuple[Setting, ...] = (
@@ -182,7 +166,8 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         "stuck_after_s", "CONQUIET_OUTBOX_STUCK_AFTER_S", "300", *_whole(1, 86_400),
-        "a batch that takes longer ends the process, so that its rows are free again",
+        "a batch that takes longer ends the process, so that its rows are free again; at least"
+        f" {STUCK_FACTOR} times …_PUBLISH_TIMEOUT_MS",
     ),
     Setting(
         "grace_s", "CONQUIET_OUTBOX_GRACE_S", "25", *_whole(0, 3_600),
@@ -233,11 +218,7 @@ class Settings:
 
     @property
     def publish_seconds(self) -> float:
-        """The time of a sink; a batch whose last requests begin late takes up to four times that.
-
-        It must have ended, and be marked, before the process takes it for stuck.
-        """
-        return min(self.publish_timeout_ms / 1000, self.stuck_after_s / 5)
+        return self.publish_timeout_ms / 1000
 
     def shown(self) -> list[str]:
         """What is printed at the start, one line per setting."""
@@ -270,7 +251,19 @@ def load(
         values[setting.name] = _value(setting, text, origin)
         texts[setting.name] = masked(text) if setting.is_url else text
         origins[setting.name] = origin
-    return Settings(**values, texts=texts, origins=origins)
+    return _consistent(Settings(**values, texts=texts, origins=origins))
+
+
+def _consistent(settings: Settings) -> Settings:
+    least = STUCK_FACTOR * settings.publish_seconds
+    if settings.stuck_after_s < least:
+        raise ConfigError(
+            f"CONQUIET_OUTBOX_STUCK_AFTER_S: {settings.stuck_after_s} is less than {STUCK_FACTOR}"
+            f" times CONQUIET_OUTBOX_PUBLISH_TIMEOUT_MS, {settings.publish_timeout_ms}: a slow"
+            " batch would end the process before it is marked; make it"
+            f" {math.ceil(least)}, or shorten the other"
+        )
+    return settings
 
 
 def setting(name: str, environ: Mapping[str, str] | None = None, *, required: bool = True) -> Any:

@@ -71,7 +71,7 @@ class Relays:
             *(sys.executable, str(FLAKY_RELAY), "--database", database, "--table", table),
             *("--sink", f"flaky+{sink}", "--max-attempts", "1000", "--health", "off"),
             *("--poll-ms", "50", "--batch-size", str(batch)),
-            *("--stuck-after-s", "2", "--grace-s", "10"),
+            *("--stuck-after-s", "2", "--publish-timeout-ms", "500", "--grace-s", "10"),
             *("--log-level", "warning"),
         ]
         self._logs = logs

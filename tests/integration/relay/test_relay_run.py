@@ -167,7 +167,8 @@ def test_a_relay_that_is_killed_leaves_nothing_locked(postgres_engine, redis_url
 def test_a_stuck_batch_ends_the_process_and_frees_its_rows(postgres_engine, start, dripping_port):
     engine, url = postgres_engine
     fill(engine, 5)
-    relay = start(url, f"http://127.0.0.1:{dripping_port}/", *QUICK, "--stuck-after-s", "1")
+    impatient = ("--stuck-after-s", "1", "--publish-timeout-ms", "250")
+    relay = start(url, f"http://127.0.0.1:{dripping_port}/", *QUICK, *impatient)
     assert relay.process.wait(30) == 1
     assert relay.said("its rows are free again")
     with engine.begin() as connection:

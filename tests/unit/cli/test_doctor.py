@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from conquiet.cli import examination, main
-from conquiet.cli.examination import masked
 from conquiet.embedded import binaries
+from conquiet.relay.masked import masked
 
 
 @pytest.fixture(autouse=True)
@@ -111,7 +111,7 @@ def test_a_database_that_answers_is_ok(capsys, sqlite_url) -> None:
         ("redis://:pw@cache/0", "redis://:***@cache/0"),
         ("postgresql://u:p%40w@h/d", "postgresql://u:***@h/d"),
         ("postgresql://u@h/d?password=pw&sslmode=on", "postgresql://u@h/d?password=***&sslmode=on"),
-        ("http://[broken", "(no valid URL)"),
+        ("redis://u:s3/cret@cache/0", "redis://u:***@cache/0"),
     ],
 )
 def test_passwords_are_masked(url: str, expected: str) -> None:

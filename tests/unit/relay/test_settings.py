@@ -6,7 +6,8 @@ import pytest
 
 from conquiet.cli import main
 from conquiet.errors import ConfigError
-from conquiet.relay.settings import SETTINGS, Settings, load, masked
+from conquiet.relay.masked import masked
+from conquiet.relay.settings import SETTINGS, Settings, load
 
 DATABASE = {"CONQUIET_DATABASE_URL": "postgresql://app:s3cret@db/shop"}
 
@@ -102,10 +103,11 @@ def test_what_is_printed_has_every_setting_and_no_secret() -> None:
     assert "postgresql://app:***@db/shop" in text
 
 
-def test_a_batch_has_ended_before_the_process_takes_it_for_stuck() -> None:
-    given = {"database": "sqlite:///x", "publish_timeout_ms": "10000"}
-    assert load(given, environ={}).publish_seconds == 10
-    assert load({**given, "stuck_after_s": "6"}, environ={}).publish_seconds < 2
+def test_a_batch_must_have_ended_before_the_process_takes_it_for_stuck() -> None:
+    given = {"publish_timeout_ms": "3000", "stuck_after_s": "12"}
+    assert load(given, environ=DATABASE).publish_seconds == 3
+    with pytest.raises(ConfigError, match=r"STUCK_AFTER_S: 11 is less .* make it 12"):
+        load({**given, "stuck_after_s": "11"}, environ=DATABASE)
 
 
 def test_every_setting_is_a_field_of_the_settings() -> None:

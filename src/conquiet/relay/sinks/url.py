@@ -7,7 +7,7 @@ from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 from conquiet.errors import ConfigError
 
 
-def trouble(error: Exception, url: str) -> str:
+def trouble(error: BaseException, url: str) -> str:
     """What is wrong with a URL; the words of a library may quote a part of its password."""
     if "@" in url and isinstance(error, ValueError):
         return "it cannot be understood; percent-encode what is special in its password"
