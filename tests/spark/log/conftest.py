@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from conquiet.spark.columns import ARROW_SCHEMA
+from conquiet.spark.log.connection import disconnect
 
 
 @dataclass
@@ -91,6 +92,13 @@ class Query:
         tasks = self.reader.partitions(start, end)
         batches = [batch for task in tasks for batch in self.reader.read(task)]
         return sorted(int(item) for batch in batches for item in batch["event_id"].to_pylist())
+
+
+@pytest.fixture(autouse=True)
+def no_clients_left():
+    """The servers of a test end with it; clients in this process must not outlive them."""
+    yield
+    disconnect()
 
 
 @pytest.fixture

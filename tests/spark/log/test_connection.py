@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import threading
 
 import pytest
 import redis
@@ -10,7 +11,7 @@ from tests.integration.redis.servers import cluster, sentinel, tls_in_front_of
 from tests.spark.log.conftest import Log, Query
 
 from conquiet.errors import ConfigError, StoreError
-from conquiet.spark.log.connection import RedisAddress, redacted
+from conquiet.spark.log.connection import RedisAddress, disconnect, redacted
 from conquiet.spark.log.options import ReadOptions
 
 SECRET = "pa55word"
@@ -70,6 +71,7 @@ def test_through_tls(plain_log, redis_server, tmp_path) -> None:
         database = plain_log.url.rpartition("/")[2]
         plain_log.url = f"rediss://127.0.0.1:{port}/{database}?ssl_ca_certs={certificate}"
         assert read_all(plain_log) == list(range(120))
+        disconnect()
 
 
 def test_by_sentinel(tmp_path, private_redis) -> None:
@@ -152,3 +154,25 @@ def test_no_secret_is_in_plan_progress_or_errors(log, user_url, capfd) -> None:
     plans += [file.read_text(errors="replace") for file in files if file.is_file()]
     assert len(plans) > 5
     assert not [plan for plan in plans if SECRET in plan]
+
+
+def test_a_server_that_restarts_is_waited_for(private_redis, tmp_path) -> None:
+    with redis.Redis.from_url(private_redis.url) as client:
+        log = Log(None, client, private_redis.url, tmp_path)
+        log.add("orders", *range(300))
+        query = Query(log, maxOffsetsPerTrigger=150, readerName="spark")
+        assert query.batch() == list(range(150))
+        private_redis.kill()
+        back = threading.Timer(0.3, private_redis.start)
+        back.start()
+        assert query.batch() == list(range(150, 300))
+        back.join()
+
+
+def test_a_value_that_looks_like_the_end_of_an_id_misleads_nobody(plain_log) -> None:
+    """The last id of a reply is guessed, to ask for the next one early."""
+    plain_log.add("orders", *range(300), ids="{}-1")
+    trap = "\n7-7\r\n*12\r\n"
+    plain_log.add("orders", *range(300, 6000), ids="{}-1", subject=trap)
+    query = Query(plain_log, {})
+    assert query.batch() == list(range(6000))

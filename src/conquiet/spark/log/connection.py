@@ -82,17 +82,25 @@ def redacted(text: str) -> str:
 
 # --- clients --------------------------------------------------------------------------------
 
-_clients: dict[tuple[int, RedisAddress], Any] = {}
+_clients: dict[tuple[int, str], Any] = {}
 
 
 def client_of(address: RedisAddress) -> Any:
     """The client of this process for an address; its replies are bytes."""
     # By process: Spark forks its workers, and a socket must not be shared with a parent.
-    key = os.getpid(), address
+    # By the URL itself: in a file it may change, and the next task then takes the new one.
+    key = os.getpid(), address.resolve()
     client = _clients.get(key)
     if client is None:
-        client = _clients[key] = connect(address.resolve())
+        client = _clients[key] = connect(key[1])
     return client
+
+
+def disconnect() -> None:
+    """Close the clients of this process; whoever needs one again gets a new one."""
+    mine = [key for key in list(_clients) if key[0] == os.getpid()]
+    for key in mine:
+        _clients.pop(key).close()
 
 
 def pool_of(client: Any, stream: str) -> Any:

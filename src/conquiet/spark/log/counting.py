@@ -9,13 +9,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import redis
 
 from conquiet.errors import StoreError
 from conquiet.redis.delivery import id_after
-from conquiet.redis.wire import TROUBLE, Wire
+from conquiet.redis.wire import Wire
+from conquiet.spark.log.asking import ask
 from conquiet.spark.log.piece import Piece, id_of, parts
 
 logger = logging.getLogger("conquiet.spark")
@@ -99,10 +97,7 @@ def _replies(wire: Wire, walks: Sequence[Walk]) -> list[tuple[list[bytes], int]]
         count = min(_ONE_CALL, one.wanted - one.walked)
         until = one.piece.until.encode()
         commands.append((key, (b"EVAL", _WALK, 1, key, first, until, count, PAGE)))
-    try:
-        replies = wire.send(commands)
-    except TROUBLE as error:
-        raise StoreError(f"Redis cannot be reached: {error}") from error
+    replies = ask(wire, commands)
     return [
         _read_instead(wire, one, reply) if isinstance(reply, Exception) else (reply[0], reply[1])
         for one, reply in zip(walks, replies, strict=True)
@@ -111,18 +106,15 @@ def _replies(wire: Wire, walks: Sequence[Walk]) -> list[tuple[list[bytes], int]]
 
 def _read_instead(wire: Wire, one: Walk, error: Exception) -> tuple[list[bytes], int]:
     """A page of entries, of which only the last id is used: Redis before 6.2, or no scripts."""
-    if isinstance(error, TROUBLE):
-        raise StoreError(f"Redis cannot be reached: {error}") from error
     logger.debug("entries of %r are counted by reading them: %s", one.piece.stream, error)
     key, marks, walked = one.piece.stream.encode(), [], 0
     first, until = id_after(one.end.encode()), one.piece.until.encode()
     wanted = min(_ONE_CALL, one.wanted - one.walked)
     while walked < wanted:
         count = min(PAGE, wanted - walked)
-        try:
-            page: Any = wire.call(key, b"XRANGE", key, first, until, b"COUNT", count)
-        except (redis.RedisError, OSError) as failure:
-            raise StoreError(f"stream {one.piece.stream!r} cannot be read: {failure}") from failure
+        [page] = ask(wire, [(key, (b"XRANGE", key, first, until, b"COUNT", count))])
+        if isinstance(page, Exception):
+            raise StoreError(f"stream {one.piece.stream!r} cannot be read: {page}") from page
         if not page:
             break
         walked += len(page)

@@ -16,6 +16,7 @@ import redis
 from conquiet.errors import StoreError
 from conquiet.redis.delivery import id_after
 from conquiet.redis.wire import TROUBLE, Wire
+from conquiet.spark.log.asking import PAUSES_SECONDS
 from conquiet.spark.log.connection import pool_of
 from conquiet.spark.log.line import Line
 from conquiet.spark.log.piece import Piece
@@ -37,8 +38,6 @@ _SMALL = 64
 _TOGETHER = 2_000
 _TAIL_BYTES = 64 << 10
 """Where the last id of a reply is looked for."""
-_PAUSES_SECONDS = (0.1, 0.5, 2.0)
-"""Between attempts; a reply that came starts them anew."""
 _FOR_NOW = ("LOADING", "CLUSTERDOWN", "TRYAGAIN", "MASTERDOWN", "BUSY", "MOVED", "ASK")
 
 
@@ -69,12 +68,12 @@ class Ranges:
                     yield found
                     failures = 0
             except (*TROUBLE, Refused, redis.ResponseError) as error:
-                if failures == len(_PAUSES_SECONDS) or not _may_pass(error):
+                if failures == len(PAUSES_SECONDS) or not _may_pass(error):
                     raise StoreError(
                         f"stream {left[0].stream!r} cannot be read after {left[0].after}: {error}"
                     ) from error
                 logger.warning("reading stream %r again: %s", left[0].stream, error)
-                time.sleep(_PAUSES_SECONDS[failures])
+                time.sleep(PAUSES_SECONDS[failures])
                 failures += 1
                 if self._wire.is_cluster:
                     self._wire.learn_topology()
@@ -130,7 +129,9 @@ class Ranges:
 
     def _large(self, line: Line, piece: Piece) -> Iterator[tuple[Table | Entries, str]]:
         """Entries reply by reply, each with the id of its last."""
-        asked, got = self._count, 0
+        # Small at first: entries of this stream may be much larger than those of the last.
+        asked, got = _FIRST_COUNT, 0
+        self._count = _FIRST_COUNT
         line.send([_xrange(piece, asked)])
         while True:
             content = line.receive()
@@ -176,7 +177,7 @@ class Ranges:
                 return table, content[at:end].tobytes().decode()
         reader = hiredis.Reader()
         reader.feed(bytes(content))
-        entries: Entries = reader.gets()
+        entries: Entries = [entry for entry in reader.gets() if entry]
         return entries, entries[-1][0].decode()
 
     def _adapt(self, count: int, size: int) -> None:

@@ -11,10 +11,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
 
-import redis
-
 from conquiet.errors import StoreError
 from conquiet.redis.wire import Wire
+from conquiet.spark.log.asking import ask
 from conquiet.spark.log.counting import walk
 from conquiet.spark.log.piece import Piece, id_of, parts
 
@@ -112,10 +111,7 @@ def _ask(wire: Wire, piece: Piece, places: Sequence[int], count: int) -> list[li
     commands = [
         (key, (b"XRANGE", key, b"%d-0" % place, until, b"COUNT", count)) for place in places
     ]
-    try:
-        replies = wire.send(commands)
-    except (redis.RedisError, OSError) as error:
-        raise StoreError(f"Redis cannot be reached: {error}") from error
+    replies = ask(wire, commands)
     for reply in replies:
         if isinstance(reply, Exception):
             raise StoreError(f"stream {piece.stream!r} cannot be read: {reply}") from reply

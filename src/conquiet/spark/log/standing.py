@@ -6,9 +6,10 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from conquiet.errors import ConfigError, StoreError
+from conquiet.errors import ConfigError
 from conquiet.redis.topic import beside
-from conquiet.redis.wire import TROUBLE, Command, Wire
+from conquiet.redis.wire import Command, Wire
+from conquiet.spark.log.asking import ask
 from conquiet.spark.log.offsets import Position
 
 logger = logging.getLogger("conquiet.spark")
@@ -48,11 +49,7 @@ class Standing:
         self._told.update(news)
 
     def _send(self, commands: list[tuple[bytes, Command]]) -> None:
-        try:
-            replies = self._wire.send(commands)
-        except TROUBLE as error:
-            raise StoreError(f"Redis cannot be told the position: {error}") from error
-        for (_, command), reply in zip(commands, replies, strict=True):
+        for (_, command), reply in zip(commands, ask(self._wire, commands), strict=True):
             if not isinstance(reply, Exception) or str(reply).startswith("BUSYGROUP"):
                 continue
             if command[0] == b"HSET":

@@ -12,7 +12,8 @@ import redis
 
 from conquiet.errors import StoreError
 from conquiet.redis.group import pairs
-from conquiet.redis.wire import TROUBLE, Command, Wire
+from conquiet.redis.wire import Wire
+from conquiet.spark.log.asking import ask
 from conquiet.spark.log.offsets import Position
 from conquiet.spark.log.piece import BEGINNING
 
@@ -95,19 +96,13 @@ class Streams:
         for at in range(0, len(wanted), _AT_ONCE):
             part = wanted[at : at + _AT_ONCE]
             keys = [name.encode() for name in part]
-            replies = self._send([(key, (b"XINFO", b"STREAM", key)) for key in keys])
+            replies = ask(self.wire, [(key, (b"XINFO", b"STREAM", key)) for key in keys])
             for name, reply in zip(part, replies, strict=True):
                 if not isinstance(reply, Exception):
                     states[name] = _state(pairs(reply))
                 elif "no such key" not in str(reply).lower():
                     raise StoreError(f"stream {name!r} cannot be looked at: {reply}") from reply
         return states
-
-    def _send(self, commands: Sequence[tuple[bytes, Command]]) -> list[Any]:
-        try:
-            return self.wire.send(commands)
-        except TROUBLE as error:
-            raise StoreError(f"Redis cannot be reached: {error}") from error
 
 
 def is_pattern(name: str) -> bool:
