@@ -252,7 +252,7 @@ def memory(transports: dict[str, Transport]) -> Iterator[Case]:
 
 def main() -> None:
     options = arguments(__doc__)
-    size = Size(1_000, 3) if options.quick else Size(10_000, 5)
+    size = Size(500, 3) if options.quick else Size(5_000, 5)
     with ExitStack() as until:
         transports = {name: Transport(name, until) for name in SCHEMES}
         cases = [
