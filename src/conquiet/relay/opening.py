@@ -71,7 +71,7 @@ def _redis(url: str, settings: Settings) -> OpenedSink:
             address, socket_timeout=wait, socket_connect_timeout=wait, max_connections=2
         )
         client.connection_pool.make_connection()  # refuses options that it does not know
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, redis.RedisError) as error:
         raise ConfigError(f"{variable} {masked(address)}: {trouble(error, address)}") from None
     sink = room.StreamSink(
         client, settings.topic, partitions=int(partitions), ordered=settings.ordered

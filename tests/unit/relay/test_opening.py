@@ -103,6 +103,7 @@ def test_the_layout_is_told_by_the_name() -> None:
         "redis://u:[s3cret@h/0",
         "redis:u:s3cret@h",
         "redis://u:s3cret@h/0?unheard_of=1",
+        "rediss://u:s3cret@h/0?ssl_cert_reqs=perhaps",
         "amqp://u:s3/cret@h/v",
         "http://u:s3/cret@h/",
         "http://u:s3\u2100cret@h/",

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from cloudevents.v1.http import from_http
 from tests.unit.sinks.http_receiver import GRACEFUL_CLOSE, HANG, HANG_UP, Receiver
+from tests.waiting import eventually
 
 from conquiet.errors import GivenBack, InvalidMessage, SinkUnavailable
 from conquiet.message import Message
@@ -98,6 +99,22 @@ def test_a_receiver_that_says_for_how_long_is_not_asked_before(
             assert len(receiver.requests) == 1
             time.sleep(0.02)
     assert time.monotonic() - began >= 1
+
+
+def test_a_receiver_that_wants_to_be_left_alone_for_a_day_is_asked_sooner(
+    receiver: Receiver, sink: HttpSink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("conquiet.relay.sinks.http._LONGEST_PAUSE", 0.2)
+    receiver.answers["*"] = [503, 204]
+    receiver.headers["retry-after"] = "86400"
+
+    def goes_out() -> bool:
+        with suppress(SinkUnavailable):
+            return list(sink.publish(numbered(1))) == [None]
+        return False
+
+    assert not goes_out()
+    assert eventually(goes_out)
 
 
 @pytest.mark.parametrize("status", [301, 307, 401, 403, 404, 405, 410])
