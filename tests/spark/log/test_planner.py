@@ -277,3 +277,12 @@ def test_redis_6_notices_what_it_can(old_log) -> None:
     log.add("orders", 1, ids="5-0")
     with pytest.raises(DataLoss, match="begins anew"):
         Query(log, offset).batch()
+
+
+def test_what_was_counted_for_a_limit_is_not_counted_for_the_tasks(plain_log, monkeypatch) -> None:
+    plain_log.add("orders", *range(3000))
+    query = Query(plain_log, maxOffsetsPerTrigger=2500, minPartitions=2)
+    end = query.reader.latestOffset(query.offset, query.reader.getDefaultReadLimit())
+    monkeypatch.setattr("conquiet.spark.log.splitting.walk", None)
+    tasks = query.reader.partitions(query.offset, end)
+    assert sorted(piece.entries for task in tasks for piece in task.pieces) == [1000, 1500]

@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from conquiet.redis.wire import Wire
-from conquiet.spark.log.counting import walk
+from conquiet.spark.log.counting import Walk, walk
 from conquiet.spark.log.offsets import Position, entries_between
 from conquiet.spark.log.piece import Piece
 
 
 def limited(
     wire: Wire, starts: Mapping[str, Position], ends: Mapping[str, Position], limit: int
-) -> dict[str, Position]:
-    """The ends that are within the limit, exactly; each stream has its share of what waits."""
+) -> tuple[dict[str, Position], dict[str, Walk]]:
+    """The ends that are within the limit, exactly, and the ways that were walked to find them.
+
+    Each stream has its share of what waits.
+    """
     waiting = _waiting(wire, starts, ends, limit)
     total = sum(waiting.values())
     if total <= limit:
-        return dict(ends)
+        return dict(ends), {}
     shares = _shares(waiting, limit, total)
     cut = {name: share for name, share in shares.items() if share < waiting[name]}
     wanted = [
@@ -25,12 +28,13 @@ def limited(
         for name, share in cut.items()
     ]
     result = dict(ends)
-    for way in walk(wire, wanted):
-        name, start = way.piece.stream, starts[way.piece.stream]
+    ways = {way.piece.stream: way for way in walk(wire, wanted)}
+    for name, way in ways.items():
+        start = starts[name]
         if way.end != ends[name].id:
             added = None if start.added is None else start.added + way.walked
             result[name] = Position(way.end, added) if way.walked else start
-    return result
+    return result, ways
 
 
 def _waiting(

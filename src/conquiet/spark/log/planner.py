@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 
 from conquiet.spark.log.connection import client_of
+from conquiet.spark.log.counting import Walk
 from conquiet.spark.log.limiting import limited
 from conquiet.spark.log.loss import Loss, loss_of, refuse
 from conquiet.spark.log.offsets import START, Position, entries_between
@@ -32,7 +33,8 @@ class Planner:
         """The end that is not to be passed (Trigger.AvailableNow)."""
         self._starts: Positions = {}
         self._ends: Positions = {}
-        """What was planned last."""
+        self._ways: dict[str, Walk] = {}
+        """What was planned last, and what was counted for it."""
         self._warned: set[Loss] = set()
         self.newest: Positions = {}
 
@@ -63,8 +65,9 @@ class Planner:
                 ends[name] = end if end is not None and end.is_after(begin) else begin
         # Spark asks for the next batch when the last one is committed: all up to here is done.
         self._standing.tell(starts)
+        self._ways = {}
         if limit is not None:
-            ends = limited(self._streams.wire, starts, ends, limit)
+            ends, self._ways = limited(self._streams.wire, starts, ends, limit)
         # A stream that is gone keeps its place; one that was not begun is not mentioned yet.
         kept = {name: at for name, at in start.items() if name not in ends}
         begun = {name: at for name, at in ends.items() if name in start or at.id != BEGINNING}
@@ -80,11 +83,10 @@ class Planner:
 
     def partitions(self, start: Positions, end: Positions) -> list[LogPartition]:
         """The tasks that read from one offset to another."""
-        starts = self._starts
+        starts, ways = self._starts, self._ways
         if end != self._ends:  # planned before the query was restarted
-            states = self._streams.states(end)
-            self._notice(start, states)
-            starts = {}
+            self._notice(start, self._streams.states(end))
+            starts, ways = {}, {}
         pieces = []
         for name, to in end.items():
             given = start.get(name, START)
@@ -93,8 +95,8 @@ class Planner:
                 begin = Position(BEGINNING, begin.added if begin.id == BEGINNING else None)
             if to.is_after(begin):
                 pieces.append(Piece(name, begin.id, to.id, entries_between(begin, to)))
-        options = self._options
-        return plan(self._streams.wire, pieces, options.min_partitions, options.max_per_partition)
+        least, most = self._options.min_partitions, self._options.max_per_partition
+        return plan(self._streams.wire, pieces, least, most, ways)
 
     def done(self, end: Positions) -> None:
         """All up to here is committed."""

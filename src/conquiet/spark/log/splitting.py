@@ -14,7 +14,7 @@ from itertools import accumulate
 from conquiet.errors import StoreError
 from conquiet.redis.wire import Wire
 from conquiet.spark.log.asking import ask
-from conquiet.spark.log.counting import walk
+from conquiet.spark.log.counting import Walk, walk
 from conquiet.spark.log.piece import Piece, id_of, parts
 
 _COUNTED_ANYWAY = 20_000
@@ -24,19 +24,22 @@ _BELIEVABLE = 0.75, 1.33
 """How far the sum of the probes may be from the truth."""
 
 
-def split(wire: Wire, piece: Piece, count: int) -> list[Piece]:
-    """So many parts, or fewer if it has not that many entries."""
+def split(wire: Wire, piece: Piece, count: int, way: Walk | None = None) -> list[Piece]:
+    """So many parts, or fewer if it has not that many entries. `way` leads through it, if known."""
     if count < 2:
         return [piece]
+    if way is not None and (way.piece.after, way.end) == (piece.after, piece.until):
+        return _along(way, piece, count)
     if piece.entries is None or piece.entries > _COUNTED_ANYWAY:
         cuts = _probed(wire, piece, count)
         if cuts:
             return _between(piece, [(cut, None) for cut in cuts])
-    return _counted(wire, piece, count)
-
-
-def _counted(wire: Wire, piece: Piece, count: int) -> list[Piece]:
     [way] = walk(wire, [(piece, piece.entries if piece.entries is not None else 2**62)])
+    return _along(way, piece, count)
+
+
+def _along(way: Walk, piece: Piece, count: int) -> list[Piece]:
+    """Parts that end where pages end."""
     places = [at for at, _ in way.marks]
     cuts: list[tuple[str, int | None]] = []
     done = 0

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import heapq
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import ceil
 
 from pyspark.sql.datasource import InputPartition
 
 from conquiet.redis.wire import Wire
+from conquiet.spark.log.counting import Walk
 from conquiet.spark.log.piece import Piece
 from conquiet.spark.log.splitting import split
 
@@ -30,11 +31,16 @@ class LogPartition(InputPartition):
 
 
 def plan(
-    wire: Wire, pieces: Sequence[Piece], least: int = 0, most_entries: int | None = None
+    wire: Wire,
+    pieces: Sequence[Piece],
+    least: int = 0,
+    most_entries: int | None = None,
+    ways: Mapping[str, Walk] | None = None,
 ) -> list[LogPartition]:
     """Tasks of about the same number of entries: large pieces are split, small ones packed.
 
-    `least` tasks, even if they are small; no task with many more than `most_entries`.
+    `least` tasks, even if they are small; no task with many more than `most_entries`. `ways`
+    lead through pieces whose entries were counted already.
     """
     total = sum(_size(piece) for piece in pieces)
     if not pieces:
@@ -46,7 +52,7 @@ def plan(
     weighed: list[tuple[float, Piece]] = []
     for piece in pieces:
         count = ceil(_size(piece) / size) if _size(piece) > _UNEVEN * size else 1
-        cut = split(wire, piece, count)
+        cut = split(wire, piece, count, (ways or {}).get(piece.stream))
         weighed.extend((part.entries or _size(piece) / len(cut), part) for part in cut)
     return _pack(weighed, tasks)
 
