@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 import msgspec
-from sqlalchemy import Connection, Engine, Insert, Table, insert
-from sqlalchemy import event as hooks
+from sqlalchemy import Connection, Insert, Table, insert
 from sqlalchemy.orm import Session
 
 from conquiet.errors import ConfigError
@@ -22,12 +21,11 @@ from conquiet.events.catalog import Catalog
 from conquiet.events.check import MAX_PAYLOAD_BYTES, check
 from conquiet.events.event import Event
 from conquiet.events.table import EVENTS_TABLE, events_table
-from conquiet.sql.wakeup import written
+from conquiet.events.waking import wake_after_commit
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 
-_WRITTEN = "conquiet.events.written"
 _MOST_PER_STATEMENT = 5_000
 """5 parameters each: SQLite takes 32,766 of them, PostgreSQL 65,535."""
 
@@ -52,7 +50,7 @@ def emit(
     for made in _statements(events, table, max_bytes):
         session.execute(made)
     if isinstance(session, Session):
-        _wake_after_commit(session, table)
+        wake_after_commit(session, table)
     return [event.id for event in events]
 
 
@@ -62,10 +60,7 @@ async def emit_async(
     table: str = EVENTS_TABLE,
     max_bytes: int = MAX_PAYLOAD_BYTES,
 ) -> list[UUID]:
-    """The same for `AsyncSession` and `AsyncConnection`.
-
-    Relays find the rows when they look next: nobody is woken.
-    """
+    """The same for `AsyncSession` and `AsyncConnection`."""
     if not inspect.iscoroutinefunction(getattr(session, "execute", None)):
         raise ConfigError(
             f"emit_async() takes an AsyncSession or an AsyncConnection, not"
@@ -73,6 +68,9 @@ async def emit_async(
         )
     for made in _statements(events, table, max_bytes):
         await session.execute(made)
+    sync_session = getattr(session, "sync_session", None)
+    if sync_session is not None:
+        wake_after_commit(sync_session, table)
     return [event.id for event in events]
 
 
@@ -111,28 +109,3 @@ def _statements(events: Sequence[Event], table: str, max_bytes: int) -> list[Ins
 @lru_cache(maxsize=64)
 def _table(catalog: Catalog, name: str) -> Table:
     return events_table(catalog, name)
-
-
-def _wake_after_commit(session: Session, table: str) -> None:
-    tables: set[str] = session.info.setdefault(_WRITTEN, set())
-    tables.add(table)
-    if not hooks.contains(session, "after_commit", _wake):
-        hooks.listen(session, "after_commit", _wake)
-        hooks.listen(session, "after_rollback", _forget)
-
-
-def _wake(session: Session) -> None:
-    if session.in_nested_transaction():
-        return  # a savepoint was released, and nothing is committed yet
-    bind = session.bind
-    engine = bind.engine if isinstance(bind, (Engine, Connection)) else None
-    tables: set[str] = session.info.get(_WRITTEN, set())
-    while tables:
-        table = tables.pop()
-        if engine is not None:
-            written(engine, table)
-
-
-def _forget(session: Session) -> None:
-    if not session.in_nested_transaction():
-        session.info.get(_WRITTEN, set()).clear()

@@ -7,6 +7,7 @@ import uuid
 from datetime import UTC, datetime, timedelta
 
 import msgspec
+import psycopg
 import pytest
 from sqlalchemy import Engine, make_url, select, text
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
@@ -14,7 +15,7 @@ from sqlalchemy.orm import Session
 from tests.integration.events.samples import notification, one_of_each, rows
 
 from conquiet.errors import ConfigError
-from conquiet.events import AppendOnly, InvalidEvent, emit, emit_async, emitting, mapped
+from conquiet.events import AppendOnly, InvalidEvent, emit, emit_async, emitting, mapped, waking
 from conquiet.events.check import check
 from conquiet.marketplace.catalog import CATALOG
 
@@ -182,7 +183,7 @@ def test_a_model_may_be_added_like_any_other(engine: Engine) -> None:
 def woken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The tables that relays were told of."""
     told: list[str] = []
-    monkeypatch.setattr(emitting, "written", lambda engine, table: told.append(table))
+    monkeypatch.setattr(waking, "written", lambda engine, table: told.append(table))
     return told
 
 
@@ -226,3 +227,23 @@ def test_emit_async_refuses_a_sync_session_before_it_sends_anything(engine: Engi
         with pytest.raises(ConfigError, match="not Session; for the others there is emit"):
             asyncio.run(emit_async(session, notification()))  # type: ignore[arg-type]
         assert not session.in_transaction()
+
+
+def test_S13_commits_of_an_async_session_wake_a_waiting_relay_once(postgres: Engine) -> None:
+    async def run() -> int:
+        made = asynchronous(postgres)
+        with psycopg.connect(
+            postgres.url.set(drivername="postgresql").render_as_string(hide_password=False),
+            autocommit=True,
+        ) as listening:
+            listening.execute('LISTEN "conquiet_outbox_events"')
+            for _ in range(5):
+                async with AsyncSession(made) as session, session.begin():
+                    await emit_async(session, notification())
+            got = len(
+                await asyncio.to_thread(lambda: list(listening.notifies(timeout=10, stop_after=1)))
+            )
+        await made.dispose()
+        return got
+
+    assert asyncio.run(run()) >= 1
