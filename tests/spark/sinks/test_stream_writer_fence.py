@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import islice
+from urllib.parse import urlsplit
 
 import pyarrow as pa
 import pytest
 import redis
+from tests.faults.proxy import Proxy
 
 from conquiet.errors import StoreError
 from conquiet.redis.entry import from_fields
@@ -205,3 +208,25 @@ def test_entries_are_events_as_any_reader_knows_them(redis_client, options) -> N
     data, attributes, _ = from_fields(flat)
     assert data == b"e-000"
     assert attributes == {"id": "e-000", "type": "sold", "source": "/shop", "specversion": "1.0"}
+
+
+@pytest.mark.parametrize("lost", ["the look", "the slice"])
+def test_a_lost_reply_leaves_no_doubt(redis_client, redis_url, options, lost) -> None:
+    with Proxy(urlsplit(redis_url).port) as proxy, redis.Redis.from_url(proxy.url) as client:
+        writing = Writing(client, options)
+        writing.step(1)
+        entries = next(writing.left)
+        if lost == "the slice":
+            fence = writing.lane._look()
+            proxy.lose_replies(1)
+            writing.lane._send(writing.lane._by_count(entries, fence))
+            call = writing.lane.confirm
+        else:
+            proxy.lose_replies(1)
+            call = partial(writing.lane.offer, entries)
+        with pytest.raises(StoreError, match="cannot be reached"):
+            call()
+    added = len(ids_in(redis_client))
+    assert added == (1 if lost == "the look" else 2) * SLICE_ROWS
+    Writing(redis_client, options, task=2).finish()
+    assert ids_in(redis_client) == IDS
