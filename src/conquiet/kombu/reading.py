@@ -24,7 +24,12 @@ _LONGEST_BLOCK = 10.0  # seconds; what is given back does not wake a blocked rea
 _RETRY_AFTER = 0.2  # seconds
 
 # Redis says so for a while; a ResponseError that got out would end a Celery worker.
-_PASSING = ("LOADING", "BUSY", "MISCONF", "OOM", "NOREPLICAS", "MASTERDOWN", "TRYAGAIN")
+_PASSING = ("BUSY ", "MISCONF ", "NOREPLICAS ")
+_PASSING_CLASSES = (
+    redis.exceptions.OutOfMemoryError,
+    redis.exceptions.MasterDownError,
+    redis.exceptions.TryAgainError,
+)
 
 
 class Reading(Settling):
@@ -199,11 +204,13 @@ class Reading(Settling):
             self._sends_whole = True
         elif text.startswith(("NOGROUP", "UNBLOCKED")) or "consumer group" in text:
             self._is_drained, self._prepares = False, True
-        elif isinstance(error, redis.exceptions.ReadOnlyError):
+            for queue in self.active_queues:
+                self.declare_if_lost(queue)
+        elif isinstance(error, redis.exceptions.ReadOnlyError) or "READONLY" in text:
             # The master became a replica; Kombu connects anew, and Sentinel knows where to.
             self.client.connection.disconnect()
             raise redis.ConnectionError(text) from error
-        elif text.startswith(_PASSING):
+        elif isinstance(error, _PASSING_CLASSES) or text.startswith(_PASSING):
             self._try_later(error)
         else:
             raise error

@@ -25,7 +25,8 @@ class Topology(Connecting):
 
     def __init__(self, connection: Any, **kwargs: Any) -> None:
         super().__init__(connection, **kwargs)
-        self._expires: dict[str, int] = {}  # milliseconds of x-expires
+        self._declared: dict[str, str] = {}  # queue -> settings, as the scripts want them
+        self._expires: dict[str, int] = {}  # queue -> milliseconds of x-expires
         # Kombu's own is one for all channels of the process, and would have us listen to PUB/SUB.
         self._fanout_queues: dict[str, Any] = {}
 
@@ -53,16 +54,28 @@ class Topology(Connecting):
         expires, ttl, most = (
             _whole(arguments.get(name)) for name in ("x-expires", "x-message-ttl", "x-max-length")
         )
-        settings = f"{expires}|{ttl}|{most}"
         if expires:
             self._expires[queue] = int(expires)
         else:
             self._expires.pop(queue, None)
+        settings = f"{expires}|{ttl}|{most}"
+        self._declare(queue, "" if settings == "||" else settings)
+
+    def _declare(self, queue: str, settings: str) -> None:
+        self._declared[queue] = settings
         self.call(
             scripts.declare,
             [self.keys.queues, *self.keys.streams(queue)],
-            [GROUP, queue, "" if settings == "||" else settings, expires],
+            [GROUP, queue, settings, settings.partition("|")[0]],
         )
+
+    def declare_if_lost(self, queue: str) -> None:
+        """Somebody emptied the database under us, or deleted a queue that is consumed."""
+        if self.commands.hexists(self.keys.queues, queue):
+            return
+        self._declare(queue, self._declared.get(queue, ""))
+        for exchange, routing_key, arguments in list(self.state.queue_bindings(queue)):
+            self._queue_bind(exchange, *self._meta(exchange, routing_key, queue, arguments))
 
     def _has_queue(self, queue: str, **kwargs: Any) -> bool:
         return bool(self.commands.exists(*self.keys.streams(queue)))

@@ -243,6 +243,63 @@ def test_lost_streams_and_groups_are_made_again(redis_url, redis_client):
             assert drain(connection, taken, 3) == [1, 2, 3]
 
 
+def test_a_consumer_of_a_fanout_outlives_an_emptied_database(redis_url, redis_client):
+    exchange = kombu.Exchange("pidbox", type="fanout")
+    queue = kombu.Queue("control", exchange, expires=60, message_ttl=60)
+    with connected(redis_url) as connection, connected(redis_url) as other:
+        exchange(other.default_channel).declare()
+        taken = Taken()
+        with connection.Consumer(queue, callbacks=[taken]):
+            assert nothing_comes(connection)
+            redis_client.flushall()
+            put(other, "unrelated", "a")
+
+            def bound_again():
+                assert nothing_comes(connection, timeout=0.1)
+                return other.default_channel.get_table("pidbox")
+
+            eventually(bound_again)
+            other.Producer().publish("ping", exchange=exchange)
+            assert drain(connection, taken, 1) == ["ping"]
+        [info] = [item for item in inspection.queues(redis_client) if item.name == "control"]
+        assert (info.expires_ms, info.message_ttl_ms) == (60_000, 60_000)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        redis.ResponseError("MISCONF Redis is configured to save RDB snapshots, but it cannot"),
+        redis.ResponseError("NOREPLICAS Not enough good replicas to write."),
+        redis.ResponseError("BUSY Redis is busy running a script."),
+        redis.exceptions.OutOfMemoryError("command not allowed when used memory > 'maxmemory'"),
+    ],
+    ids=lambda error: str(error).split()[0],
+)
+def test_what_passes_by_itself_does_not_end_a_worker(redis_url, error):
+    with connected(redis_url) as connection:
+        channel = connection.default_channel
+        channel._recover(error)
+        assert channel._retry_at > time.monotonic()
+        with pytest.raises(redis.ResponseError, match="WRONGTYPE"):
+            channel._recover(redis.ResponseError("WRONGTYPE a key of another kind"))
+
+
+def test_a_master_that_became_a_replica_is_an_error_of_the_connection(private_redis):
+    with (
+        redis.Redis.from_url(private_redis.url) as client,
+        connected(private_redis.url) as connection,
+    ):
+        put(connection, "orders", 1, 2)
+        taken = Taken()
+        with connection.Consumer(kombu.Queue("orders"), callbacks=[taken], prefetch_count=1):
+            drain(connection, taken, 1)
+            client.replicaof("127.0.0.1", 1)
+            with pytest.raises(redis.ConnectionError):
+                drain(connection, taken, 2)
+            client.replicaof("no", "one")
+            assert drain(connection, taken, 2) == [1, 2]
+
+
 def test_a_full_server_can_still_be_emptied(private_redis):
     with (
         redis.Redis.from_url(private_redis.url) as client,
