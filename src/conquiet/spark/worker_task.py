@@ -91,7 +91,7 @@ class _Part:
     """A started router, its chain, and where its dead letters go."""
 
     def __init__(self, work: Work) -> None:
-        router = work.make_router()
+        router = _made(work.make_router)
         if not isinstance(router, Router):
             raise ConfigError(f"the router factory made {router!r:.80}; it must return a Router")
         if router.ack != "on_success":
@@ -175,6 +175,21 @@ class _Part:
                 item.close()
             except Exception:
                 logger.exception("closing %r failed", item)
+
+
+def _made(factory: Callable[[], Router]) -> Router:
+    try:
+        return factory()
+    except ConfigError as error:
+        called = getattr(factory, "func", factory)
+        if getattr(called, "__module__", None) != "__main__":
+            raise
+        # Pickled by value, a function takes along the names that its code uses, not those that
+        # only its annotations use.
+        raise ConfigError(
+            f"{error}. The router factory is part of the script itself: put it into a module that"
+            " the script imports"
+        ) from error
 
 
 def _letters_of(router: Router) -> DeadLetter | None:
