@@ -156,6 +156,14 @@ def test_a_wrong_url_is_told_without_its_password(url, told):
     assert "hidden" not in str(error.value)
 
 
+def test_some_columns_are_enough(on_spark, database_url, postgres):
+    fill(postgres, [1])
+    narrow = on_spark(database_url).schema("type STRING, event_id STRING")
+    assert [tuple(row) for row in narrow.load().collect()] == [("placed", "e-1")]
+    with pytest.raises(Exception, match="has no column colour"):
+        on_spark(database_url).schema("colour STRING").load().collect()
+
+
 def test_spark_tells_what_is_wrong(on_spark, sqlite_url):
     with pytest.raises(Exception, match="no table nowhere"):
         on_spark(sqlite_url, table="nowhere").load().collect()

@@ -18,8 +18,9 @@ from conquiet.sql.log import Position
 class OutboxReader(DataSourceReader):
     """Reads in parallel by ranges of ids; a range is one task and one query."""
 
-    def __init__(self, options: OutboxOptions) -> None:
+    def __init__(self, options: OutboxOptions, columns: Sequence[str]) -> None:
         self.options = options
+        self.columns = list(columns)
         positions = {options.starting, options.ending} - {EARLIEST, LATEST}
         if positions and options.has_domain_events:
             raise ConfigError(
@@ -52,4 +53,4 @@ class OutboxReader(DataSourceReader):
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         from conquiet.spark.outbox.fetch import fetched
 
-        return fetched(self.options, partition.value)
+        return fetched(self.options, partition.value, self.columns)

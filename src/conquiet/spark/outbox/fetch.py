@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pyarrow as pa
 
@@ -18,15 +18,17 @@ BATCH_ROWS = 10_000
 """How many rows of SQLite make a record batch; PostgreSQL's driver counts bytes."""
 
 
-def fetched(options: OutboxOptions, stretch: Stretch) -> Iterator[pa.RecordBatch]:
-    """The events of a stretch; says so when it has fewer than were counted."""
+def fetched(
+    options: OutboxOptions, stretch: Stretch, columns: Sequence[str]
+) -> Iterator[pa.RecordBatch]:
+    """The events of a stretch, in some columns; says so when it has fewer than were counted."""
     database = options.address.resolve()
     query = statement(options, stretch, postgresql=database.is_postgresql)
     rows = 0
     for answer in _answers(database, query):
         rows += answer.num_rows
         if answer.num_rows:
-            yield events(answer, options)
+            yield events(answer, options).select(columns)
     if stretch.rows is not None and not options.filters and rows < stretch.rows:
         lost(options, stretch.after, stretch.upto, stretch.rows - rows)
 

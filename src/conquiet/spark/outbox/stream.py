@@ -32,7 +32,7 @@ Offset = dict[str, Any]
 class OutboxStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     """Plans on the driver, in one process per query; reads in tasks."""
 
-    def __init__(self, options: OutboxOptions) -> None:
+    def __init__(self, options: OutboxOptions, columns: Sequence[str]) -> None:
         if options.has_domain_events:
             raise ConfigError(
                 f"{options.table} cannot be read as a stream: it has no column that tells rows"
@@ -40,6 +40,7 @@ class OutboxStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 " publishes to"
             )
         self.options = options
+        self.columns = list(columns)
         self._survey: Survey | None = None
         self._target: Position | None = None
         self._planned: tuple[Offset, Offset, list[Stretch]] | None = None
@@ -122,7 +123,7 @@ class OutboxStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         from conquiet.spark.outbox.fetch import fetched
 
-        return fetched(self.options, partition.value)
+        return fetched(self.options, partition.value, self.columns)
 
 
 def _offset(position: Position, rows: int) -> Offset:
