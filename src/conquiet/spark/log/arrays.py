@@ -18,6 +18,7 @@ from conquiet.spark.log.shape import Shape, shape_of
 _TIME = pa.timestamp("us", tz="UTC")
 _MAP = pa.map_(pa.string(), pa.string())
 _DASH, _ZERO = b"-0"
+_LAST_ASCII = 127
 _CLOCK_DIGITS = 13
 """Of the milliseconds in an id, from 2001 to 2286."""
 
@@ -63,10 +64,17 @@ class _Cut:
                 check_queued(data)
         elif not pc.all(pc.equal(self._values(1 + shape.version), b"1.0")).as_py():
             raise _Unusual
-        made: dict[str, pa.Array] = {}
-        for name in wanted:
-            made[name] = self._column(name, shape)
-        return made
+        self._check_unwanted(shape, wanted)
+        return {name: self._column(name, shape) for name in wanted}
+
+    def _check_unwanted(self, shape: Shape, wanted: frozenset[str]) -> None:
+        """What an entry is does not depend on the columns that somebody asks for."""
+        unread = [place for place, column in shape.texts.items() if column not in wanted]
+        if unread and bool((self._bytes > _LAST_ASCII).any()):
+            for place in unread:
+                self._texts(1 + place)
+        if "attributes" in wanted and "time" in shape.columns and "time" not in wanted:
+            self._column("time", shape)  # one that is no time is among the attributes
 
     def _column(self, name: str, shape: Shape) -> pa.Array:
         if name == "stream":

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
+
+from conquiet.redis.entry import TOPIC_FIELD
 
 ATTRIBUTE_COLUMNS = {
     "id": "event_id",
@@ -34,6 +36,8 @@ class Shape:
     """Attributes without a column, with their places."""
     version: int = -1
     """The place of `specversion`, whose value is still to be checked."""
+    texts: dict[int, str] = field(default_factory=dict)
+    """Places that must hold UTF-8, and the column that each is in, if any."""
 
 
 @lru_cache(maxsize=1_000)
@@ -45,16 +49,20 @@ def shape_of(names: tuple[bytes, ...]) -> Shape | None:
         return None
     columns: dict[str, int] = {}
     others: list[tuple[str, int]] = []
-    for place, field in enumerate(names):
-        if field.startswith(b":"):
+    for place, given in enumerate(names):
+        if given.startswith(b":"):
             continue
-        if not _attribute_name.fullmatch(field):
+        if not _attribute_name.fullmatch(given):
             return None
-        name = field.decode()
+        name = given.decode()
         if name == "data":
             columns["data"] = place
         elif name in ATTRIBUTE_COLUMNS:
             columns[ATTRIBUTE_COLUMNS[name]] = place
         else:
             others.append((name, place))
-    return Shape("event", columns, tuple(others), names.index(b"specversion"))
+    texts = {place: "attributes" for _, place in others}
+    texts |= {place: name for name, place in columns.items() if name != "data"}
+    if TOPIC_FIELD in names:
+        texts[names.index(TOPIC_FIELD)] = ""
+    return Shape("event", columns, tuple(others), names.index(b"specversion"), texts)
