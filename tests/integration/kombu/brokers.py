@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 
 import kombu
+import pytest
 
 import conquiet.kombu  # noqa: F401 - registers redis-streams://
+
+since_5_7 = pytest.mark.skipif(
+    not hasattr(kombu.Producer, "batch"), reason="what is tested here came with Kombu 5.7"
+)
 
 
 def streams(url: str) -> str:
@@ -54,7 +58,7 @@ def nothing_comes(connection, timeout=0.3):
     """Whether a consumer that waits gets nothing."""
     try:
         connection.drain_events(timeout=timeout)
-    except socket.timeout:
+    except TimeoutError:
         return True
     return False
 

@@ -381,9 +381,14 @@ def test_topic_patterns(connection, channel):
     }
     for queue in queues.values():
         queue.declare()
-    connection.Producer().publish("a", exchange=exchange, routing_key="order.new.today")
-    got = {name for name, queue in queues.items() if queue.get(no_ack=True)}
-    assert got == {"all", "deep"}
+
+    def reached_by(routing_key):
+        connection.Producer().publish("a", exchange=exchange, routing_key=routing_key)
+        return {name for name, queue in queues.items() if queue.get(no_ack=True)}
+
+    assert reached_by("order.new") == {"all", "one", "deep", "exact"}
+    assert reached_by("order.old") == {"all", "one", "deep"}
+    assert reached_by("refund.new") == {"all"}
 
 
 def test_fanout_filters_by_routing_key_where_one_is_bound(connection, channel):

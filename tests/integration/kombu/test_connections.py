@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import ssl
 
 import kombu
@@ -10,7 +11,7 @@ import pytest
 import redis
 from redis.sentinel import Sentinel
 from tests import needs
-from tests.integration.kombu.brokers import Taken, connected, drain, put, size
+from tests.integration.kombu.brokers import Taken, connected, drain, put, since_5_7, size
 from tests.integration.redis.servers import sentinel, tls_in_front_of
 from tests.waiting import eventually
 
@@ -48,8 +49,7 @@ def round_trip(connection):
 def test_a_key_prefix_stands_before_every_key(redis_url, redis_client):
     with connected(redis_url, global_keyprefix="shop:") as connection:
         round_trip(connection)
-        with connection.Producer() as producer, producer.batch():
-            producer.publish("a", exchange="", routing_key="orders")
+        put(connection, "orders", "a")
         put(connection, "orders", "b", expiration=60)
         kombu.Queue("orders")(connection.default_channel).get()
         keys = redis_client.keys("*")
@@ -59,6 +59,16 @@ def test_a_key_prefix_stands_before_every_key(redis_url, redis_client):
         assert (info.name, info.ready, info.pending, info.alive) == ("orders", 1, 1, 1)
     with connected(redis_url) as connection:
         assert not connection.default_channel._has_queue("orders")
+
+
+@since_5_7
+def test_a_key_prefix_stands_before_the_keys_of_a_batch(redis_url, redis_client):
+    with connected(redis_url, global_keyprefix="shop:") as connection:
+        with connection.Producer() as producer, producer.batch():
+            producer.publish("a", exchange="", routing_key="orders")
+            producer.publish("b", exchange="", routing_key="orders", expiration=60)
+        assert size(connection, "orders") == 2
+        assert all(key.startswith(b"shop:") for key in redis_client.keys("*"))
 
 
 def test_databases_are_apart(redis_url):
@@ -128,6 +138,7 @@ def test_a_wrong_password_is_an_error_of_the_connection(user, redis_url):
         connection.connect()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_tls_is_on_and_verifies_by_default(redis_server, redis_url, tmp_path):
     with tls_in_front_of(redis_server.port, tmp_path) as (port, certificate):
         with (
@@ -146,6 +157,7 @@ def test_tls_is_on_and_verifies_by_default(redis_server, redis_url, tmp_path):
         )
         with kombu.Connection(unverified) as connection:
             round_trip(connection)
+    gc.collect()  # a refused handshake leaves the terminator with a transport that it never closes
 
 
 def test_tls_is_never_left_out_silently(redis_url):

@@ -7,7 +7,7 @@ import threading
 import kombu
 import pytest
 from kombu.transport import TRANSPORT_ALIASES
-from tests.integration.kombu.brokers import Taken, connected, drain, put, size, streams
+from tests.integration.kombu.brokers import Taken, connected, drain, put, since_5_7, size, streams
 from tests.waiting import eventually
 
 from conquiet.kombu import Transport, inspection
@@ -28,6 +28,7 @@ def test_what_it_says_it_can():
     assert implements.exchange_type == {"direct", "topic", "fanout"}
 
 
+@since_5_7
 def test_a_batch_is_sent_as_one_and_routed_as_usual(redis_url, redis_client):
     with connected(redis_url) as connection:
         channel = connection.default_channel
@@ -54,6 +55,7 @@ def test_a_batch_is_sent_as_one_and_routed_as_usual(redis_url, redis_client):
         assert sizes == {"one": 1, "two": 1, "orders": 1, "short": 1, "plain": 5}
 
 
+@since_5_7
 def test_a_batch_survives_a_lost_script(redis_url, redis_client):
     with connected(redis_url) as connection:
         producer = connection.Producer()

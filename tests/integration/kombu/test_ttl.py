@@ -6,7 +6,15 @@ import time
 
 import kombu
 import pytest
-from tests.integration.kombu.brokers import Taken, connected, drain, nothing_comes, put, size
+from tests.integration.kombu.brokers import (
+    Taken,
+    connected,
+    drain,
+    nothing_comes,
+    put,
+    since_5_7,
+    size,
+)
 from tests.waiting import eventually
 
 from conquiet.kombu import inspection
@@ -162,6 +170,7 @@ def test_max_length_never_touches_what_is_being_worked_on(connection, channel):
     assert {queue.get().payload for _ in range(3)} == {"a", "d", "e"}
 
 
+@since_5_7
 def test_without_max_length_nothing_is_ever_dropped(connection, channel, redis_client):
     with connection.Producer() as producer, producer.batch(max_size=5000):
         for number in range(12_000):
