@@ -26,6 +26,7 @@ print(json.dumps([told, found, shown, rows, session() is spark]))
 """
 
 
+@pytest.mark.slow
 def test_a_session_sets_what_nobody_else_has_set(spark, tmp_path: Path) -> None:
     (tmp_path / "spark-defaults.conf").write_text("spark.sql.session.timeZone Europe/Zurich\n")
     environment = {"SPARK_CONF_DIR": str(tmp_path), **_plain_environment()}

@@ -75,7 +75,7 @@ def test_a_store_that_is_away_fails_the_task_and_blames_nobody(spark, redis_url)
         worker.run()
 
 
-@pytest.mark.parametrize("dies_after_commit", [False, True])
+@pytest.mark.parametrize("dies_after_commit", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_stream_whose_python_worker_was_killed_goes_on_where_it_was(
     spark, database_url, tmp_path: Path, dies_after_commit: bool
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
 _QUERY_ID = "sql.streaming.queryId"
 _RUN_ID = "spark.jobGroup.id"
 _BATCH_ID = "streaming.sql.batchId"
-_APPLICATION_ID = "spark.app.id"
-_EXECUTION_ID = "spark.sql.execution.root.id"
 
 
 def batch_writer(options: Mapping[str, str], schema: Any, overwrite: bool) -> DataSourceArrowWriter:
@@ -64,9 +63,12 @@ class _BatchWriter(DataSourceArrowWriter):
         RowEncoder(columns, options)  # refuses on the driver what no task could write
         self._options = options
         self._columns = columns
+        self._job = uuid.uuid4().hex  # one writer is made per job, and copied into its tasks
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> Added:
-        return _write(iterator, self._options, self._columns, _batch_attempt(self._options))
+        return _write(
+            iterator, self._options, self._columns, _batch_attempt(self._options, self._job)
+        )
 
 
 class _StreamWriter(DataSourceStreamArrowWriter):
@@ -161,12 +163,9 @@ def _stream_attempt() -> Attempt:
     return Attempt(query, run, int(batch), task.partitionId(), task.taskAttemptId())
 
 
-def _batch_attempt(options: WriteOptions) -> Attempt:
+def _batch_attempt(options: WriteOptions, job: str) -> Attempt:
     task = _task()
-    parts = (task.getLocalProperty(name) or "?" for name in (_APPLICATION_ID, _EXECUTION_ID))
-    run = "/".join(parts)
-    query = options.write_id or run
-    return Attempt(query, run, 0, task.partitionId(), task.taskAttemptId())
+    return Attempt(options.write_id or job, job, 0, task.partitionId(), task.taskAttemptId())
 
 
 def _task() -> TaskContext:
