@@ -50,5 +50,12 @@ def test_every_option_of_kombus_redis_transport_has_a_line() -> None:
     assert set(Channel.from_transport_options) <= known
 
 
+def test_the_rights_of_the_page_are_those_that_a_test_has_tried() -> None:
+    from tests.integration.kombu.test_connections import ALLOWED
+
+    [line] = re.findall(r"ACL SETUSER.*?(?=\n```)", PAGE.read_text(), re.DOTALL)
+    assert set(re.findall(r"\+(\S+)", line)) == set(ALLOWED)
+
+
 if __name__ == "__main__":
     PAGE.write_text(written_anew(PAGE.read_text()))
