@@ -10,8 +10,10 @@ from tests.spark.outbox.rows import fill, fill_at_once, ids, message, numbered, 
 
 from conquiet import Message
 from conquiet.errors import ConquietError
+from conquiet.spark.outbox.options import OutboxOptions
+from conquiet.spark.outbox.select import Stretch, statement
 from conquiet.sql import Outbox
-from conquiet.sql.log import OutboxLog
+from conquiet.sql.log import OutboxLog, Position
 
 
 def test_spark_reads_an_outbox_in_parallel(on_spark, url, engine):
@@ -182,3 +184,19 @@ def test_the_url_may_stand_in_a_file_of_each_host(engine, url, tmp_path, monkeyp
 def test_more_tasks_than_rows_are_no_trouble(url, engine):
     fill(engine, range(3))
     assert sorted(ids(read(url, minPartitions=20))) == numbered(range(3))
+
+
+def test_ranges_and_stretches_are_read_by_an_index_from_their_beginning(postgres):
+    fill_at_once(postgres, range(50))
+    options = OutboxOptions.of({"url": "postgresql://x/y"})
+    end = Position(9_999_999, 1)
+    ids = statement(options, Stretch(upto=end, above="10", to="20"), postgresql=True)
+    positions = statement(options, Stretch(after=Position(1, 1), upto=end), postgresql=True)
+    with postgres.begin() as connection:
+        connection.execute(text("SET LOCAL enable_seqscan = off"))
+        connection.execute(text("SET LOCAL enable_bitmapscan = off"))
+        by_id = connection.exec_driver_sql(f"EXPLAIN {ids}").scalars().all()
+        by_position = connection.exec_driver_sql(f"EXPLAIN {positions}").scalars().all()
+    assert "outbox_pkey" in by_id[0]
+    assert "outbox_log" in by_position[0]
+    assert "Sort" not in "".join([*by_id, *by_position])

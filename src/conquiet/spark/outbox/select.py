@@ -40,7 +40,10 @@ def statement(options: OutboxOptions, stretch: Stretch, *, postgresql: bool) -> 
     """The query for a stretch; numbers and checked names alone are written into it."""
     where = [*_bounds(options, stretch, postgresql), *_filters(options, postgresql)]
     columns = _columns(options, postgresql)
-    order = "id" if options.has_domain_events or not postgresql else "xid, id"
+    # A range of ids must be read by the index on ids: the one on (xid, id) would be read from its
+    # beginning for each of them.
+    by_position = stretch.above is None and stretch.to is None and postgresql
+    order = "xid, id" if by_position and not options.has_domain_events else "id"
     shown = ", ".join(f"{expression} AS {name}" for name, expression in columns.items())
     return (
         f"SELECT {shown} FROM {_table(options)} AS o"
