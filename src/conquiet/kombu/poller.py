@@ -10,7 +10,8 @@ from kombu.transport import redis as lists
 
 from conquiet.kombu.bell import Bell
 
-_LONGEST_POLL = 1.0  # seconds; an ack from another thread frees credit and wakes nobody
+_LONGEST_POLL = 1.0  # seconds
+_WITHOUT_CREDIT = 0.05  # seconds; an ack from another thread or greenlet frees it and wakes nobody
 
 
 class Poller(lists.MultiChannelPoller):  # type: ignore[misc]
@@ -27,8 +28,13 @@ class Poller(lists.MultiChannelPoller):  # type: ignore[misc]
     def get(self, callback: Any, timeout: float | None = None) -> Any:
         if self._hand_over_one():
             return None
-        longest = _LONGEST_POLL if timeout is None else min(timeout, _LONGEST_POLL)
-        return super().get(callback, longest)
+        longest = _WITHOUT_CREDIT if self._lacks_credit() else _LONGEST_POLL
+        return super().get(callback, longest if timeout is None else min(timeout, longest))
+
+    def _lacks_credit(self) -> bool:
+        return any(
+            channel._active_queues and not channel.qos.can_consume() for channel in self._channels
+        )
 
     def _hand_over_one(self) -> bool:
         waiting = [channel for channel in self._channels if channel.can_hand_over]

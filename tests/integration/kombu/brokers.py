@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import select
+import socket
+import ssl
+import threading
 
 import kombu
 import pytest
+from tests.integration.redis.servers import _certificate
 
 import conquiet.kombu  # noqa: F401 - registers redis-streams://
 
@@ -66,3 +71,47 @@ def nothing_comes(connection, timeout=0.3):
 def size(connection, queue):
     """How many messages are ready, by a passive declare."""
     return connection.default_channel.queue_declare(queue, passive=True).message_count
+
+
+@contextlib.contextmanager
+def tls_in_front_of(port, directory):
+    """The port of a TLS terminator, and its certificate; it closes whatever it has opened."""
+    certificate, key = _certificate(directory)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    ended, threads = threading.Event(), []
+
+    def serve(plain):
+        with (
+            contextlib.suppress(OSError),
+            plain,
+            context.wrap_socket(plain, server_side=True) as outer,
+            socket.create_connection(("127.0.0.1", port)) as inner,
+        ):
+            while not ended.is_set():
+                ready = (
+                    [outer] if outer.pending() else select.select([outer, inner], [], [], 0.1)[0]
+                )
+                for source in ready:
+                    data = source.recv(65_536)
+                    if not data:
+                        return
+                    (inner if source is outer else outer).sendall(data)
+
+    def accept():
+        while not ended.is_set():
+            if select.select([server], [], [], 0.1)[0]:
+                plain, _ = server.accept()
+                plain.settimeout(10)
+                threads.append(threading.Thread(target=serve, args=(plain,)))
+                threads[-1].start()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        acceptor = threading.Thread(target=accept)
+        acceptor.start()
+        try:
+            yield server.getsockname()[1], certificate
+        finally:
+            ended.set()
+            for thread in [acceptor, *threads]:
+                thread.join()
