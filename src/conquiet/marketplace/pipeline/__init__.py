@@ -1,0 +1,10 @@
+"""The pipeline: from the log to the tables of the contract (docs/marketplace.md), by Spark.
+
+refusal, silver ─▶ facts, ads, attribution ─▶ marts, weekly ─▶ recon, ops   frames in, a frame out
+lake, state, taking, refresh, jobs                                          what is run, and when
+"""
+
+from conquiet.marketplace.pipeline.jobs import Job, read_files, replay
+from conquiet.marketplace.pipeline.lake import Lake
+
+__all__ = ["Job", "Lake", "read_files", "replay"]

@@ -1,0 +1,111 @@
+"""Jobs: the pipeline as a stream, which ends or goes on, over a lake; and days made again.
+
+log ──▶ take ──▶ raw_events, silver        each micro-batch, once
+                     └──▶ refresh          when there was time to, and at the end
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import date
+from typing import Any
+
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.streaming.query import StreamingQuery
+
+from conquiet.errors import ConfigError
+from conquiet.events.catalog import Catalog
+from conquiet.marketplace.catalog import CATALOG
+from conquiet.marketplace.pipeline.lake import Lake
+from conquiet.marketplace.pipeline.refresh import refresh
+from conquiet.marketplace.pipeline.state import State
+from conquiet.marketplace.pipeline.tables import SILVER
+from conquiet.marketplace.pipeline.taking import days_between, retake, take
+from conquiet.spark.bronze import raw_events
+from conquiet.spark.tables.writing import query_of
+
+QUERY = "marketplace"
+Outbox = Callable[[], DataFrame | None]
+"""Reads the outbox as it is now, for reconciliation; None where there is none."""
+
+
+def no_outbox() -> DataFrame | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Job:
+    """A lake, and how often it is written. All tables, or silver alone."""
+
+    lake: Lake
+    once: bool = False
+    trigger_seconds: float = 0.0
+    refresh_seconds: float = 60.0
+    """At least so long from one refresh of facts and marts to the next."""
+    is_silver_only: bool = False
+    catalog: Catalog = CATALOG
+    outbox: Outbox = no_outbox
+
+    @property
+    def checkpoint(self) -> str:
+        return str(self.lake.root / "_checkpoints" / QUERY)
+
+    def start(self, events: DataFrame) -> StreamingQuery:
+        """Start to take a stream in; hold the checkpoint meanwhile (`conquiet.spark.checkpoint`).
+
+        After it has ended, `finish` brings the tables up to what was taken last.
+        """
+        writing = raw_events(events).writeStream.queryName(QUERY)
+        trigger: dict[str, Any] = {"availableNow": True}
+        if not self.once:
+            trigger = {"processingTime": f"{self.trigger_seconds:g} seconds"}
+        writing = writing.trigger(**trigger).option("checkpointLocation", self.checkpoint)
+        return writing.foreachBatch(self._taking()).start()
+
+    def _taking(self) -> Callable[[DataFrame, int], None]:
+        refreshed = time.monotonic()
+
+        def on_batch(batch: DataFrame, number: int) -> None:
+            nonlocal refreshed
+            take(self.lake, batch, query_of(batch), number, self.catalog)
+            if not self.once and time.monotonic() - refreshed >= self.refresh_seconds:
+                self.finish()
+                refreshed = time.monotonic()
+
+        return on_batch
+
+    def finish(self) -> int:
+        """Bring facts, marts and reconciliation up to silver; how many days had changed."""
+        if self.is_silver_only or not self.lake.has(SILVER):
+            return 0
+        return refresh(self.lake, self.outbox())
+
+
+def read_files(spark: SparkSession, path: str, files_per_batch: int | None = None) -> DataFrame:
+    """A folder of Parquet files with the columns of the log, as a stream."""
+    from pyspark.sql.pandas.types import from_arrow_schema
+
+    from conquiet.spark.columns import ARROW_SCHEMA
+
+    reader = spark.readStream.schema(from_arrow_schema(ARROW_SCHEMA))
+    if files_per_batch is not None:
+        reader = reader.option("maxFilesPerTrigger", files_per_batch)
+    return reader.parquet(path)
+
+
+def replay(job: Job, since: date, until: date) -> int:
+    """Make days of silver (UTC, `until` not included) again from bronze, and what follows of them.
+
+    That takes what was refused and now can be read out of the quarantine. Returns the days.
+    """
+    if since >= until:
+        raise ConfigError(f"since={since} is not before until={until}: name at least one day")
+    days = days_between(job.lake, since, until)
+    if not days:
+        return 0
+    State.at(job.lake.root).forget(set(days))  # type: ignore[arg-type]  # rows of dates
+    retake(job.lake, days, job.catalog)
+    job.finish()
+    return len(days)

@@ -1,0 +1,71 @@
+"""Taking: a micro-batch of the log into bronze and silver, each once, whatever is retried."""
+
+from __future__ import annotations
+
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as f
+
+from conquiet.events.catalog import Catalog
+from conquiet.marketplace.catalog import CATALOG
+from conquiet.marketplace.pipeline.lake import Lake, among, distinct
+from conquiet.marketplace.pipeline.silver import (
+    KINDS,
+    PARTITION_BY,
+    SORT_BY,
+    merged,
+    silver,
+)
+from conquiet.marketplace.pipeline.tables import RAW, SILVER
+from conquiet.spark.bronze import INGEST_DATE
+from conquiet.spark.tables.writing import append_once, replace_partitions
+
+
+def take(lake: Lake, batch: DataFrame, query: str, number: int, catalog: Catalog = CATALOG) -> None:
+    """Add a batch, with the columns of `raw_events`. The same number again changes nothing."""
+    batch = batch.persist()  # the log would be read again for each use
+    rows = silver(batch, catalog).persist()
+    try:
+        append_once(
+            batch, lake.path(RAW), query=query, batch=number, format=lake.format,
+            partition_by=[INGEST_DATE],
+        )  # fmt: skip
+        _merge(lake, rows, query, number)
+    finally:
+        rows.unpersist()
+        batch.unpersist()
+
+
+def retake(lake: Lake, days: list[object], catalog: Catalog = CATALOG) -> None:
+    """Make days of silver again from bronze, by what the catalog says now."""
+    raw = lake.read(RAW)
+    rows = silver(raw, catalog).where(among("day", days))
+    _replace(lake, rows, days)
+
+
+def _merge(lake: Lake, rows: DataFrame, query: str, number: int) -> None:
+    days = distinct(rows, "day")
+    if lake.has(SILVER):
+        rows = merged(rows, lake.read(SILVER).where(among("day", days)))
+    _replace(lake, rows, days, query, number)
+
+
+def _replace(
+    lake: Lake, rows: DataFrame, days: list[object], query: str | None = None,
+    number: int | None = None,
+) -> None:  # fmt: skip
+    replace_partitions(
+        rows,
+        lake.path(SILVER),
+        list(PARTITION_BY),
+        partitions=[{"kind": kind, "day": day} for kind in KINDS for day in days],
+        sort_by=SORT_BY,
+        format=lake.format,
+        query=query,
+        batch=number,
+    )
+
+
+def days_between(lake: Lake, since: object, until: object) -> list[object]:
+    """The days of silver from one day on, up to and without another."""
+    day = f.col("day")
+    return distinct(lake.read(SILVER).where((day >= f.lit(since)) & (day < f.lit(until))), "day")

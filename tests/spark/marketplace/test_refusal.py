@@ -1,0 +1,92 @@
+"""What is refused, and by which reason: one entry each, all of them in one frame."""
+
+from __future__ import annotations
+
+import json
+
+from tests.spark.marketplace.entries import (
+    TELEMETRY,
+    entry,
+    envelope,
+    frame,
+    line,
+    order,
+    uuid,
+)
+
+from conquiet.marketplace.pipeline.silver import silver
+
+OVERFLOWING = {**line(qty=2**62, price=4), "line_total_cents": 0}
+
+
+def created(number: int, data, **changes):
+    return entry(number, "order_created", envelope(number, data, **changes))
+
+
+def touch(number: int, type: str = "ad_impression", **changes):
+    names = ("token_id", "ad_id", "vendor_store_id", "buyer_store_id", "target_id")
+    data = {name: uuid(place) for place, name in enumerate(names, 900)}
+    data |= {"placement": "top", "target_type": "store", **changes}
+    return entry(number, type, envelope(number, data), stream=TELEMETRY)
+
+
+CASES = [
+    ("", created(1, order())),
+    ("", created(2, order(later_field={"a": [1]}))),
+    ("", created(3, order(), actor={"type": "user", "id": "u"}, more=1)),
+    ("", created(4, order(), occurredAt="2026-03-07T06:00:00.123456789-06:00")),
+    ("malformed_entry", entry(5, "order_created", b"{}", _malformed="no id")),
+    ("malformed_entry", entry(6, "order_created", b"{}", event_id=None)),
+    ("malformed_entry", entry(7, "", b"{}")),
+    ("broken_json", entry(8, "order_created", json.dumps(envelope(8, order())).encode()[:-9])),
+    ("broken_json", entry(9, "order_created", b"[]")),
+    ("broken_json", entry(10, "order_created", b"7")),
+    ("broken_json", entry(11, "order_created", b'{"version": "\xff"}')),
+    ("broken_json", entry(12, "order_created", b"")),
+    ("bad_envelope", created(13, order(), version=0)),
+    ("bad_envelope", created(14, order(), version="1")),
+    ("bad_envelope", created(15, order(), version=1.5)),
+    ("bad_envelope", created(16, order(), eventId=uuid(99))),
+    ("bad_envelope", created(17, order(), occurredAt="2026-02-30T00:00:00Z")),
+    ("bad_envelope", created(18, order(), occurredAt="2026-03-01")),
+    ("bad_envelope", created(19, order(), occurredAt=...)),
+    ("unknown_type", entry(20, "checkout_converted", envelope(20, {}))),
+    ("unknown_type", entry(21, "ad_click", envelope(21, {}))),  # on the topic of the domain
+    ("unknown_version", created(22, order(), version=2)),
+    ("unknown_version", created(23, order(), version=2**40)),
+    ("null_data", created(24, None)),
+    ("null_data", created(25, ...)),
+    ("invalid_data", created(26, {})),
+    ("invalid_data", created(27, [1])),
+    ("invalid_data", created(28, order(total_cents="1100"))),
+    ("invalid_data", created(29, order(tax_cents=-1))),
+    ("invalid_data", created(30, order(order_id="7"))),
+    ("invalid_data", created(31, order(payment_method="shells"))),
+    ("invalid_data", created(32, order(currency="usd"))),
+    ("invalid_data", created(33, order(ship_to={}))),
+    ("invalid_data", created(34, order(lines=[None]))),
+    ("invalid_data", created(35, order(lines=[{**line(), "qty": 0}]))),
+    ("invalid_data", created(36, order(lines=...))),
+    ("wrong_amounts", created(37, order(total_cents=1))),
+    ("wrong_amounts", created(38, order(lines=[{**line(), "line_total_cents": 1}]))),
+    ("wrong_amounts", created(39, order(lines=[]))),
+    ("wrong_amounts", created(40, order(OVERFLOWING, subtotal_cents=0, total_cents=100))),
+    ("", touch(41)),
+    ("", touch(42, "ad_click", impression_token_id=uuid(900))),
+    ("invalid_data", touch(43, "ad_click")),
+    ("invalid_data", touch(44, target_type="planet")),
+    ("unknown_type", touch(45, "order_created")),
+]
+
+
+def test_the_first_check_that_fails_is_the_reason(spark) -> None:
+    rows = silver(frame(spark, [one for _, one in CASES])).collect()
+    found = {row.entry_id: (row.reason or "", row.kind, row.version) for row in rows}
+    assert {one["entry_id"]: found[one["entry_id"]][0] for _, one in CASES} == {
+        one["entry_id"]: reason for reason, one in CASES
+    }
+    assert found["1008-0"] == ("broken_json", "refused", None)  # though it begins with a version
+    assert found["1022-0"] == ("unknown_version", "refused", 2)
+    assert found["1023-0"][2] is None
+    assert found["1042-0"][1] == "touch"
+    assert found["1004-0"][1] == "event"

@@ -1,0 +1,39 @@
+"""What a refresh remembers: files of silver by day, and days that it began with."""
+
+from __future__ import annotations
+
+from datetime import date
+from pathlib import Path
+
+from conquiet.marketplace.pipeline.state import State, day_of
+
+FIRST, SECOND = date(2026, 3, 1), date(2026, 3, 2)
+
+
+def name(day: date | str, part: str, kind: str = "event") -> str:
+    return f"kind={kind}/day={day}/part-{part}.parquet"
+
+
+def test_a_day_changed_if_its_file_came_or_went_or_is_another(tmp_path: Path) -> None:
+    state = State.at(tmp_path)
+    assert state.changed_days(set()) == set()
+    state.files = {name(FIRST, "a"), name(SECOND, "b")}
+    assert state.changed_days({name(FIRST, "a"), name(SECOND, "c")}) == {SECOND}
+    assert state.changed_days({name(FIRST, "a")}) == {SECOND}
+    assert state.changed_days(state.files | {name(FIRST, "r", "refused")}) == {FIRST}
+
+
+def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
+    state = State.at(tmp_path)
+    state.files, state.days = {name(FIRST, "a")}, {SECOND}
+    state.write()
+    again = State.at(tmp_path)
+    assert (again.files, again.days) == (state.files, state.days)
+    again.forget({FIRST})
+    assert State.at(tmp_path).files == set()
+    assert State.at(tmp_path).days == {SECOND}
+
+
+def test_rows_without_a_time_have_no_day() -> None:
+    assert day_of(name("__HIVE_DEFAULT_PARTITION__", "a")) is None
+    assert day_of(name(FIRST, "a")) == FIRST
