@@ -16,6 +16,7 @@ from sqlalchemy import make_url
 from sqlalchemy.exc import ArgumentError
 
 from conquiet.errors import ConfigError
+from conquiet.sql import dialect
 
 _WANTED = "postgresql://USER@HOST/NAME or sqlite:////PATH/FILE"
 
@@ -69,7 +70,7 @@ class Database:
     file: str | None
     """Of a SQLite database, absolute."""
     shown: str
-    """The URL without its password."""
+    """The URL without its password, and without a query that may hold one."""
 
     @classmethod
     def at(cls, url: str) -> Database:
@@ -77,8 +78,10 @@ class Database:
             parsed = make_url(url)
         except ArgumentError:
             raise ConfigError(f"the option url is no URL of a database; write {_WANTED}") from None
+        if "@" in (parsed.host or ""):  # the end of a password, which no message may show
+            raise ConfigError("the option url is no URL: write @ in a user or password as %40")
         kind = parsed.get_backend_name()
-        shown = parsed.render_as_string()
+        shown = dialect.shown(parsed)
         if kind in ("postgresql", "postgres"):
             _, _, rest = url.partition("://")  # as written: libpq decodes by its own rules
             return cls(f"postgresql://{rest}", None, shown)

@@ -150,6 +150,8 @@ def test_a_wrong_option_is_told_before_anything_is_read(url, options, told):
         ("sqlite://", "share no memory"),
         ("nothing", "no URL"),
         ("postgresql://app:hidden@127.0.0.1:1/x", "refused"),
+        ("postgresql://app@127.0.0.1:1/x?password=hidden", "refused"),
+        ("postgresql://app:part@hidden@127.0.0.1:1/x", "@ .* as %40"),
     ],
 )
 def test_a_wrong_url_is_told_without_its_password(url, told):
