@@ -151,5 +151,11 @@ class Job:
 
     def stop(self) -> None:
         if self.process.poll() is None:
-            self.process.kill()
+            self.process.kill()  # its JVM ends when it finds its driver gone
             self.process.wait()
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()

@@ -38,11 +38,11 @@ def test_a_batch_is_written_once_though_a_worker_is_killed(
     two_workers, tmp_path, redis_client, redis_url
 ) -> None:
     rows = 400_000
-    job = Job(two_workers, tmp_path, "write_batch", url=redis_url, rows=rows)
-    eventually(lambda: redis_client.xlen("orders") > rows // 20, timeout=240)
-    two_workers.alive()[0].kill()
-    assert redis_client.xlen("orders") < rows
-    assert job.result() == rows
+    with Job(two_workers, tmp_path, "write_batch", url=redis_url, rows=rows) as job:
+        eventually(lambda: redis_client.xlen("orders") > rows // 20, timeout=240)
+        two_workers.alive()[0].kill()
+        assert redis_client.xlen("orders") < rows
+        assert job.result() == rows
     ids = {fields[b"id"] for _, fields in redis_client.xrange("orders")}
     assert len(ids) == rows == redis_client.xlen("orders")
 
