@@ -108,3 +108,14 @@ def test_a_commit_whose_staged_files_somebody_removed_is_told(tmp_path, monkeypa
         one.written.unlink()
     with pytest.raises(StoreError, match="write the table anew"):
         commits.files()
+
+
+@pytest.mark.parametrize("kind", [delta.DeltaCommits, parquet.ParquetCommits])
+def test_a_second_driver_that_is_late_with_a_batch_adds_nothing(tmp_path, kind):
+    """Both looked before either committed; the late one has cut the batch into other files."""
+    commits = kind(tmp_path)
+    commits.create(SCHEMA, [])
+    late, first = stage(tmp_path, 0, files=4), stage(tmp_path, 0, files=2)
+    commits.commit(first, [], Fence("q", 0))
+    commits.commit(late, [], Fence("q", 0))
+    assert ids(commits, tmp_path) == [0, 1]

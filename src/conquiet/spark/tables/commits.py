@@ -52,7 +52,7 @@ class Commits(Protocol):
         """Whether a commit began and still needs its staged files."""
 
     def commit(self, add: Sequence[DataFile], remove: Sequence[str], fence: Fence | None) -> None:
-        """Add and remove files, and move a fence, at once."""
+        """Add and remove files, and move a fence, at once; or nothing, if it was moved before."""
 
 
 def format_of(path: Path) -> Format | None:

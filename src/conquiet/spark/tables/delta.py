@@ -89,11 +89,14 @@ class DeltaCommits:
         return False  # a Delta commit is one file
 
     def commit(self, add: Sequence[DataFile], remove: Sequence[str], fence: Fence | None) -> None:
+        if fence is not None and self.applied(fence.query) >= fence.batch:
+            return  # by another driver, since this one looked
+        # Read before anything is moved: Delta refuses the commit if the fence moves from here on.
+        table = self._table()
         for one in add:
             place = self.path / one.name
             place.parent.mkdir(parents=True, exist_ok=True)
             os.replace(one.written, place)  # in its place, and not in the table
-        table = self._table()
         now = int(time.time() * 1000)
         actions = [
             AddAction(

@@ -66,6 +66,8 @@ class ParquetCommits:
         with self._locked():
             state = self._state(locked=True)
             if fence is not None:
+                if state["batches"].get(fence.query, -1) >= fence.batch:
+                    return  # by another driver, since this one looked
                 state["batches"][fence.query] = fence.batch
             names = [[os.path.relpath(one.written, self.path), one.name] for one in add]
             intent = {"state": state, "add": names, "remove": list(remove)}
