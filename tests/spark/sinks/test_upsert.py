@@ -209,6 +209,15 @@ def test_columns_that_do_not_fit_are_told_before_anything_is_written(base):
         writer(base, nested)
 
 
+def test_a_stream_goes_by_its_checkpoint_and_by_no_name_that_outlives_it(base):
+    """Under a name, a new checkpoint would begin with batches that count as written."""
+    options = {"url": base.url, "table": "orders", "keys": "id", "query": "q"}
+    schema = from_arrow_schema(frame((1, "a", 1)).schema)
+    for given in (options, options | {"batch": "0"}):
+        with pytest.raises(ConfigError, match="a stream is known by its checkpoint"):
+            UpsertSink(given).streamWriter(schema, False)
+
+
 def test_a_table_is_never_overwritten(base):
     batch = frame((1, "a", 1))
     sink = UpsertSink({"url": base.url, "table": "orders", "keys": "id"})

@@ -17,7 +17,7 @@ OPTIONS = {
     "keys": "the columns of its key, with commas between; a unique index must have them",
     "orderBy": "of rows with the same key, the one that is highest in these columns wins, within a"
     " batch and against the table; without it, a key twice in a batch is an error",
-    "query": "whose batch it is, to write it once; a stream has a name of its own",
+    "query": "of a frame: whose batch it is, to write it once; a stream has a name of its own",
     "batch": "of a frame with `query`: the number of the batch; lower ones are written no more",
 }
 """Every option and what it means; the table in the documentation is made of it."""

@@ -51,8 +51,11 @@ class UpsertSink(DataSource):
         self, schema: StructType, overwrite: bool
     ) -> UpsertStreamWriter:
         options = self._checked(schema, overwrite)
-        if options.batch is not None:
-            raise ConfigError("the option batch is for frames: a stream numbers its batches")
+        if options.query is not None:
+            # With a new checkpoint, batches begin at 0: under an old name they would be passed over.
+            raise ConfigError(
+                "the options query and batch are for frames: a stream is known by its checkpoint"
+            )
         return UpsertStreamWriter(options, schema.names)
 
     def _checked(self, schema: StructType, overwrite: bool) -> UpsertOptions:
@@ -104,9 +107,12 @@ class UpsertStreamWriter(DataSourceStreamArrowWriter):
         self.columns = columns
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> Staged:
-        query = self.options.query or _property(_QUERY)
+        query = _property(_QUERY)
         if query is None:
-            raise ConfigError("this Spark does not tell the id of its query; give the option query")
+            raise ConfigError(
+                "this Spark does not tell its tasks the id of their query; use"
+                " foreachBatch(upserting(…))"
+            )
         return staged(iterator, self.options, Fence(query, 0).mark(self.options.table), query)
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
