@@ -52,7 +52,7 @@ class UpsertSink(DataSource):
     ) -> UpsertStreamWriter:
         options = self._checked(schema, overwrite)
         if options.query is not None:
-            # With a new checkpoint batches begin at 0, and would count as written under an old name.
+            # With a new checkpoint batches begin at 0: under an old name they count as written.
             raise ConfigError(
                 "the options query and batch are for frames: a stream is known by its checkpoint"
             )
