@@ -25,13 +25,15 @@ SETTLE_AFTER = 0.02
 """Seconds that an ack waits for a fetch to travel with."""
 
 _MOST_REAPED = 1000  # entries in one script, so that others get their turn
+_LAST_TRIES = 600.0  # seconds after the end in which what was settled is still sent
 
 
 class Lease:
     """One consumer's claim to be alive, and what is done in its name in the background.
 
     It lasts 0.8 of `seconds`, is renewed every 0.2 and others look every 0.1, so that the work of a
-    dead process is back within `seconds`.
+    dead process is back within `seconds`. Whoever is new looks only after 0.3: if nobody could
+    reach the server for a while, those who live renew their leases first.
     """
 
     def __init__(
@@ -53,17 +55,24 @@ class Lease:
         self._keys = keys
         self._renew_every = seconds * 0.2
         self._reap_every = reap_every or seconds * 0.1
-        self._renew_at = self._reap_at = self._touch_at = 0.0
-        self.ended = False
+        self._renew_at = self._touch_at = 0.0
+        self._reap_at = time.monotonic() + seconds * 0.3
+        self.ended: float | None = None
 
     def end(self) -> None:
         """Renew no more; without a lock, since the garbage collector may call it anywhere."""
-        self.ended = True
+        self.ended = time.monotonic()
+
+    def is_over(self, now: float) -> bool:
+        """Nothing is left to do; an ack that waits for the server outlives its channel."""
+        if self.ended is None:
+            return False
+        return not self.settlement or now - self.ended > _LAST_TRIES
 
     def due(self) -> float:
         """When to come back, in monotonic seconds."""
-        times = [self._renew_at, self._reap_at]
-        if self.expires:
+        times = [time.monotonic() + 1.0] if self.ended else [self._renew_at, self._reap_at]
+        if self.expires and not self.ended:
             times.append(self._touch_at)
         if self.settlement.since is not None:
             times.append(self.settlement.since + SETTLE_AFTER)
@@ -78,6 +87,7 @@ class Lease:
         if self._renew_at <= now:
             self._renew_at = now + self._renew_every
             if not self._try(self.renew):
+                self._renew_at = now + self._renew_every / 4
                 # Whoever cannot renew a lease knows nothing of the others': they may be as unable.
                 self._reap_at = now + 2 * self._renew_every
         if self.expires and self._touch_at <= now:
@@ -114,7 +124,7 @@ class Lease:
             work()
         except (redis.RedisError, OSError) as error:
             what = work.__name__.strip("_")
-            logger.warning("%s: could not %s, and tries again: %r", self.consumer, what, error)
+            logger.warning("%s: could not %s, and tries again: %s", self.consumer, what, error)
             if self.settlement.since is not None:
                 self.settlement.since = time.monotonic() + 1.0
             return False
@@ -141,10 +151,14 @@ class Keeper:
             self._changed.notify()
 
     def remove(self, lease: Lease) -> None:
+        """Its time is over; what was settled and not sent yet still is."""
         lease.end()
-        with self._changed:
-            self._leases.discard(lease)
-            self._changed.notify()
+        if lease.settlement:
+            self.add(lease)
+        else:
+            with self._changed:
+                self._leases.discard(lease)
+                self._changed.notify()
 
     def hurry(self) -> None:
         """Something was settled; see to it that it does not wait long."""
@@ -162,7 +176,8 @@ class Keeper:
                     return
                 if not self._hurried:
                     self._changed.wait(max(due - time.monotonic(), 0.001))
-                self._leases = {lease for lease in self._leases if not lease.ended}
+                now = time.monotonic()
+                self._leases = {lease for lease in self._leases if not lease.is_over(now)}
                 leases = list(self._leases)
             if self._hurried:
                 # Most acks travel with a fetch meanwhile; waking for each would only cost time.

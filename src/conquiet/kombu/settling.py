@@ -100,10 +100,15 @@ class Settling(Publishing):
     def settle(self, stream: str, entry: str) -> None:
         """It is done with, whoever has it by now."""
         self.settlement.ack(stream, entry)
-        if self.closed:
-            self.settle_now()
-        else:
+        if not self.closed:
             keeper.hurry()
+            return
+        try:
+            self.settle_now()
+        except (redis.RedisError, OSError) as error:
+            logger.warning("%s acks when Redis is back: %s", self.consumer, error)
+            if self.lease is not None:
+                keeper.remove(self.lease)
 
     def settle_now(self) -> None:
         if self.settlement and self.lease:
@@ -143,7 +148,7 @@ class Settling(Publishing):
             )
         except (redis.RedisError, OSError) as error:
             logger.warning(
-                "%s could not give back its messages: %r; they come back when its lease ends",
+                "%s could not give back its messages: %s; they come back when its lease ends",
                 self.consumer,
                 error,
             )

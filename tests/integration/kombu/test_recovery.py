@@ -546,3 +546,38 @@ def test_a_half_open_connection_is_dropped_and_the_loop_goes_on(redis_server, re
             return 2 in loop.taken
 
         eventually(comes, timeout=30)
+
+
+def test_an_ack_that_redis_did_not_hear_outlives_its_channel(private_redis):
+    with connected(private_redis.url) as producer:
+        put(producer, "orders", "a", "b")
+    with connected(private_redis.url, lease=1) as consumer:
+        early, late = Taken(ack=False), Taken(ack=False)
+        with consumer.Consumer(kombu.Queue("orders"), callbacks=[early], prefetch_count=1):
+            drain(consumer, early, 1)
+            other = consumer.channel()
+            late.messages.append(kombu.Queue("orders")(other).get())
+            private_redis.kill()
+            early.messages[0].ack()
+    late.messages[0].ack()
+    private_redis.restart()
+    client = redis.Redis.from_url(private_redis.url)
+    eventually(lambda: client.xlen(Keys().stream("orders", 0)) == 0)
+
+
+@pytest.mark.slow
+def test_after_an_outage_the_living_are_not_taken_for_dead(private_redis):
+    with (
+        connected(private_redis.url) as producer,
+        connected(private_redis.url, lease=2) as busy,
+        connected(private_redis.url, lease=2) as new,
+    ):
+        put(producer, "orders", "long")
+        held = Taken(ack=False)
+        with busy.Consumer(kombu.Queue("orders"), callbacks=[held], prefetch_count=1):
+            drain(busy, held, 1)
+            private_redis.kill()
+            time.sleep(2)  # longer than the lease lasts
+            private_redis.restart()
+            with new.Consumer(kombu.Queue("orders"), callbacks=[Taken()]):
+                assert nothing_comes(new, 1.5)
