@@ -83,8 +83,7 @@ class Consuming(Reading):
             logger.warning("queue %r could not be deleted with its last consumer: %r", queue, error)
             return
         if is_deleted:
-            self.auto_delete_queues.discard(queue)
-            self.state.queue_bindings_delete(queue)
+            self.forget_queue(queue)
 
     def basic_get(self, queue: str, no_ack: bool = False, **kwargs: Any) -> Any:
         while (entry := self._buffered(queue) or self.fetch_one(queue)) is not None:

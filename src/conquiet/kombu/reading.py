@@ -90,7 +90,7 @@ class Reading(Settling):
     def _arguments(
         self, streams: list[str], wanted: int, acks: Acks, prepares: bool
     ) -> tuple[list[str], list[scripts.Argument]]:
-        expires = [self._expires.get(self._streams[stream], "") for stream in streams]
+        expires = [self._expires.get(self.queue_of(stream), "") for stream in streams]
         args = arguments(
             acks,
             GROUP,
@@ -116,7 +116,7 @@ class Reading(Settling):
         """Of one queue, at once."""
         if self._has_strays:
             self.find_strays(self.commands.execute_command)
-        self.watch(queue)
+        self.join(queue)
         streams = self.streams_of([queue])
         acks = self.settlement.take_acks()
         try:
@@ -125,7 +125,7 @@ class Reading(Settling):
             self._has_strays = True
             self.settlement.put_back(acks)
             raise
-        found = entries.of_fetch(reply, streams, self._streams)
+        found = entries.of_fetch(reply, streams, self.queue_of)
         return found[0] if found else None
 
     # Read
@@ -154,10 +154,10 @@ class Reading(Settling):
         self._in_flight, self._sends_whole = {}, False
         if self._blocks:
             self._is_drained = False
-            self._keep(entries.of_read(reply, self._streams))
+            self._keep(entries.of_read(reply, self.queue_of))
         else:
             self._prepares = False
-            found = entries.of_fetch(reply, self._order, self._streams)
+            found = entries.of_fetch(reply, self._order, self.queue_of)
             self._is_drained = len(found) < self._wanted and not reply[0]
             self._keep(found)
 
@@ -179,7 +179,10 @@ class Reading(Settling):
 
     def _lose_read(self, has_strays: bool = True) -> None:
         self._in_poll, self._is_drained = None, False
-        self._has_strays = self._has_strays or has_strays
+        if has_strays:
+            self._has_strays = True
+            # Also of queues that were cancelled since it was sent.
+            self._streams.update((stream, self.queue_of(stream)) for stream in self._order)
         self.settlement.put_back(self._in_flight)
         self._in_flight = {}
 

@@ -47,7 +47,15 @@ class Settling(Publishing):
                 found.append(key)
         return found
 
-    def watch(self, queue: str) -> Lease:
+    def watch(self, queue: str) -> None:
+        """Consume a queue: it does not expire meanwhile."""
+        lease = self.join(queue)
+        expires = self._expires.get(queue)
+        if expires:
+            streams = self.streams_of([queue])
+            lease.expires = {**lease.expires, **dict.fromkeys(streams, expires)}
+
+    def join(self, queue: str) -> Lease:
         """Before the first fetch there must be a lease, and somebody to renew it."""
         lease = self.lease
         if lease is None:
@@ -61,28 +69,24 @@ class Settling(Publishing):
             )
             weakref.finalize(self, lease.end).atexit = False
         if queue not in self._watched:
-            streams = self.streams_of([queue])
-            expires = self._subscribe_to(queue, lease)
-            lease.streams |= frozenset(streams)
-            if expires:
-                lease.expires = {**lease.expires, **dict.fromkeys(streams, expires)}
+            self._subscribe_to(queue, lease)
+            lease.streams |= frozenset(self.streams_of([queue]))
             keeper.add(lease)
             self._watched.add(queue)
         return lease
 
-    def _subscribe_to(self, queue: str, lease: Lease) -> int | None:
-        """Be known as a consumer; answers the milliseconds of x-expires, whoever declared them."""
+    def _subscribe_to(self, queue: str, lease: Lease) -> None:
+        """Be known as a consumer, and learn of x-expires, whoever declared it."""
         settings = self.call(
             scripts.subscribe,
             [self.keys.leases, self.keys.queues, self.keys.stream(queue, 0)],
             [GROUP, self.consumer, lease.milliseconds, queue],
         )
         expires = settings.partition(b"|")[0]
-        if not expires:
+        if expires:
+            self._expires[queue] = int(expires)
+        else:
             self._expires.pop(queue, None)
-            return None
-        self._expires[queue] = int(expires)
-        return int(expires)
 
     def unwatch(self, queue: str) -> None:
         self._watched.discard(queue)
@@ -93,9 +97,22 @@ class Settling(Publishing):
             }
         try:
             self.settle_now()
-            self.call(scripts.unsubscribe, streams, [GROUP, self.consumer])
+            holds_some = self.call(scripts.unsubscribe, streams, [GROUP, self.consumer])
         except self.connection_errors as error:
-            logger.debug("%s could not unsubscribe: %r", self.consumer, error)
+            logger.debug("%s could not unsubscribe: %s", self.consumer, error)
+            return
+        if not holds_some:
+            self._forget(streams)
+
+    def _forget(self, streams: list[str]) -> None:
+        for stream in streams:
+            self._streams.pop(stream, None)
+        if self.lease:
+            self.lease.streams -= frozenset(streams)
+
+    def queue_of(self, stream: str) -> str:
+        """Also of one that is read no more, and whose last reply comes now."""
+        return self._streams.get(stream) or self.keys.queue(stream)
 
     def settle(self, stream: str, entry: str) -> None:
         """It is done with, whoever has it by now."""

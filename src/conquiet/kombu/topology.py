@@ -94,9 +94,13 @@ class Topology(Connecting):
         self, queue: str, if_unused: bool = False, if_empty: bool = False, **kwargs: Any
     ) -> None:
         if self._delete_queue(queue, if_unused=if_unused, if_empty=if_empty):
-            self.auto_delete_queues.discard(queue)
-            self._expires.pop(queue, None)
-            self.state.queue_bindings_delete(queue)
+            self.forget_queue(queue)
+
+    def forget_queue(self, queue: str) -> None:
+        self.auto_delete_queues.discard(queue)
+        self._declared.pop(queue, None)
+        self._expires.pop(queue, None)
+        self.state.queue_bindings_delete(queue)
 
     def _delete_queue(
         self, queue: str, *, if_unused: bool = False, if_empty: bool = False, expired: bool = False

@@ -581,3 +581,18 @@ def test_after_an_outage_the_living_are_not_taken_for_dead(private_redis):
             private_redis.restart()
             with new.Consumer(kombu.Queue("orders"), callbacks=[Taken()]):
                 assert nothing_comes(new, 1.5)
+
+
+def test_a_lost_reply_of_a_queue_that_was_cancelled_meanwhile_is_given_back(redis_url):
+    with connected(redis_url) as producer, connected(redis_url) as consumer:
+        channel = consumer.channel()
+        left = consumer.Consumer(kombu.Queue("left"), channel=channel, callbacks=[Taken()])
+        consumer.Consumer(kombu.Queue("kept"), channel=channel, callbacks=[Taken()]).consume()
+        left.consume()
+        assert nothing_comes(consumer)  # a read that blocks is under way, also for what is left
+        left.cancel()
+        put(producer, "left", "a")
+        assert size(producer, "left") == 0
+        channel._in_poll.disconnect()
+        assert nothing_comes(consumer)
+        assert size(producer, "left") == 1

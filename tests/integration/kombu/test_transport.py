@@ -192,3 +192,20 @@ def test_the_url_names_the_server(redis_url):
         assert connection.as_uri().startswith("redis-streams://")
         connection.connect()
         assert connection.connected
+
+
+def test_a_channel_forgets_the_queues_that_it_has_left(redis_url, redis_client):
+    with connected(redis_url) as connection:
+        channel = connection.default_channel
+        held = Taken(ack=False)
+        put(connection, "orders", "a")
+        with connection.Consumer(kombu.Queue("orders"), channel=channel, callbacks=[held]):
+            drain(connection, held, 1)
+            for number in range(20):
+                reply = kombu.Queue(f"reply-{number}", auto_delete=True, expires=10)(channel)
+                with connection.Consumer(reply, channel=channel, callbacks=[Taken()]):
+                    pass
+            read = channel.streams_of(["orders"])
+            assert set(channel._streams) == set(read) == channel.lease.streams
+            assert (channel._declared.keys(), channel._expires) == ({"orders"}, {})
+            assert redis_client.hkeys(Keys().queues) == [b"orders"]

@@ -189,3 +189,10 @@ def test_an_expiration_that_is_no_number_is_none(connection, channel):
 def nothing_comes_of(connection):
     with connection.Consumer(kombu.Queue("orders"), callbacks=[Taken()]):
         return nothing_comes(connection, timeout=2)
+
+
+def test_a_queue_that_was_only_looked_into_expires(connection, channel):
+    queue = kombu.Queue("reply", expires=0.3)(channel)
+    queue.declare()
+    assert queue.get() is None
+    eventually(lambda: not channel._has_queue("reply"))
