@@ -16,9 +16,7 @@ class Entry(NamedTuple):
     payload: bytes | None
 
 
-def of_fetch(
-    reply: list[Any], streams: list[str], queue_of: Callable[[str], str]
-) -> list[Entry]:
+def of_fetch(reply: list[Any], streams: list[str], queue_of: Callable[[str], str]) -> list[Entry]:
     """Out of the answer of `fetch.lua`: a flag, then four values for each entry."""
     found = []
     for at in range(1, len(reply), 4):

@@ -17,8 +17,6 @@ import redis
 from conquiet.kombu import scripts
 from conquiet.kombu.keys import BACK, GROUP, Keys
 
-_MOST_REAPED = 1000
-
 
 @dataclass(frozen=True, slots=True)
 class ConsumerInfo:
@@ -96,7 +94,7 @@ def remove_dead_consumers(client: Any, prefix: str = "", queue: str | None = Non
         more = 1
         while more:
             moved, removed, more = scripts.reap.call(
-                client, [keys.leases, *keys.streams(name)], [GROUP, BACK, _MOST_REAPED]
+                client, [keys.leases, *keys.streams(name)], [GROUP, BACK, scripts.AT_ONCE]
             )
             consumers, given_back = consumers + removed, given_back + moved
     return Removed(consumers, given_back)

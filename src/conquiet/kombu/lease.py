@@ -24,7 +24,6 @@ logger = logging.getLogger(__name__)
 SETTLE_AFTER = 0.02
 """Seconds that an ack waits for a fetch to travel with."""
 
-_MOST_REAPED = 1000  # entries in one script, so that others get their turn
 _LAST_TRIES = 600.0  # seconds after the end in which what was settled is still sent
 
 
@@ -113,7 +112,9 @@ class Lease:
         keys = [self._keys.leases, *sorted(self.streams)]
         more = len(keys) > 1
         while more:
-            moved, removed, more = scripts.reap.call(self.client, keys, [GROUP, BACK, _MOST_REAPED])
+            moved, removed, more = scripts.reap.call(
+                self.client, keys, [GROUP, BACK, scripts.AT_ONCE]
+            )
             if moved:
                 logger.warning(
                     "%d message(s) of %d dead consumer(s) were given back", moved, removed

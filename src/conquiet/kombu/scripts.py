@@ -11,6 +11,9 @@ from redis.exceptions import NoScriptError
 
 Argument = str | bytes | int
 
+AT_ONCE = 1000
+"""Entries that one script handles where there may be very many, so that others get their turn."""
+
 
 class Script:
     """One file of `scripts/`; its keys and arguments are explained at its top."""

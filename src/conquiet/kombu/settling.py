@@ -142,7 +142,9 @@ class Settling(Publishing):
     def give_back(self, places: Iterable[Place]) -> None:
         """To where they were."""
         for stream, entries in _by_stream(places).items():
-            self.call(scripts.giveback, [stream], [GROUP, self.consumer, BACK, *entries])
+            for at in range(0, len(entries), scripts.AT_ONCE):
+                some = entries[at : at + scripts.AT_ONCE]
+                self.call(scripts.giveback, [stream], [GROUP, self.consumer, BACK, *some])
 
     def give_back_strays(self, held: Iterable[Place], execute: Callable[..., Any]) -> None:
         """After a reply was lost: what the server counts as ours, and we never got."""
@@ -158,11 +160,10 @@ class Settling(Publishing):
             return
         try:
             self.settlement.send(lease.client, self.consumer)
-            scripts.leave.call(
-                lease.client,
-                [self.keys.leases, *self._streams],
-                [GROUP, self.consumer, BACK, "1"],
-            )
+            keys = [self.keys.leases, *self._streams]
+            args: list[scripts.Argument] = [GROUP, self.consumer, BACK, scripts.AT_ONCE]
+            while scripts.leave.call(lease.client, keys, args):
+                pass
         except (redis.RedisError, OSError) as error:
             logger.warning(
                 "%s could not give back its messages: %s; they come back when its lease ends",

@@ -88,7 +88,12 @@ class Topology(Connecting):
         return int(ready)
 
     def _purge(self, queue: str) -> int:
-        return int(self.call(scripts.purge, self.keys.streams(queue), [GROUP, BACK]))
+        total, streams = 0, self.keys.streams(queue)
+        while True:
+            removed = int(self.call(scripts.purge, streams, [GROUP, BACK, scripts.AT_ONCE]))
+            total += removed
+            if removed < scripts.AT_ONCE:
+                return total
 
     def queue_delete(
         self, queue: str, if_unused: bool = False, if_empty: bool = False, **kwargs: Any

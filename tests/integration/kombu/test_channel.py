@@ -8,7 +8,7 @@ from kombu.exceptions import ChannelError
 from tests.integration.kombu.brokers import Taken, connected, drain, nothing_comes, put, size
 from tests.waiting import eventually
 
-from conquiet.kombu import inspection
+from conquiet.kombu import inspection, scripts
 from conquiet.kombu.keys import GROUP, Keys
 
 
@@ -494,3 +494,31 @@ def test_one_group_however_the_database_is_written(redis_url, redis_client):
         assert kombu.Queue("orders")(one.default_channel).get() is None
     [group] = redis_client.xinfo_groups(Keys().stream("orders", 0))
     assert group["name"].decode() == GROUP
+
+
+def test_very_many_are_given_back_and_purged_in_slices(
+    connection, redis_url, redis_client, recorded, monkeypatch
+):
+    monkeypatch.setattr(scripts, "AT_ONCE", 100)
+    for script in (scripts.leave, scripts.giveback, scripts.purge):
+        redis_client.script_load(script.body)
+    put(connection, "orders", *range(250))
+    held = Taken(ack=False)
+    with connected(redis_url) as other:
+        other.Consumer(kombu.Queue("orders"), callbacks=[held]).consume()
+        drain(other, held, 250)
+        seen = recorded(other.default_channel.qos.restore_unacked)
+        assert calls(seen, scripts.giveback) == 3
+        drain(other, held, 500)
+        seen = recorded(other.close)
+    assert calls(seen, scripts.leave) >= 3
+    assert size(connection, "orders") == 250
+    purge = kombu.Queue("orders")(connection.default_channel).purge
+    purged = []
+    seen = recorded(lambda: purged.append(purge()))
+    assert purged == [250]
+    assert calls(seen, scripts.purge) >= 3
+
+
+def calls(seen, script):
+    return sum(command.startswith(f"EVALSHA {script.sha} ") for command in seen)

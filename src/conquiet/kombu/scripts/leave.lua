@@ -5,15 +5,18 @@
 -- ARGV[1]   group
 -- ARGV[2]   consumer
 -- ARGV[3]   consumer to whom entries are given back
--- ARGV[4]   "1": it leaves for good; its lease ends
+-- ARGV[4]   how many entries at most
 --
--- Answers how many entries went back. A delivery that ends so is not counted.
+-- Answers 1 if there is more, and it has to be called again. A delivery that ends so is not counted.
 
-local group, me, back = ARGV[1], ARGV[2], ARGV[3]
+local group, me, back, most = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
 local given = 0
 for i = 2, #KEYS do
     local key = KEYS[i]
     repeat
+        if given >= most then
+            return 1
+        end
         local rows = redis.pcall("XPENDING", key, group, "-", "+", 100, me)
         if rows.err then
             break
@@ -30,7 +33,5 @@ for i = 2, #KEYS do
     until #rows == 0
     redis.pcall("XGROUP", "DELCONSUMER", key, group, me)
 end
-if ARGV[4] == "1" then
-    redis.call("ZREM", KEYS[1], me)
-end
-return given
+redis.call("ZREM", KEYS[1], me)
+return 0

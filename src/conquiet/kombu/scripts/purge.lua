@@ -3,11 +3,12 @@
 -- KEYS[i]  a stream
 -- ARGV[1]  group
 -- ARGV[2]  consumer to whom entries are given back
+-- ARGV[3]  how many entries at most
 --
--- Answers how many. DEL would be shorter, but it ends the blocked reads of all consumers with an
+-- Answers how many; if it is as many as asked for, there may be more. DEL would be shorter, but it ends the blocked reads of all consumers with an
 -- error and takes unacked work with it.
 
-local group, back = ARGV[1], ARGV[2]
+local group, back, most = ARGV[1], ARGV[2], tonumber(ARGV[3])
 
 local function last_delivered(key)
     for _, fields in ipairs(redis.call("XINFO", "GROUPS", key)) do
@@ -22,14 +23,16 @@ local function last_delivered(key)
     return nil
 end
 
+local removed = 0
+
 local function purge(key)
     local from = last_delivered(key)
     if not from or redis.call("XPENDING", key, group)[1] == 0 then
-        return redis.call("XTRIM", key, "MAXLEN", 0)
+        removed = removed + redis.call("XTRIM", key, "MAXLEN", 0)
+        return
     end
-    local removed = 0
     repeat
-        local rows = redis.call("XPENDING", key, group, "-", "+", 1000, back)
+        local rows = redis.call("XPENDING", key, group, "-", "+", math.min(most - removed, 1000), back)
         local ids = {}
         for i, row in ipairs(rows) do
             ids[i] = row[1]
@@ -38,24 +41,23 @@ local function purge(key)
             redis.call("XACK", key, group, unpack(ids))
             removed = removed + redis.call("XDEL", key, unpack(ids))
         end
-    until #rows == 0
-    repeat
-        local entries = redis.call("XRANGE", key, "(" .. from, "+", "COUNT", 1000)
+    until #rows == 0 or removed >= most
+    while removed < most do
+        local entries = redis.call("XRANGE", key, "(" .. from, "+", "COUNT", math.min(most - removed, 1000))
         local ids = {}
         for i, entry in ipairs(entries) do
             ids[i] = entry[1]
         end
-        if #ids > 0 then
-            removed = removed + redis.call("XDEL", key, unpack(ids))
+        if #ids == 0 then
+            return
         end
-    until #entries == 0
-    return removed
+        removed = removed + redis.call("XDEL", key, unpack(ids))
+    end
 end
 
-local removed = 0
 for _, key in ipairs(KEYS) do
-    if redis.call("EXISTS", key) == 1 then
-        removed = removed + purge(key)
+    if removed < most and redis.call("EXISTS", key) == 1 then
+        purge(key)
     end
 end
 return removed
