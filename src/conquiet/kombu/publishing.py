@@ -19,6 +19,7 @@ class Publishing(Topology):
 
     def __init__(self, connection: Any, **kwargs: Any) -> None:
         self._plain: set[str] = set()
+        self._script_is_there = False
         super().__init__(connection, **kwargs)
 
     def basic_publish(self, message: Any, exchange: str, routing_key: str, **kwargs: Any) -> Any:
@@ -87,15 +88,18 @@ class Publishing(Topology):
             *names,
         ]
         if batch is not None:
+            if not self._script_is_there:
+                # A pipeline cannot send the script again, so it must be there beforehand.
+                self.commands.script_load(scripts.publish.body)
+                self._script_is_there = True
             batch.add("execute_command", *scripts.publish.by_hash(keys, args))
             return
         for gone in self.call(scripts.publish, keys, args):
             self._delete_queue(gone.decode(), expired=True)
 
     def create_publish_batch(self, max_size: int) -> Any:
-        # A pipeline cannot send the script again, so it must be there beforehand.
-        self.commands.script_load(scripts.publish.body)
         self._plain.clear()
+        self._script_is_there = False
         return super().create_publish_batch(max_size)
 
     def _are_plain(self, queues: list[str]) -> bool:
