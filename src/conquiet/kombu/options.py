@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from conquiet.kombu.errors import OptionError
+from conquiet.kombu.keys import PRIORITIES
 
 DEFAULT_LEASE = 60.0
 """Seconds of silence after which the work of a process is given to others."""
@@ -45,7 +47,11 @@ OURS = (
 
 KEPT = (
     Option("global_keyprefix", "kept", "stands before every key"),
-    Option("priority_steps", "kept", "the priorities that have a stream; 0 is the highest"),
+    Option(
+        "priority_steps",
+        "kept",
+        "the priorities that have a stream; 0 is the highest; senders and workers need the same",
+    ),
     Option("queue_order_strategy", "kept", "round_robin, sorted or priority"),
     Option("fanout_patterns", "kept", "false: a fanout exchange ignores routing keys"),
     Option("polling_interval", "kept", "seconds that a read blocks, 10 at most"),
@@ -109,10 +115,11 @@ def check(options: Mapping[str, Any]) -> None:
             raise OptionError(
                 f"the transport option {option.name} is not supported: {option.meaning}"
             )
-    _require(options, "lease", lambda value: value >= 1, "at least 1 second")
+    _require(options, "lease", lambda value: 1 <= value < math.inf, "at least 1 second")
     _require(options, "autoclaim_interval", lambda value: value > 0, "more than 0 seconds")
     _require(options, "delivery_limit", _is_count, "a whole number, 0 for no limit")
     _require(options, "prefetch_count", _is_count, "a whole number, 0 for no limit")
+    _check_priorities(options.get("priority_steps"))
     name = options.get("consumer_id")
     if name is not None and (not isinstance(name, str) or not name or name.startswith("~")):
         raise OptionError(
@@ -121,7 +128,18 @@ def check(options: Mapping[str, Any]) -> None:
 
 
 def _is_count(value: Any) -> bool:
-    return bool(int(value) == value and value >= 0)
+    return bool(0 <= value < math.inf and int(value) == value)
+
+
+def _check_priorities(steps: Any) -> None:
+    if steps is None:
+        return
+    is_list = isinstance(steps, list | tuple) and len(steps) > 0
+    if not is_list or not all(isinstance(step, int) and step in PRIORITIES for step in steps):
+        raise OptionError(
+            f"the transport option priority_steps is {steps!r}; it must be a list of whole numbers "
+            f"from {PRIORITIES[0]} to {PRIORITIES[-1]}"
+        )
 
 
 def _require(options: Mapping[str, Any], name: str, holds: Any, wanted: str) -> None:

@@ -14,6 +14,8 @@ from conquiet.kombu import scripts
 from conquiet.kombu.connecting import Connecting
 from conquiet.kombu.keys import BACK, GROUP
 
+_LIMITS = (("x-expires", 1), ("x-message-ttl", 0), ("x-max-length", 0))
+
 Binding = tuple[str, str | None, str]
 """Routing key, pattern, queue."""
 
@@ -51,9 +53,7 @@ class Topology(Connecting):
         if auto_delete:
             self.auto_delete_queues.add(queue)
         arguments = kwargs.get("arguments") or {}
-        expires, ttl, most = (
-            _whole(arguments.get(name)) for name in ("x-expires", "x-message-ttl", "x-max-length")
-        )
+        expires, ttl, most = (_limit(queue, arguments, name, least) for name, least in _LIMITS)
         if expires:
             self._expires[queue] = int(expires)
         else:
@@ -195,9 +195,21 @@ def _unknown_exchange() -> dict[str, Any]:
     }
 
 
-def _whole(value: Any) -> str:
+def _limit(queue: str, arguments: Any, name: str, least: int) -> str:
     """Milliseconds or a number as the scripts want it; empty if there is none."""
-    try:
-        return str(int(value))
-    except (TypeError, ValueError):
+    value = arguments.get(name)
+    if value is None:
         return ""
+    try:
+        found = int(value)
+    except (TypeError, ValueError, OverflowError):
+        found = -1
+    if found < least:
+        raise ChannelError(
+            f"PRECONDITION_FAILED - {name} of queue {queue!r} is {value!r}; it must be a whole "
+            f"number, {least} or more",
+            (50, 10),
+            "Channel.queue_declare",
+            "406",
+        )
+    return str(found)

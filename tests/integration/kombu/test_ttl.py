@@ -6,6 +6,7 @@ import time
 
 import kombu
 import pytest
+from kombu.exceptions import ChannelError
 from tests.integration.kombu.brokers import (
     Taken,
     connected,
@@ -196,3 +197,20 @@ def test_a_queue_that_was_only_looked_into_expires(connection, channel):
     queue.declare()
     assert queue.get() is None
     eventually(lambda: not channel._has_queue("reply"))
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"expires": 0},
+        {"expires": -1},
+        {"message_ttl": -1},
+        {"max_length": -1},
+        {"queue_arguments": {"x-max-length": "few"}},
+    ],
+)
+def test_limits_that_cannot_be_are_refused_by_name(channel, redis_client, limits):
+    queue = kombu.Queue("orders", **limits)(channel)
+    with pytest.raises(ChannelError, match=r"PRECONDITION_FAILED - x-.* of queue 'orders' is"):
+        queue.declare()
+    assert redis_client.keys() == []

@@ -53,6 +53,12 @@ def test_what_the_channel_takes_is_what_the_table_promises():
         ({"delivery_limit": -1}, "a whole number"),
         ({"delivery_limit": 2.5}, "a whole number"),
         ({"prefetch_count": -1}, "a whole number"),
+        ({"lease": float("inf")}, "at least 1 second"),
+        ({"lease": float("nan")}, "at least 1 second"),
+        ({"delivery_limit": float("nan")}, "a whole number"),
+        ({"priority_steps": []}, "from 0 to 9"),
+        ({"priority_steps": [0, 10]}, "from 0 to 9"),
+        ({"priority_steps": "0369"}, "from 0 to 9"),
         ({"consumer_id": "~back"}, "~ is reserved"),
         ({"consumer_id": ""}, "must be a name"),
     ],
@@ -69,3 +75,4 @@ def test_all_others_pass():
     options.check(dict.fromkeys(("stream_maxlen", "lease", "delivery_limit")))
     options.check({"visibility_timeout": 3600, "max_retries": 3, "unknown": object()})
     options.check({"lease": 1.5, "delivery_limit": 0, "prefetch_count": 4, "consumer_id": "shop"})
+    options.check({"priority_steps": tuple(range(10))})
