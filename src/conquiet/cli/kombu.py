@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -31,8 +31,8 @@ examples:
 
 Without --delete-…, no message is lost by it: it is safe at any time, and while workers run.
 
-exit codes: 0 done; 1 a queue was kept, it was not confirmed, or Redis is out of reach; 2 wrong
-usage or settings
+exit codes: 0 done; 1 a queue was kept or is not there, it was not confirmed, or Redis is out of
+reach; 2 wrong usage or settings
 """
 _HEAD = ("queue", "ready", "pending", "consumers", "dead consumers", "dead letters")
 _LETTERS_SHOWN = 100
@@ -93,7 +93,6 @@ def _inspect(options: Namespace) -> int:
     room = _room()
     with _client(options.url) as client:
         found = {info.name: info for info in room.queues(client, options.prefix)}
-        missing = [name for name in options.queues if name not in found]
         chosen = [found[name] for name in options.queues or found if name in found]
         letters = {}
         if options.dead_letters:
@@ -102,14 +101,21 @@ def _inspect(options: Namespace) -> int:
                 for info in chosen
                 if info.dead_letters
             }
-    for name in missing:
-        print(f"there is no queue {name!r} under the prefix {options.prefix!r}", file=sys.stderr)
+    missing = _missing(options.queues, found, options.prefix)
     is_well = not missing and not any(info.dead_letters or _stuck(info) for info in chosen)
     if options.json:
         print_json({"ok": is_well, "queues": [_as_json(info, letters) for info in chosen]})
     else:
         _print_queues(chosen, letters)
     return OK if is_well else FAILED
+
+
+def _missing(named: Sequence[str], known: Collection[str], prefix: str) -> list[str]:
+    """The queues that somebody names and that are not there, which is said."""
+    missing = [name for name in named if name not in known]
+    for name in missing:
+        print(f"there is no queue {name!r} under the prefix {prefix!r}", file=sys.stderr)
+    return missing
 
 
 def _stuck(info: Any) -> int:
@@ -165,20 +171,28 @@ def _clean(options: Namespace) -> int:
     with _client(options.url) as client:
         if not _confirmed(options):
             return FAILED
+        known = {info.name for info in room.queues(client, options.prefix)}
         removed = room.remove_dead_consumers(client, options.prefix)
         expired = room.forget_expired_queues(client, options.prefix)
         deleted = {
             name: room.delete_queue(client, name, options.prefix, options.force)
             for name in options.delete_queue
+            if name in known
         }
         letters = {
             name: room.delete_dead_letters(client, name, options.prefix)
             for name in options.delete_dead_letters
         }
+    missing = _missing(options.delete_queue, known, options.prefix)
     kept = [name for name, is_gone in deleted.items() if not is_gone]
     if options.json:
         print_json(
-            {"ok": not kept, **asdict(removed), "expired_queues": expired, "kept_queues": kept}
+            {
+                "ok": not kept and not missing,
+                **asdict(removed),
+                "expired_queues": expired,
+                "kept_queues": kept,
+            }
             | {"deleted_queues": [name for name in deleted if name not in kept]}
             | {"deleted_dead_letters": letters}
         )
@@ -197,7 +211,7 @@ def _clean(options: Namespace) -> int:
                 )
             else:
                 print(green(f"deleted {name}", sys.stdout))
-    return FAILED if kept else OK
+    return FAILED if kept or missing else OK
 
 
 def _confirmed(options: Namespace) -> bool:

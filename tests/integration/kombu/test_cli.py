@@ -66,8 +66,11 @@ def test_a_prefix_tells_applications_apart(broker, capsys):
 
 
 def test_a_queue_that_is_not_there_is_named(broker, capsys):
-    assert main(["kombu", "inspect", "nowhere", "--url", broker]) == 1
-    assert "there is no queue 'nowhere'" in capsys.readouterr().err
+    for arguments in (["inspect", "nowhere"], ["clean", "--delete-queue", "nowhere", "--yes"]):
+        assert main(["kombu", *arguments, "--url", broker]) == 1
+        captured = capsys.readouterr()
+        assert "there is no queue 'nowhere'" in captured.err
+        assert "deleted" not in captured.out
 
 
 def test_the_messages_of_a_dead_consumer_are_told_and_given_back(broker, redis_client, capsys):
