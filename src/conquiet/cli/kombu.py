@@ -45,41 +45,7 @@ def register(commands: Any, common: ArgumentParser) -> None:
         description="The queues of the transport redis-streams://, for Kombu and Celery.",
     )
     verbs = group.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    inspect = verbs.add_parser(
-        "inspect",
-        help="what waits, what is worked on, and by whom",
-        description="Show for each queue what waits, what is worked on, and who reads it.",
-        epilog=_INSPECT_EPILOG,
-        parents=[common],
-    )
-    inspect.add_argument("queues", nargs="*", metavar="QUEUE", help="only these (all)")
-    inspect.add_argument("--dead-letters", action="store_true", help="with their reasons")
-    inspect.set_defaults(run=_inspect)
-    clean = verbs.add_parser(
-        "clean",
-        help="remove dead consumers and the names of expired queues",
-        description="Remove dead consumers, which gives back what they hold, and expired queues.",
-        epilog=_CLEAN_EPILOG,
-        parents=[common],
-    )
-    clean.add_argument(
-        "--delete-queue",
-        action="append",
-        default=[],
-        metavar="QUEUE",
-        help="also delete this queue, if it is empty and nobody reads it; may be given again",
-    )
-    clean.add_argument("--force", action="store_true", help="delete it with its messages")
-    clean.add_argument(
-        "--delete-dead-letters",
-        action="append",
-        default=[],
-        metavar="QUEUE",
-        help="also delete the dead letters of this queue; may be given again",
-    )
-    clean.add_argument("--yes", action="store_true", help="do not ask before deleting")
-    clean.set_defaults(run=_clean)
-    for parser in (inspect, clean):
+    for parser in (_inspect_parser(verbs, common), _clean_parser(verbs, common)):
         parser.add_argument(
             "--url", help="Redis, or the URL of the broker; else CONQUIET_REDIS_URL"
         )
@@ -87,6 +53,45 @@ def register(commands: Any, common: ArgumentParser) -> None:
             "--prefix", default="", metavar="TEXT", help="the global_keyprefix of the application"
         )
         parser.add_argument("--json", action="store_true", help="answer in JSON")
+
+
+def _inspect_parser(verbs: Any, common: ArgumentParser) -> ArgumentParser:
+    parser: ArgumentParser = verbs.add_parser(
+        "inspect",
+        help="what waits, what is worked on, and by whom",
+        description="Show for each queue what waits, what is worked on, and who reads it.",
+        epilog=_INSPECT_EPILOG,
+        parents=[common],
+    )
+    parser.add_argument("queues", nargs="*", metavar="QUEUE", help="only these (all)")
+    parser.add_argument("--dead-letters", action="store_true", help="with their reasons")
+    parser.set_defaults(run=_inspect)
+    return parser
+
+
+def _clean_parser(verbs: Any, common: ArgumentParser) -> ArgumentParser:
+    parser: ArgumentParser = verbs.add_parser(
+        "clean",
+        help="remove dead consumers and the names of expired queues",
+        description="Remove dead consumers, which gives back what they hold, and expired queues.",
+        epilog=_CLEAN_EPILOG,
+        parents=[common],
+    )
+    many: Any = {"action": "append", "default": [], "metavar": "QUEUE"}
+    parser.add_argument(
+        "--delete-queue",
+        help="also delete this queue, if it is empty and nobody reads it; may be given again",
+        **many,
+    )
+    parser.add_argument("--force", action="store_true", help="delete it with its messages")
+    parser.add_argument(
+        "--delete-dead-letters",
+        help="also delete the dead letters of this queue; may be given again",
+        **many,
+    )
+    parser.add_argument("--yes", action="store_true", help="do not ask before deleting")
+    parser.set_defaults(run=_clean)
+    return parser
 
 
 def _inspect(options: Namespace) -> int:
@@ -187,31 +192,32 @@ def _clean(options: Namespace) -> int:
     kept = [name for name, is_gone in deleted.items() if not is_gone]
     if options.json:
         print_json(
-            {
-                "ok": not kept and not missing,
-                **asdict(removed),
-                "expired_queues": expired,
-                "kept_queues": kept,
-            }
+            {"ok": not kept and not missing, **asdict(removed), "expired_queues": expired}
             | {"deleted_queues": [name for name in deleted if name not in kept]}
-            | {"deleted_dead_letters": letters}
+            | {"kept_queues": kept, "deleted_dead_letters": letters}
         )
     else:
-        print(
-            f"removed {removed.consumers} dead consumers, gave back {removed.given_back} messages,"
-            f" forgot {len(expired)} expired queues"
-        )
-        for name, count in letters.items():
-            print(f"deleted {count} dead letters of {name}")
-        for name in deleted:
-            if name in kept:
-                print(
-                    red(f"kept {name}: it is not empty, or somebody reads it;", sys.stdout),
-                    "--force deletes it all the same",
-                )
-            else:
-                print(green(f"deleted {name}", sys.stdout))
+        _print_cleaned(removed, len(expired), deleted, letters)
     return FAILED if kept or missing else OK
+
+
+def _print_cleaned(
+    removed: Any, expired: int, deleted: dict[str, bool], letters: dict[str, int]
+) -> None:
+    print(
+        f"removed {removed.consumers} dead consumers, gave back {removed.given_back} messages,"
+        f" forgot {expired} expired queues"
+    )
+    for name, count in letters.items():
+        print(f"deleted {count} dead letters of {name}")
+    for name, is_gone in deleted.items():
+        if is_gone:
+            print(green(f"deleted {name}", sys.stdout))
+        else:
+            print(
+                red(f"kept {name}: it is not empty, or somebody reads it;", sys.stdout),
+                "--force deletes it all the same",
+            )
 
 
 def _confirmed(options: Namespace) -> bool:
