@@ -117,11 +117,13 @@ def delete_queue(client: Any, queue: str, prefix: str = "", force: bool = False)
 
 
 def forget_expired_queues(client: Any, prefix: str = "") -> list[str]:
-    """Remove the names and bindings of queues whose `x-expires` has passed."""
-    gone = [info.name for info in queues(client, prefix) if not info.exists]
-    for name in gone:
-        delete_queue(client, name, prefix)
-    return gone
+    """Remove the names and bindings of queues whose `x-expires` has passed.
+
+    Consumers do it, too; but they keep the names for a day, so that late messages are dropped.
+    """
+    keys = Keys(prefix)
+    every = [keys.queues, keys.exchanges, keys.gone]
+    return sorted(_text(name) for name in scripts.sweep.call(client, every, [keys.namespace, 0, 0]))
 
 
 def dead_letters(client: Any, queue: str, prefix: str = "", limit: int = 100) -> list[DeadLetter]:

@@ -23,6 +23,7 @@ class Keys:
         self.queues = self.namespace + "queues"
         self.exchanges = self.namespace + "exchanges"
         self.leases = self.namespace + "leases"
+        self.gone = self.namespace + "gone"
         self._streams = self.namespace + "q:"
 
     def stream(self, queue: str, priority: int) -> str:

@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 SETTLE_AFTER = 0.02
 """Seconds that an ack waits for a fetch to travel with."""
 
+NAMES_KEPT = 86_400.0
+"""Seconds that the name of an expired queue is kept; a message to it is dropped meanwhile."""
+
 _LAST_TRIES = 600.0  # seconds after the end in which what was settled is still sent
 
 
@@ -55,7 +58,9 @@ class Lease:
         self._renew_every = seconds * 0.2
         self._reap_every = reap_every or seconds * 0.1
         self._renew_at = self._touch_at = 0.0
-        self._reap_at = time.monotonic() + seconds * 0.3
+        self._sweep_every = seconds
+        now = time.monotonic()
+        self._reap_at, self._sweep_at = now + seconds * 0.3, now + seconds
         self.ended: float | None = None
 
     def end(self) -> None:
@@ -70,9 +75,11 @@ class Lease:
 
     def due(self) -> float:
         """When to come back, in monotonic seconds."""
-        times = [time.monotonic() + 1.0] if self.ended else [self._renew_at, self._reap_at]
-        if self.expires and not self.ended:
-            times.append(self._touch_at)
+        if self.ended:
+            times = [time.monotonic() + 1.0]
+        else:
+            times = [self._renew_at, self._reap_at, self._sweep_at]
+            times += [self._touch_at] if self.expires else []
         if self.settlement.since is not None:
             times.append(self.settlement.since + SETTLE_AFTER)
         return min(times)
@@ -95,6 +102,9 @@ class Lease:
         if self._reap_at <= now:
             self._reap_at = now + self._reap_every
             self._try(self._reap)
+        if self._sweep_at <= now:
+            self._sweep_at = now + self._sweep_every
+            self._try(self._sweep)
 
     def renew(self) -> None:
         scripts.renew.call(self.client, [self._keys.leases], [self.milliseconds, self.consumer])
@@ -119,6 +129,15 @@ class Lease:
                 logger.warning(
                     "%d message(s) of %d dead consumer(s) were given back", moved, removed
                 )
+
+    def _sweep(self) -> None:
+        keys = self._keys
+        every = int(self._sweep_every * 1000)
+        scripts.sweep.call(
+            self.client,
+            [keys.queues, keys.exchanges, keys.gone],
+            [keys.namespace, int(NAMES_KEPT * 1000), every],
+        )
 
     def _try(self, work: Callable[[], None]) -> bool:
         try:

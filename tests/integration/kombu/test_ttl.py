@@ -18,7 +18,7 @@ from tests.integration.kombu.brokers import (
 )
 from tests.waiting import eventually
 
-from conquiet.kombu import inspection
+from conquiet.kombu import inspection, lease
 from conquiet.kombu.keys import Keys
 
 
@@ -214,3 +214,22 @@ def test_limits_that_cannot_be_are_refused_by_name(channel, redis_client, limits
     with pytest.raises(ChannelError, match=r"PRECONDITION_FAILED - x-.* of queue 'orders' is"):
         queue.declare()
     assert redis_client.keys() == []
+
+
+def test_expired_queues_are_forgotten_by_whoever_consumes(
+    connection, channel, redis_url, redis_client, monkeypatch
+):
+    keys, exchange = Keys(), kombu.Exchange("replies")
+    for name in ("old", "reply"):
+        kombu.Queue(name, exchange, routing_key=name, expires=0.1)(channel).declare()
+    with connected(redis_url, lease=1) as other:
+        other.Consumer(kombu.Queue("orders"), callbacks=[Taken()]).consume()
+        eventually(lambda: channel.get_table("replies") == [])
+        put(connection, "old", "late")  # its name is still known, so it does not come back
+        assert redis_client.keys("*q:*:old") == []
+        assert set(redis_client.hkeys(keys.queues)) == {b"old", b"orders", b"reply"}
+        kombu.Queue("reply", exchange, routing_key="reply", expires=60)(channel).declare()
+        monkeypatch.setattr(lease, "NAMES_KEPT", 0)
+        eventually(lambda: set(redis_client.hkeys(keys.queues)) == {b"orders", b"reply"})
+        assert [queue for _, _, queue in channel.get_table("replies")] == ["reply"]
+        assert redis_client.zrange(keys.gone, 0, -1) == [b""]
