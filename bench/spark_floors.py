@@ -16,8 +16,6 @@ import hiredis
 import psycopg
 import redis
 
-READ_COUNT = 1_000
-"""Entries per XRANGE of the plain readers: with 5,000 they need about twice the CPU."""
 _PIPELINE = 1_000
 _STEP_SECONDS = 0.02
 
@@ -97,13 +95,13 @@ def produce(url: str, streams: Sequence[str], rate: int, seconds: float) -> tupl
     return done, max(took, steps * pause)
 
 
-def read(url: str, streams: Sequence[str]) -> int:
-    """Every entry of the streams, by redis-py with hiredis."""
+def read(url: str, streams: Sequence[str], count: int) -> int:
+    """Every entry of the streams, by redis-py with hiredis, so many at a time."""
     found = 0
     with redis.Redis.from_url(url) as client:
         for stream in streams:
             after: Any = "-"
-            while entries := client.xrange(stream, min=after, count=READ_COUNT):
+            while entries := client.xrange(stream, min=after, count=count):
                 found += len(entries)
                 after = b"(" + entries[-1][0]
     return found
