@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pickle
 import threading
+from traceback import format_exception
 
+import hiredis
 import pytest
 import redis
 from tests.integration.redis.servers import cluster, sentinel, tls_in_front_of
 from tests.spark.log.conftest import Log, Query
 
 from conquiet.errors import ConfigError, StoreError
-from conquiet.spark.log.connection import RedisAddress, disconnect, redacted
+from conquiet.spark.log.connection import RedisAddress, connect, disconnect, redacted
 from conquiet.spark.log.options import ReadOptions
 
 SECRET = "pa55word"
@@ -127,6 +129,39 @@ def test_a_url_may_come_from_a_file_or_a_variable(tmp_path, monkeypatch, plain_l
         RedisAddress(url_env="SHOP_NOTHING").resolve()
     with pytest.raises(ConfigError, match="No such file"):
         RedisAddress(url_file=str(tmp_path / "absent")).resolve()
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("redis://app:{}/x@host:6379/0", "%2F"),
+        ("redis+sentinel://host:26379,app:{}/x@host/service/0", "%2F"),
+        ("redis://app:{}@host:6379/0?sockt_timeout=4", "sockt_timeout"),
+        ("http://app:{}@host", "schemes"),
+    ],
+)
+def test_a_url_that_cannot_be_used_is_told_without_its_secret(url, told) -> None:
+    with pytest.raises(ConfigError, match=told) as error:
+        connect(url.format(SECRET))
+    assert SECRET not in "".join(format_exception(error.value))
+
+
+def test_an_entry_that_is_refused_for_now_lets_no_other_be_read_twice(
+    plain_log, monkeypatch
+) -> None:
+    """As a slot that moves to another node, in the middle of several small streams."""
+    for number, stream in enumerate("abc"):
+        plain_log.add(stream, number)
+    query = Query(plain_log, streams="a,b,c")
+    refused = iter([False, True])
+
+    class Reader(hiredis.Reader):
+        def gets(self):
+            reply = super().gets()
+            return redis.ResponseError("TRYAGAIN") if next(refused, False) else reply
+
+    monkeypatch.setattr("conquiet.spark.log.ranges.hiredis.Reader", Reader)
+    assert query.batch() == [0, 1, 2]
 
 
 def test_an_address_shows_no_secret() -> None:

@@ -82,6 +82,33 @@ def test_starting_offsets_may_be_ids_and_times(plain_log) -> None:
     assert Query(plain_log, startingOffsets="1970-01-01T00:00:00.006Z").batch() == [6, 7, 8]
 
 
+@pytest.mark.parametrize("fail", ["true", "false"])
+def test_a_start_behind_the_end_is_the_end(plain_log, fail) -> None:
+    """As "from now on" is, in a stream that is quiet."""
+    plain_log.add("orders", 1, 2, ids="{}-0")
+    query = Query(plain_log, startingOffsets="2026-01-31T12:00:00Z", failOnDataLoss=fail)
+    assert query.batch() == []
+    plain_log.add("orders", 3, ids="{}-0")
+    assert query.batch() == [3]
+
+
+def test_no_stream_starves_beside_a_large_one(plain_log) -> None:
+    plain_log.add("large", *range(2000))
+    plain_log.add("small", 7000)
+    query = Query(plain_log, streams="large,small", maxOffsetsPerTrigger=10)
+    first = query.batch()
+    assert 7000 in first
+    assert len(first) == 10
+
+
+def test_a_limit_below_the_number_of_streams_lets_them_take_turns(plain_log) -> None:
+    for number in range(4):
+        plain_log.add(f"s{number}", 10 * number + 1, 10 * number + 2, ids="{}-0")
+    plain_log.add("s0", *range(100, 200), ids="{}-0")
+    query = Query(plain_log, streams="s*", maxOffsetsPerTrigger=2)
+    assert sorted([*query.batch(), *query.batch()]) == [1, 11, 21, 31]
+
+
 # --- what is gone -----------------------------------------------------------------------------
 
 
@@ -190,6 +217,27 @@ def test_entries_that_go_between_planning_and_reading_are_missed(plain_log) -> N
         else:
             [batch] = query.reader.read(tasks[0])
             assert batch["event_id"].to_pylist() == [str(number) for number in outcome]
+
+
+def test_a_trim_between_planning_and_reading_is_noticed_in_parts_that_nobody_counted(
+    plain_log, monkeypatch
+) -> None:
+    monkeypatch.setattr("conquiet.spark.log.splitting._COUNTED_ANYWAY", 0)
+    plain_log.add("orders", *range(1000, 4000), ids="{}-0")
+    query = Query(plain_log, minPartitions=3)
+    tasks = query.reader.partitions({}, query.reader.latestOffset(query.offset, None))
+    pieces = [piece for task in tasks for piece in task.pieces]
+    assert [piece.entries for piece in pieces] == [None, None, None]
+    plain_log.client.xtrim("orders", maxlen=2500, approximate=False)
+    readable, failed = 0, 0
+    for task in tasks:
+        try:
+            readable += sum(batch.num_rows for batch in query.reader.read(task))
+        except DataLoss as error:
+            failed += 1
+            assert "'orders' was trimmed behind 1000-0" in str(error)  # noqa: PT017
+    assert failed == 1
+    assert 1900 < readable < 2100
 
 
 def test_a_batch_that_is_tried_again_after_a_trim_is_refused(plain_log) -> None:

@@ -49,6 +49,7 @@ def test_a_stream_starts_at_its_end_and_a_batch_at_the_beginning() -> None:
         ("1700000000000", "1700000000000"),
         ("2023-11-14T22:13:20.0001Z", "1700000000001-0"),
         ("2023-11-14T23:13:20+01:00", "1700000000000-0"),
+        ("1950-01-01T00:00:00Z", "0-0"),
     ],
 )
 def test_a_bound_is_a_word_an_id_or_a_time(text, bound) -> None:
@@ -59,6 +60,7 @@ def test_a_bound_is_a_word_an_id_or_a_time(text, bound) -> None:
     ("options", "said"),
     [
         ({"startingOffsets": "{", "streams": "a"}, "not JSON"),
+        ({"startingOffsets": "99999999999999999999-0"}, "none of earliest, latest, an id"),
         ({"startingOffsets": "latest", "startingTimestamp": "5"}, "not both"),
         ({"endingOffsets": "latest"}, "a stream has no end"),
         ({"urlEnv": "X"}, "one of the options"),

@@ -10,7 +10,7 @@ from json import JSONDecodeError, loads
 
 from conquiet.errors import ConfigError
 from conquiet.spark.log.offsets import Position
-from conquiet.spark.log.piece import before, id_of
+from conquiet.spark.log.piece import LARGEST, before, id_of, parts
 from conquiet.spark.log.streams import StreamState
 
 EARLIEST, LATEST = "earliest", "latest"
@@ -47,14 +47,16 @@ class Bounds:
             return state.beginning
         if bound == LATEST:
             return state.end
-        return Position(before(bound))
+        found = Position(before(bound))
+        # Behind the end there is nothing yet: then it is the end, and not the sign of a loss.
+        return found if state.end.is_after(found) else state.end
 
 
 def _bound(option: str, value: object) -> str:
     text = str(value).strip()
     if text.lower() in (EARLIEST, LATEST):
         return text.lower()
-    if _id.fullmatch(text):
+    if _id.fullmatch(text) and max(parts(text)) <= LARGEST:
         return text
     try:
         moment = datetime.fromisoformat(text)
@@ -65,4 +67,4 @@ def _bound(option: str, value: object) -> str:
         ) from None
     if moment.tzinfo is None:
         moment = moment.replace(tzinfo=UTC)
-    return id_of(-int(-moment.timestamp() * 1000 // 1))
+    return id_of(max(0, -int(-moment.timestamp() * 1000 // 1)))

@@ -114,14 +114,24 @@ def pool_of(client: Any, stream: str) -> Any:
 def connect(url: str) -> Any:
     """A new client of a server, a cluster, or the master that sentinels name."""
     try:
-        special = _scheme.match(url)
-        if special is None:
-            return redis.Redis.from_url(url, **_settings(url))
+        return _connect(url)
+    except (ValueError, TypeError) as error:
+        told = redacted(str(error))
+        if "port" in told.lower():  # what was taken for one may be a part of the password
+            told = "its port is no number; write / # ? in a password as %2F %23 %3F"
+        raise ConfigError(f"the URL of Redis cannot be used: {told}") from None
+
+
+def _connect(url: str) -> Any:
+    special = _scheme.match(url)
+    if special is not None:
         scheme, kind = special[1].lower(), special[2].lower()
         rest = url[special.end() :]
         return _cluster(scheme, rest) if kind == "cluster" else _sentinel(scheme, rest)
-    except ValueError as error:
-        raise ConfigError(f"the URL of Redis cannot be used: {redacted(str(error))}") from error
+    client = redis.Redis.from_url(url, **_settings(url))
+    pool = client.connection_pool
+    pool.connection_class(**pool.connection_kwargs)  # connects to nothing, but knows its parameters
+    return client
 
 
 def _settings(url: str) -> dict[str, Any]:

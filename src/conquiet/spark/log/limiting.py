@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from conquiet.redis.wire import Wire
 from conquiet.spark.log.counting import Walk, walk
 from conquiet.spark.log.offsets import Position, entries_between
-from conquiet.spark.log.piece import Piece
+from conquiet.spark.log.piece import Piece, parts
 
 
 def limited(
@@ -15,13 +15,13 @@ def limited(
 ) -> tuple[dict[str, Position], dict[str, Walk]]:
     """The ends that are within the limit, exactly, and the ways that were walked to find them.
 
-    Each stream has its share of what waits.
+    Each stream has its share of what waits, and none waits for ever.
     """
     waiting = _waiting(wire, starts, ends, limit)
     total = sum(waiting.values())
     if total <= limit:
         return dict(ends), {}
-    shares = _shares(waiting, limit, total)
+    shares = _shares(waiting, limit, starts)
     cut = {name: share for name, share in shares.items() if share < waiting[name]}
     wanted = [
         (Piece(name, starts[name].id, ends[name].id, waiting[name]), share)
@@ -55,11 +55,21 @@ def _waiting(
     return waiting
 
 
-def _shares(waiting: Mapping[str, int], limit: int, total: int) -> dict[str, int]:
-    """In proportion to what waits; what is left over by rounding goes to those who lost most."""
-    exact = {name: limit * entries / total for name, entries in waiting.items()}
+def _shares(
+    waiting: Mapping[str, int], limit: int, starts: Mapping[str, Position]
+) -> dict[str, int]:
+    """One for each stream, so that none starves, and more in proportion to what waits.
+
+    What rounding leaves over goes to those who lost most by it.
+    """
+    busy = {name: entries - 1 for name, entries in waiting.items() if entries}
+    left = limit - len(busy)
+    if left <= 0:  # those whose turn was longest ago
+        turns = sorted(busy, key=lambda name: (parts(starts[name].id), name))
+        return dict.fromkeys(waiting, 0) | dict.fromkeys(turns[:limit], 1)
+    exact = {name: left * entries / sum(busy.values()) for name, entries in busy.items()}
     shares = {name: int(share) for name, share in exact.items()}
-    left = limit - sum(shares.values())
+    left -= sum(shares.values())
     for name in sorted(exact, key=lambda name: shares[name] - exact[name])[:left]:
         shares[name] += 1
-    return shares
+    return dict.fromkeys(waiting, 0) | {name: share + 1 for name, share in shares.items()}

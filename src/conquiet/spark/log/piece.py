@@ -7,7 +7,8 @@ from typing import NamedTuple
 BEGINNING = "0-0"
 """Before every entry: no entry has this id."""
 
-_LARGEST = 2**64 - 1
+LARGEST = 2**64 - 1
+"""Of the two numbers of an id, each."""
 
 
 class Piece(NamedTuple):
@@ -19,6 +20,8 @@ class Piece(NamedTuple):
     until: str
     entries: int | None = None
     """How many there should be, where that is known."""
+    first: str | None = None
+    """Where it is not: the first of them, which must be there until all are read."""
 
 
 def parts(entry_id: str) -> tuple[int, int]:
@@ -44,4 +47,4 @@ def before(entry_id: str) -> str:
     milliseconds, sequence = parts(entry_id)
     if sequence:
         return id_of(milliseconds, sequence - 1)
-    return id_of(milliseconds - 1, _LARGEST) if milliseconds else BEGINNING
+    return id_of(milliseconds - 1, LARGEST) if milliseconds else BEGINNING

@@ -16,10 +16,10 @@ import redis
 from conquiet.errors import StoreError
 from conquiet.redis.delivery import id_after
 from conquiet.redis.wire import TROUBLE, Wire
-from conquiet.spark.log.asking import PAUSES_SECONDS
+from conquiet.spark.log.asking import PAUSES_SECONDS, ask
 from conquiet.spark.log.connection import pool_of
 from conquiet.spark.log.line import Line
-from conquiet.spark.log.piece import Piece
+from conquiet.spark.log.piece import LARGEST, Piece, id_of, parts
 from conquiet.spark.log.resp import Table, locate
 
 logger = logging.getLogger("conquiet.spark")
@@ -85,15 +85,15 @@ class Ranges:
         try:
             while left and self._pool(left[0]) is pool:
                 if _is_small(left[0]):
-                    together = self._choose(left, pool)
-                    yield from self._several(line, together)
-                    for _ in together:
-                        left.popleft()
+                    for found in self._several(line, self._choose(left, pool)):
+                        yield found
+                        left.popleft()  # each by itself: the next one may be refused
                     continue
-                stream = left[0].stream
-                for found, last_id in self._large(line, left[0]):
-                    yield stream, found
-                    left[0] = left[0]._replace(after=last_id, entries=None)
+                piece = left[0]
+                for entries, last_id, got in self._large(line, piece):
+                    yield piece.stream, entries
+                    rest = None if piece.entries is None else max(0, piece.entries - got)
+                    left[0] = piece._replace(after=last_id, entries=rest)
                 left.popleft()
         finally:
             line.close()
@@ -127,8 +127,8 @@ class Ranges:
 
     # --- large pieces -----------------------------------------------------------------------
 
-    def _large(self, line: Line, piece: Piece) -> Iterator[tuple[Table | Entries, str]]:
-        """Entries reply by reply, each with the id of its last."""
+    def _large(self, line: Line, piece: Piece) -> Iterator[tuple[Table | Entries, str, int]]:
+        """Entries reply by reply, each with the id of its last, and how many there were so far."""
         # Small at first: entries of this stream may be much larger than those of the last.
         asked, got = _FIRST_COUNT, 0
         self._count = _FIRST_COUNT
@@ -145,7 +145,7 @@ class Ranges:
                 line.send([_xrange(piece._replace(after=ahead), asked)])
             found, last_id = self._parse(content, count, start)
             got += count
-            yield found, last_id
+            yield found, last_id, got
             is_end = (not ahead and count < asked) or last_id == piece.until
             if ahead and (is_end or ahead != last_id):
                 line.receive()  # a value looked like the end of an id
@@ -185,8 +185,19 @@ class Ranges:
         self._count = max(1, min(fitting, _MOST_COUNT, 16 * self._count))
 
     def _compare(self, piece: Piece, got: int) -> None:
-        if piece.entries is not None and got < piece.entries:
+        if piece.entries is not None:
+            if got < piece.entries:
+                self._short(piece, got)
+        elif piece.first is not None and parts(self._front(piece)) > parts(piece.first):
             self._short(piece, got)
+
+    def _front(self, piece: Piece) -> str:
+        """The first entry that its stream still has."""
+        key = piece.stream.encode()
+        [page] = ask(self._wire, [(key, (b"XRANGE", key, b"-", b"+", b"COUNT", 1))])
+        if isinstance(page, Exception):
+            raise Refused(str(page))
+        return page[0][0].decode() if page else id_of(LARGEST, LARGEST)
 
 
 def _is_small(piece: Piece) -> bool:

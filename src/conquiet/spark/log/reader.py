@@ -30,10 +30,12 @@ def read_pieces(
     """What a task does: read its pieces, in whichever process it runs."""
 
     def short(piece: Piece, got: int) -> None:
-        said = (
-            f"stream {piece.stream!r}: of {piece.entries} entries after {piece.after} and up to"
-            f" {piece.until}, {got} are left; the others were trimmed or deleted meanwhile"
-        )
+        place = f"after {piece.after} and up to {piece.until}"
+        said = f"stream {piece.stream!r}: of {piece.entries} entries {place}, {got} are left; the"
+        said += " others were trimmed or deleted meanwhile"
+        if piece.entries is None:
+            said = f"stream {piece.stream!r} was trimmed behind {piece.first} while entries {place}"
+            said += f" were read; {got} were found, and some may be gone"
         if options.fail_on_data_loss:
             raise DataLoss(f"{said}. Set failOnDataLoss=false to go on with what there is.")
         logger.warning("%s", said)

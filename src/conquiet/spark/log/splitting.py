@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from conquiet.errors import StoreError
+from conquiet.redis.delivery import id_after
 from conquiet.redis.wire import Wire
 from conquiet.spark.log.asking import ask
 from conquiet.spark.log.counting import Walk, walk
@@ -33,7 +34,7 @@ def split(wire: Wire, piece: Piece, count: int, way: Walk | None = None) -> list
     if piece.entries is None or piece.entries > _COUNTED_ANYWAY:
         cuts = _probed(wire, piece, count)
         if cuts:
-            return _between(piece, [(cut, None) for cut in cuts])
+            return _with_firsts(wire, _between(piece, [(cut, None) for cut in cuts]))
     [way] = walk(wire, [(piece, piece.entries if piece.entries is not None else 2**62)])
     return _along(way, piece, count)
 
@@ -60,6 +61,16 @@ def _between(
         pieces.append(Piece(piece.stream, after, cut, entries))
         after = cut
     return [*pieces, Piece(piece.stream, after, piece.until, last)]
+
+
+def _with_firsts(wire: Wire, pieces: Sequence[Piece]) -> list[Piece]:
+    """Nobody counted these parts: by their first entries it can be told that one was trimmed."""
+    ranges = [(id_after(piece.after.encode()), piece.until.encode()) for piece in pieces]
+    found = _ids(wire, pieces[0].stream, ranges, 1)
+    return [
+        piece._replace(first=ids[0] if ids else None)
+        for piece, ids in zip(pieces, found, strict=True)
+    ]
 
 
 # --- probes ---------------------------------------------------------------------------------
@@ -110,12 +121,18 @@ def _weights(wire: Wire, piece: Piece, places: Sequence[int], step: int) -> list
 
 def _ask(wire: Wire, piece: Piece, places: Sequence[int], count: int) -> list[list[str]]:
     """The ids of the first entries after each place."""
-    key, until = piece.stream.encode(), piece.until.encode()
-    commands = [
-        (key, (b"XRANGE", key, b"%d-0" % place, until, b"COUNT", count)) for place in places
-    ]
+    until = piece.until.encode()
+    return _ids(wire, piece.stream, [(b"%d-0" % place, until) for place in places], count)
+
+
+def _ids(
+    wire: Wire, stream: str, ranges: Sequence[tuple[bytes, bytes]], count: int
+) -> list[list[str]]:
+    """The ids of the first entries of each range."""
+    key = stream.encode()
+    commands = [(key, (b"XRANGE", key, *ends, b"COUNT", count)) for ends in ranges]
     replies = ask(wire, commands)
     for reply in replies:
         if isinstance(reply, Exception):
-            raise StoreError(f"stream {piece.stream!r} cannot be read: {reply}") from reply
+            raise StoreError(f"stream {stream!r} cannot be read: {reply}") from reply
     return [[entry_id.decode() for entry_id, _ in reply] for reply in replies]
