@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,18 @@ def test_a_running_session_is_taken_as_it_is(spark, caplog: pytest.LogCaptureFix
     assert "are for a new session" in caplog.text
 
 
+def test_a_running_session_is_taken_as_it_is_in_another_thread_too(spark) -> None:
+    """There it is not the active one."""
+    before = spark.conf.get("spark.sql.streaming.stateStore.providerClass")
+    found: list[object] = []
+    thread = threading.Thread(target=lambda: found.append(session()))
+    thread.start()
+    thread.join()
+    assert found == [spark]
+    assert spark.conf.get("spark.sql.streaming.stateStore.providerClass") == before
+    assert spark.conquiet_settings == {}
+
+
 def test_a_cluster_gets_nothing_that_is_right_for_one_machine_only() -> None:
     there = recommended("spark://host:7077")
     here = recommended("local[3]")
@@ -68,6 +81,11 @@ def test_a_cluster_gets_nothing_that_is_right_for_one_machine_only() -> None:
 def test_a_master_and_a_server_exclude_each_other() -> None:
     with pytest.raises(ConfigError, match="give one of them"):
         session(master="local[1]", remote="sc://localhost")
+
+
+def test_a_number_of_cores_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"write local\[2\]"):
+        recommended("local[two]")
 
 
 def test_a_checkpoint_is_held_by_one_query_at_a_time(tmp_path: Path) -> None:

@@ -51,7 +51,8 @@ def session(
     from conquiet.spark.register import register
 
     register(spark)
-    setattr(spark, SETTINGS_ATTRIBUTE, ours)
+    if ours or not hasattr(spark, SETTINGS_ATTRIBUTE):  # what an earlier call has set stays told
+        setattr(spark, SETTINGS_ATTRIBUTE, ours)
     return spark
 
 
@@ -74,12 +75,16 @@ def _connected(app: str, remote: str, chosen: Settings) -> SparkSession:
 def _started(app: str, master: str | None, chosen: Settings) -> tuple[SparkSession, Settings]:
     from pyspark.sql import SparkSession
 
-    running = SparkSession.getActiveSession()
-    if running is not None:
+    running = SparkSession.getActiveSession() or SparkSession._instantiatedSession
+    if running is not None and running.sparkContext._jsc is not None:
         logger.info("a Spark session runs already and is taken as it is")
         if chosen or master is not None:
             logger.warning("master and config are for a new session: call stop() on the old one")
         return running, {}
+    if master is not None and is_local(master):
+        _cores(master)  # refuses what it cannot read, before Java is started
+    # Java starts a Python of its own to look for data sources: this one, not that on the PATH.
+    os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
     known = _known(master, chosen)
     where = known.get("spark.master", "local[*]")
     if is_local(where):
@@ -139,6 +144,8 @@ def is_local(master: str) -> bool:
 
 def _cores(master: str) -> int:
     count = master.removeprefix("local").strip("[]").partition(",")[0] or "1"
+    if count != "*" and not count.isdecimal():
+        raise ConfigError(f"master={master!r}: write local[2], local[*], or where a cluster is")
     return (os.cpu_count() or 1) if count == "*" else max(int(count), 1)
 
 
