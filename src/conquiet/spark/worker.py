@@ -60,6 +60,8 @@ class SparkWorker:
         for name, value in (("slice_rows", slice_rows), ("tries", tries)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name}={value!r}: must be a whole number of at least 1")
+        if isinstance(patience, bool) or not isinstance(patience, int | float) or patience < 0:
+            raise ConfigError(f"patience={patience!r}: must be a number of seconds")
         if not {"type", "data"} & set(events.columns):
             raise ConfigError(
                 f"a frame of events has columns such as type and data, not {events.columns!r:.200}"

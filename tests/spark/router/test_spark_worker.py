@@ -130,6 +130,8 @@ def test_what_cannot_work_is_refused_before_anything_runs(spark) -> None:
         SparkWorker(Router(), frame)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="slice_rows=0"):
         SparkWorker(Router, frame, slice_rows=0)
+    with pytest.raises(ConfigError, match="patience='long'"):
+        SparkWorker(Router, frame, patience="long")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="columns such as type and data"):
         SparkWorker(Router, spark.range(1))
     with pytest.raises(ConfigError, match=r"start\(\) is for streams"):
