@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import re
 import subprocess
@@ -43,6 +44,7 @@ def kombu_tests(sdists, tmp_path):
 def interpreter(tmp_path_factory):
     """Make a virtual environment with other versions than ours; say what to ask pip for."""
 
+    @functools.cache
     def make(*requirements):
         directory = tmp_path_factory.mktemp("venv")
         venv.create(directory, with_pip=True)

@@ -8,6 +8,7 @@ from uuid import uuid4
 
 import pytest
 from tests.integration.kombu import celery_app as tasks
+from tests.integration.kombu.versions import OLDEST
 from tests.waiting import eventually
 
 pytestmark = [
@@ -92,6 +93,20 @@ def test_a_soft_shutdown_lets_tasks_end_and_gives_the_rest_back(start, notes, na
     for result in (runs, later):
         result.get(SECONDS)
     assert len(notes.of(f"{name}-later")) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_workers_on_the_oldest_kombu_share_a_queue_with_ours(start, notes, name, interpreter):
+    victim = start("victim", python=interpreter(f"kombu[redis]=={OLDEST}", "celery"))
+    assert tasks.add.delay(1, 2).get(SECONDS) == 3
+    late = tasks.hold_late.delay(name)
+    eventually(lambda: notes.of(name) == ["started"], timeout=SECONDS)
+    victim.kill()
+    start("heir", python=interpreter(f"kombu[redis]=={OLDEST}", "celery"))
+    notes.allow(name)
+    late.get(SECONDS)
+    assert notes.of(name) == ["started", "started", "ended"]
 
 
 def test_a_worker_restarts_on_a_hangup(start, notes, name):
