@@ -78,7 +78,7 @@ def handle(url: str, redis_url: str, stream: str, events: int) -> int:
 
 
 def router(ground: Ground) -> Iterator[Case]:
-    events = max(1_000, ground.events // 50) // 2 * 2
+    events = max(1_000, ground.events // 25) // 2 * 2
     url = ground.postgres.create_database()
     made = engine(url)
     schema.init(made)
