@@ -17,12 +17,15 @@ from conquiet.kombu.scripts import Argument, Script
 
 OLDEST_SERVER = (6, 2)
 
-# Of the background client: it must notice a dead server even if the user set no timeout.
+# Seconds of the background client at most: however long the user lets commands wait, it must notice
+# a dead connection in time to renew a lease by another.
 _BACKGROUND_TIMEOUT = 5.0
 
 
 class Connecting(lists.Channel):  # type: ignore[misc]
     """A channel of Kombu's Redis transport whose keys and clients are ours."""
+
+    lease_seconds: float
 
     @cached_property
     def keys(self) -> Keys:
@@ -44,11 +47,11 @@ class Connecting(lists.Channel):  # type: ignore[misc]
         """A client for the thread that renews leases; it outlives the channel."""
         pool = self._get_pool()
         params = pool.connection_kwargs
-        params["socket_timeout"] = params.get("socket_timeout") or _BACKGROUND_TIMEOUT
+        longest = max(min(_BACKGROUND_TIMEOUT, self.lease_seconds / 10), 0.5)
+        params["socket_timeout"] = min(params.get("socket_timeout") or longest, longest)
         if "socket_connect_timeout" in params:  # a unix socket has none
-            params["socket_connect_timeout"] = (
-                params["socket_connect_timeout"] or _BACKGROUND_TIMEOUT
-            )
+            given = params["socket_connect_timeout"] or longest
+            params["socket_connect_timeout"] = min(given, longest)
         return redis.Redis(connection_pool=pool)
 
     def _get_client(self) -> Any:

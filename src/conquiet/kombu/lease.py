@@ -27,6 +27,8 @@ SETTLE_AFTER = 0.02
 NAMES_KEPT = 86_400.0
 """Seconds that the name of an expired queue is kept; a message to it is dropped meanwhile."""
 
+UNREACHABLE = (redis.ConnectionError, redis.TimeoutError, OSError)
+
 _LAST_TRIES = 600.0  # seconds after the end in which what was settled is still sent
 
 
@@ -85,6 +87,7 @@ class Lease:
         return min(times)
 
     def tend(self, now: float) -> None:
+        """Do what is due, as far as the server answers."""
         since = self.settlement.since
         if since is not None and since + SETTLE_AFTER <= now:
             self._try(self._settle)
@@ -92,10 +95,7 @@ class Lease:
             return
         if self._renew_at <= now:
             self._renew_at = now + self._renew_every
-            if not self._try(self.renew):
-                self._renew_at = now + self._renew_every / 4
-                # Whoever cannot renew a lease knows nothing of the others': they may be as unable.
-                self._reap_at = now + 2 * self._renew_every
+            self._try(self.renew)
         if self.expires and self._touch_at <= now:
             self._touch_at = now + min(self.expires.values()) / 4000
             self._try(self._touch)
@@ -139,16 +139,28 @@ class Lease:
             [keys.namespace, int(NAMES_KEPT * 1000), every],
         )
 
-    def _try(self, work: Callable[[], None]) -> bool:
+    def _try(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except (redis.RedisError, OSError) as error:
+        except UNREACHABLE:
+            raise
+        except redis.RedisError as error:
             what = work.__name__.strip("_")
             logger.warning("%s: could not %s, and tries again: %s", self.consumer, what, error)
-            if self.settlement.since is not None:
-                self.settlement.since = time.monotonic() + 1.0
-            return False
-        return True
+            self._settle_later()
+
+    def put_off(self, error: Exception) -> None:
+        """The server did not answer."""
+        logger.warning("%s: no answer from Redis, trying again: %s", self.consumer, error)
+        now = time.monotonic()
+        self._renew_at = now + self._renew_every / 4
+        # Whoever cannot renew a lease knows nothing of the others': they may be as unable.
+        self._reap_at = now + 2 * self._renew_every
+        self._settle_later()
+
+    def _settle_later(self) -> None:
+        if self.settlement.since is not None:
+            self.settlement.since = time.monotonic() + 1.0
 
 
 class Keeper:
@@ -203,13 +215,22 @@ class Keeper:
                 # Most acks travel with a fetch meanwhile; waking for each would only cost time.
                 time.sleep(SETTLE_AFTER)
                 self._hurried = False
-            now = time.monotonic()
-            for lease in leases:
-                try:
-                    lease.tend(now)
-                except Exception:  # whatever it is, the others' leases must go on
-                    logger.exception("the lease of %s could not be tended", lease.consumer)
-            due = min((lease.due() for lease in leases), default=now)
+            self._tend(leases)
+            due = min((lease.due() for lease in leases), default=0.0)
+
+    def _tend(self, leases: list[Lease]) -> None:
+        """A server that does not answer is waited for once: other servers' leases must go on."""
+        now, unreachable = time.monotonic(), set()
+        for lease in leases:
+            if id(lease.client) in unreachable:
+                continue
+            try:
+                lease.tend(now)
+            except UNREACHABLE as error:
+                unreachable.add(id(lease.client))
+                lease.put_off(error)
+            except Exception:  # whatever it is, the others' leases must go on
+                logger.exception("the lease of %s could not be tended", lease.consumer)
 
 
 keeper = Keeper()

@@ -596,3 +596,26 @@ def test_a_lost_reply_of_a_queue_that_was_cancelled_meanwhile_is_given_back(redi
         channel._in_poll.disconnect()
         assert nothing_comes(consumer)
         assert size(producer, "left") == 1
+
+
+@pytest.mark.slow
+def test_a_server_that_does_not_answer_costs_nobody_elses_lease(
+    redis_server, redis_url, redis_client
+):
+    with (
+        Proxy(redis_server.port) as proxy,
+        connected(redis_url, lease=4) as healthy,
+        connected(proxy.url, lease=4, socket_timeout=60) as mute,
+    ):
+        for number in range(6):
+            queue = kombu.Queue(f"mute-{number}")
+            mute.Consumer(queue, channel=mute.channel(), callbacks=[Taken()]).consume()
+        healthy.Consumer(kombu.Queue("orders"), callbacks=[Taken()]).consume()
+        proxy.mute()
+        end = time.monotonic() + 5
+        while time.monotonic() < end:
+            found = {info.name: info for info in inspection.queues(redis_client)}
+            assert found["orders"].alive == 1
+            time.sleep(0.1)
+        proxy.cut()
+        proxy.heal()
