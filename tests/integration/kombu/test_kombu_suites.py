@@ -26,8 +26,9 @@ def run_suites(directory, version, **settings):
     assert len(outcome.passed) >= known_since(AT_LEAST, version)
 
 
+@pytest.mark.timeout(200)
 def test_every_test_passes_on_the_installed_version(kombu_tests):
-    run_suites(kombu_tests(INSTALLED), INSTALLED)
+    run_suites(kombu_tests(INSTALLED), INSTALLED, timeout=180)
 
 
 @pytest.mark.slow
