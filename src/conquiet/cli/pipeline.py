@@ -6,17 +6,26 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 from typing import Any
 
+from conquiet.cli import pipeline_tables
+
 _RUN = """\
 Carry events into the table `raw_events`, in batches, until a signal comes: each once, though
 drivers, executors and tasks may die and be started again.
 
-They come from the event log (Redis Streams) or from an outbox. Where it stopped, the next run
-goes on; that is kept in the checkpoint, by default beside the table.
+They come from the event log (Redis Streams), from an outbox, or from Parquet files with the
+columns of the log. Where it stopped, the next run goes on; that is kept in the checkpoint, by
+default beside the table.
+
+With --tables, the tables of the marketplace are made of them, after every batch or so; of those a
+table is made of, all are made. `outbox_events` is read as a whole: with --once.
 """
 _RUN_EPILOG = """\
 examples:
   conquiet pipeline run --url redis://localhost/0 --streams 'events:*' --to lake --once
   conquiet pipeline run --from outbox --url postgresql://app@localhost/shop --to lake
+  conquiet pipeline run --from files --path log --to lake --tables all --once
+  conquiet pipeline run --streams 'pf-*' --to lake --tables all \\
+      --outbox-url postgresql://app@localhost/shop
   conquiet pipeline run --streams orders --to /shared/lake --format delta \\
       --master spark://host:7077 --archive conquiet-packages.zip
   conquiet pipeline run --streams orders --to /lake --master k8s://https://host:6443 \\
@@ -53,6 +62,7 @@ def register(commands: Any, common: ArgumentParser) -> None:
     verbs = group.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _register_run(verbs, common)
     _register_package(verbs, common)
+    pipeline_tables.register(verbs, common)
 
 
 def _register_run(verbs: Any, common: ArgumentParser) -> None:
@@ -65,7 +75,7 @@ def _register_run(verbs: Any, common: ArgumentParser) -> None:
     )
     run.set_defaults(run=_run)
     run.add_argument(
-        "--from", dest="origin", choices=("log", "outbox"), default="log", help="(log)"
+        "--from", dest="origin", choices=("log", "outbox", "files"), default="log", help="(log)"
     )
     run.add_argument(
         "--url",
@@ -74,6 +84,7 @@ def _register_run(verbs: Any, common: ArgumentParser) -> None:
     )
     run.add_argument("--streams", metavar="NAMES", help="streams of the log: 'orders,payments:*'")
     run.add_argument("--table", metavar="NAME", help="table of the outbox (outbox)")
+    run.add_argument("--path", metavar="DIR", help="of --from files: where they are")
     run.add_argument("--to", required=True, metavar="DIR", help="where the table is, or will be")
     run.add_argument("--format", choices=("parquet", "delta"), default="parquet", help="(parquet)")
     run.add_argument("--checkpoint", metavar="DIR", help="(_checkpoints/raw_events beside it)")
@@ -100,6 +111,17 @@ def _register_run(verbs: Any, common: ArgumentParser) -> None:
         help="of the source",
     )
     run.add_argument("--json", action="store_true", help="a line of JSON per batch, on stdout")
+    run.add_argument(
+        "--tables", default="raw_events", metavar="NAMES",
+        help="raw_events (default), events,events_quarantine, or all of the marketplace's",
+    )  # fmt: skip
+    run.add_argument(
+        "--refresh-seconds", type=_seconds, metavar="S",
+        help="of --tables all: time between refreshes of facts and marts (60; --once: at the end)",
+    )  # fmt: skip
+    run.add_argument(
+        "--outbox-url", metavar="URL", help="of --tables all: the outbox, to reconcile the log with"
+    )
 
 
 def _register_package(verbs: Any, common: ArgumentParser) -> None:

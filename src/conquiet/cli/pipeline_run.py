@@ -28,6 +28,10 @@ def run(options: Namespace) -> int:
         import pyspark  # noqa: F401
     except ImportError as error:
         raise ConfigError(f"{error}: pip install 'conquiet[spark]'") from error
+    if options.tables != "raw_events":
+        from conquiet.cli.pipeline_job import run_tables
+
+        return run_tables(options, source, config)
     from conquiet.spark.bronze import Bronze, read_events, start_bronze
     from conquiet.spark.checkpoint import held
     from conquiet.spark.query import run_query
@@ -47,11 +51,11 @@ def run(options: Namespace) -> int:
         )
         stack.callback(spark.stop)
         query = start_bronze(read_events(spark, options.origin, source), table)
-        progress = stack.enter_context(_telling(options.json))
+        progress = stack.enter_context(telling(options.json))
         try:
             stopped = run_query(query, on_look=progress.look)
         except Exception as error:  # noqa: BLE001 - Spark's own, with pages of Java behind it
-            return _failed(error, debug)
+            return failed(error, debug)
         progress.end(table.path, stopped)
     return OK
 
@@ -61,6 +65,8 @@ def run(options: Namespace) -> int:
 
 def source_options(options: Namespace) -> dict[str, str]:
     """The options of the format that reads the events."""
+    if options.origin == "files":
+        return _file_options(options)
     variable = _URL_VARIABLES[options.origin]
     url = options.url or os.environ.get(variable)
     if not url:
@@ -80,6 +86,16 @@ def source_options(options: Namespace) -> dict[str, str]:
     if options.max_events is not None:
         found["maxOffsetsPerTrigger"] = str(options.max_events)
     return found | dict(options.option)
+
+
+def _file_options(options: Namespace) -> dict[str, str]:
+    if not options.path:
+        raise ConfigError("say where the files are: --path DIR")
+    if options.tables == "raw_events":
+        raise ConfigError("--from files is for --tables all: as they are, the files are raw events")
+    if options.max_events is not None:
+        raise ConfigError("--max-events is for logs; of files: --option maxFilesPerTrigger=1")
+    return {"path": options.path} | dict(options.option)
 
 
 def spark_settings(options: Namespace, debug: bool) -> dict[str, str]:
@@ -124,7 +140,7 @@ def _refuse_what_connect_lacks(options: Namespace) -> None:
 
 
 @contextmanager
-def _telling(as_json: bool) -> Iterator[Progress]:
+def telling(as_json: bool) -> Iterator[Progress]:
     progress = Progress(as_json)
     try:
         yield progress
@@ -186,7 +202,7 @@ class Progress:
         )
 
 
-def _failed(error: Exception, debug: bool) -> int:
+def failed(error: Exception, debug: bool) -> int:
     if debug:
         import traceback
 

@@ -26,9 +26,9 @@ def differences(lake: Lake, oracle: Oracle, names: Iterable[str] = TABLES) -> li
     return found
 
 
-def run_files(job: Job, log: Path, files_per_batch: int | None = None) -> None:
+def run_files(job: Job, log: Path, **options: str) -> None:
     """Take in a folder of files, and bring every table up to it."""
-    query = job.start(read_files(job.lake.spark, str(log), files_per_batch))
+    query = job.start(read_files(job.lake.spark, str(log), **options))
     query.awaitTermination()
     job.finish()
 

@@ -51,7 +51,7 @@ def test_every_table_is_the_oracle_s_after_many_batches(
     lake = Lake(spark, tmp_path / "lake", format)
     # A refresh after every batch: late events have to correct days that were written before.
     job = Job(lake, trigger_seconds=0, refresh_seconds=0, outbox=outbox)
-    query = job.start(read_files(spark, str(tmp_path / "log"), files_per_batch=1))
+    query = job.start(read_files(spark, str(tmp_path / "log"), maxFilesPerTrigger="1"))
     query.processAllAvailable()
     query.stop()
     job.finish()

@@ -6,6 +6,7 @@ log ──▶ take ──▶ raw_events, silver        each micro-batch, once
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,11 +23,12 @@ from conquiet.marketplace.pipeline.lake import Lake
 from conquiet.marketplace.pipeline.refresh import refresh
 from conquiet.marketplace.pipeline.state import State
 from conquiet.marketplace.pipeline.tables import SILVER
-from conquiet.marketplace.pipeline.taking import days_between, retake, take
+from conquiet.marketplace.pipeline.taking import days_between, retake, take, take_rows
 from conquiet.spark.bronze import raw_events
 from conquiet.spark.tables.writing import query_of
 
 QUERY = "marketplace"
+_REFRESH_SECONDS = 60.0
 Outbox = Callable[[], DataFrame | None]
 """Reads the outbox as it is now, for reconciliation; None where there is none."""
 
@@ -42,8 +44,9 @@ class Job:
     lake: Lake
     once: bool = False
     trigger_seconds: float = 0.0
-    refresh_seconds: float = 60.0
-    """At least so long from one refresh of facts and marts to the next."""
+    refresh_seconds: float | None = None
+    """At least so long from one refresh of facts and marts to the next; a minute, unless said.
+    With `once` and nothing said there is one, at the end."""
     is_silver_only: bool = False
     catalog: Catalog = CATALOG
     outbox: Outbox = no_outbox
@@ -66,15 +69,22 @@ class Job:
 
     def _taking(self) -> Callable[[DataFrame, int], None]:
         refreshed = time.monotonic()
+        pause = self.refresh_seconds
+        if pause is None:
+            pause = math.inf if self.once else _REFRESH_SECONDS
 
         def on_batch(batch: DataFrame, number: int) -> None:
             nonlocal refreshed
             take(self.lake, batch, query_of(batch), number, self.catalog)
-            if not self.once and time.monotonic() - refreshed >= self.refresh_seconds:
+            if time.monotonic() - refreshed >= pause:
                 self.finish()
                 refreshed = time.monotonic()
 
         return on_batch
+
+    def take_outbox(self, rows: DataFrame) -> int:
+        """Take in rows of `outbox_events` that are not there yet, in place of a log; how many."""
+        return take_rows(self.lake, raw_events(rows), self.catalog)
 
     def finish(self) -> int:
         """Bring facts, marts and reconciliation up to silver; how many days had changed."""
@@ -83,16 +93,17 @@ class Job:
         return refresh(self.lake, self.outbox())
 
 
-def read_files(spark: SparkSession, path: str, files_per_batch: int | None = None) -> DataFrame:
-    """A folder of Parquet files with the columns of the log, as a stream."""
+def read_files(spark: SparkSession, path: str, **options: str) -> DataFrame:
+    """A folder of Parquet files with the columns of the log, as a stream.
+
+    `options` are those of Spark's source of files, as `maxFilesPerTrigger`.
+    """
     from pyspark.sql.pandas.types import from_arrow_schema
 
     from conquiet.spark.columns import ARROW_SCHEMA
 
     reader = spark.readStream.schema(from_arrow_schema(ARROW_SCHEMA))
-    if files_per_batch is not None:
-        reader = reader.option("maxFilesPerTrigger", files_per_batch)
-    return reader.parquet(path)
+    return reader.options(**options).parquet(path)
 
 
 def replay(job: Job, since: date, until: date) -> int:

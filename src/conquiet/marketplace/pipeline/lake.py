@@ -80,29 +80,28 @@ class Lake:
         """Rows in place of the whole table."""
         column = STORED[name].partition_by
         frame = frame.persist()
-        try:
-            there = distinct(self.read(name), column) if self.has(name) else []
-            self.replace(frame, name, list({*there, *distinct(frame, column)}))
-        finally:
-            frame.unpersist()
+        values = frame.select(column)
+        if self.has(name):
+            values = values.union(self.read(name).select(column))
+        self.replace(frame, name, distinct(values, column))
+        frame.unpersist()
 
     def replace_keys(self, frame: DataFrame, name: str, keys: DataFrame) -> None:
         """Rows in place of those that have one of the keys; partitions without any stay alone."""
         column = STORED[name].partition_by
-        values = set(distinct(frame, column))
-        if self.has(name):
-            there = self.read(name)
-            key = keys.columns
-            values |= set(distinct(there.join(keys, key, "left_semi"), column))
-            stay = there.where(among(column, values)).join(keys, key, "left_anti")
-            frame = frame.unionByName(stay, allowMissingColumns=True)
-        self.replace(frame, name, list(values))
+        if not self.has(name):
+            self.replace(frame, name, distinct(frame, column))
+            return
+        there, key = self.read(name), keys.columns
+        old = there.join(keys, key, "left_semi")
+        values = distinct(frame.select(column).union(old.select(column)), column)
+        stay = there.where(among(column, values)).join(keys, key, "left_anti")
+        self.replace(frame.unionByName(stay, allowMissingColumns=True), name, values)
 
 
-def distinct(frame: DataFrame, *columns: str) -> list[Any]:
-    """The values of a column, or rows of several."""
-    rows = frame.select(*columns).distinct().collect()
-    return [row[0] if len(columns) == 1 else tuple(row) for row in rows]
+def distinct(frame: DataFrame, column: str) -> list[Any]:
+    """The values of a column."""
+    return [row[0] for row in frame.select(column).distinct().collect()]
 
 
 def among(column: str, values: Any) -> Any:

@@ -101,7 +101,7 @@ def _or_none(name: str) -> Column:
 
 def recon_money(events: DataFrame, orders: DataFrame) -> DataFrame:
     """A row per order and problem: created ≥ final ≥ collected = paid."""
-    amounts = f.get_json_object("payload", "$.data.amount_cents").cast("bigint")
+    amounts = f.get_json_object("payload", "$.data.amount_cents").try_cast("bigint")
     kind = f.col("event_type")
     told = events.where(f.col("order_id").isNotNull()).groupBy("order_id")
     sides = told.agg(

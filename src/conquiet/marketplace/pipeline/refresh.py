@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date
-from typing import Any
+from functools import reduce
 
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as f
@@ -97,26 +97,25 @@ def _find(lake: Lake, days: set[date | None], keep: Callable[[DataFrame], DataFr
     fact_lines = keep(fact_order_line(told, fact_orders))
     touches = keep(ad_touches(silver.join(tokens, "token_id", "left_semi")))
     ad_events = keep(fact_ad_event(events(changed)))
-    mart_days = {
-        *_days_of_orders(fact_orders),
-        *distinct(touches, "business_day"),
-        *_rollup_days(ad_events),
-    }
+    mart_days = [
+        _days_of_orders(fact_orders),
+        touches.select("business_day"),
+        ad_events.select("rollup_day"),
+    ]
     if lake.has("fact_order"):  # where they stood until now
         old_touches = lake.read("ad_touches")
-        clicks = old_touches.join(
-            tokens.withColumnRenamed("token_id", "impression_token_id"),
-            "impression_token_id",
-            "left_semi",
-        )
-        mart_days |= {
-            *_days_of_orders(lake.read("fact_order").join(orders, "order_id", "left_semi")),
-            *distinct(old_touches.join(tokens, "token_id", "left_semi"), "business_day"),
-            *distinct(clicks, "business_day"),
-            *_rollup_days(lake.read("fact_ad_event").where(among("day", days))),
-        }
+        impressions = tokens.withColumnRenamed("token_id", "impression_token_id")
+        mart_days += [
+            _days_of_orders(lake.read("fact_order").join(orders, "order_id", "left_semi")),
+            old_touches.join(tokens, "token_id", "left_semi").select("business_day"),
+            old_touches.join(impressions, "impression_token_id", "left_semi").select(
+                "business_day"
+            ),
+            lake.read("fact_ad_event").where(among("day", days)).select("rollup_day"),
+        ]
+    every_day = set(distinct(reduce(DataFrame.union, mart_days).toDF("day"), "day")) - {None}
     return _Changed(
-        orders, tokens, days, told, fact_orders, fact_lines, touches, ad_events, mart_days
+        orders, tokens, days, told, fact_orders, fact_lines, touches, ad_events, every_day
     )
 
 
@@ -130,13 +129,9 @@ def _orders(silver: DataFrame, changed: DataFrame, tokens: DataFrame) -> DataFra
     return own.union(by_token).where(f.col("order_id").isNotNull()).distinct()
 
 
-def _days_of_orders(orders: DataFrame) -> set[date]:
+def _days_of_orders(orders: DataFrame) -> DataFrame:
     days = f.array("business_day", "revenue_day", business_day(f.col("paid_out_at")))
-    return set(distinct(orders.select(f.explode(f.array_compact(days)).alias("day")), "day"))
-
-
-def _rollup_days(ad_events: DataFrame) -> list[Any]:
-    return distinct(ad_events.where(f.col("rollup_day").isNotNull()), "rollup_day")
+    return orders.select(f.explode(days))
 
 
 # --- writing --------------------------------------------------------------------------------

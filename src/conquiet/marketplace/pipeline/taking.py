@@ -17,7 +17,11 @@ from conquiet.marketplace.pipeline.silver import (
 )
 from conquiet.marketplace.pipeline.tables import RAW, SILVER
 from conquiet.spark.bronze import INGEST_DATE
+from conquiet.spark.tables.commits import commits_of
 from conquiet.spark.tables.writing import append_once, replace_partitions
+
+ROWS = "rows"
+"""The query under whose name rows of a table are taken."""
 
 
 def take(lake: Lake, batch: DataFrame, query: str, number: int, catalog: Catalog = CATALOG) -> None:
@@ -33,6 +37,27 @@ def take(lake: Lake, batch: DataFrame, query: str, number: int, catalog: Catalog
     finally:
         rows.unpersist()
         batch.unpersist()
+
+
+def take_rows(lake: Lake, rows: DataFrame, catalog: Catalog = CATALOG) -> int:
+    """Add those rows of a table that is no log, whose ids are not in bronze yet; how many."""
+    taken, known = _applied(lake, RAW, ROWS), _applied(lake, SILVER, ROWS)
+    if taken > known:  # killed between the two: bronze knows what silver lacks
+        left = lake.read(RAW)
+        if lake.has(SILVER):
+            left = left.join(lake.read(SILVER), "event_id", "left_anti")
+        _merge(lake, silver(left, catalog), ROWS, taken)
+    before = 0
+    if lake.has(RAW):
+        there = lake.read(RAW)
+        before = there.count()
+        rows = rows.join(there, "event_id", "left_anti").select(*rows.columns)
+    take(lake, rows, ROWS, taken + 1, catalog)
+    return lake.read(RAW).count() - before
+
+
+def _applied(lake: Lake, name: str, query: str) -> int:
+    return commits_of(lake.path(name), lake.format).applied(query)
 
 
 def retake(lake: Lake, days: list[object], catalog: Catalog = CATALOG) -> None:

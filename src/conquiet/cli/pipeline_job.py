@@ -1,0 +1,99 @@
+"""What `conquiet pipeline run --tables …` does: the marketplace's tables, as a job over a lake."""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from conquiet.cli.pipeline_run import Progress, failed, telling
+from conquiet.cli.terminal import OK
+from conquiet.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+    from conquiet.marketplace.pipeline import Job
+
+DOMAIN_EVENTS = "outbox_events"
+
+
+def run_tables(options: Namespace, source: dict[str, str], config: dict[str, str]) -> int:
+    """Take events in, and make the tables that were asked for."""
+    if options.remote is not None:
+        raise ConfigError("--remote is for --tables raw_events: tables are committed by the driver")
+    if options.checkpoint is not None:
+        raise ConfigError("--checkpoint is for --tables raw_events: others keep it in the lake")
+    is_silver_only = _is_silver_only(options.tables)
+    has_domain_rows = options.origin == "outbox" and options.table == DOMAIN_EVENTS
+    if has_domain_rows and not options.once:
+        raise ConfigError(f"{DOMAIN_EVENTS} is read as a whole, since it is no log: add --once")
+    from conquiet.marketplace.pipeline import Job, Lake
+    from conquiet.spark.checkpoint import held
+    from conquiet.spark.session import session
+
+    debug = getattr(options, "debug", False)
+    logging.basicConfig(level=logging.INFO if debug else logging.WARNING)
+    with ExitStack() as stack:
+        stack.enter_context(held(f"{options.to}/_checkpoints"))
+        spark = session("conquiet pipeline", master=options.master, config=config)
+        stack.callback(spark.stop)
+        progress = stack.enter_context(telling(options.json))
+        job = Job(
+            Lake(spark, options.to, options.format),
+            once=options.once,
+            trigger_seconds=options.trigger_seconds or 0.0,
+            refresh_seconds=options.refresh_seconds,
+            is_silver_only=is_silver_only,
+            outbox=outbox_at(spark, options.outbox_url),
+        )
+        try:
+            if has_domain_rows:
+                progress.events, progress.batches = job.take_outbox(_outbox(spark, source)), 1
+                stopped = False
+            else:
+                stopped = _run_stream(job, _events(spark, options.origin, source), progress)
+            job.finish()
+        except Exception as error:  # noqa: BLE001 - Spark's own, with pages of Java behind it
+            return failed(error, debug)
+        progress.end(options.to, stopped)
+    return OK
+
+
+def _is_silver_only(text: str) -> bool:
+    from conquiet.marketplace.pipeline.tables import RAW, VIEWS, checked
+
+    names = [name.strip() for name in text.split(",")]
+    if names == ["all"]:
+        return False
+    return all(checked(name) in (RAW, *VIEWS) for name in names)
+
+
+def _events(spark: SparkSession, origin: str, source: dict[str, str]) -> DataFrame:
+    if origin == "files":
+        from conquiet.marketplace.pipeline import read_files
+
+        given = dict(source)
+        return read_files(spark, given.pop("path"), **given)
+    from conquiet.spark.bronze import read_events
+
+    return read_events(spark, origin, source)  # type: ignore[arg-type]  # one of its choices
+
+
+def _run_stream(job: Job, events: DataFrame, progress: Progress) -> bool:
+    from conquiet.spark.query import run_query
+
+    return run_query(job.start(events), on_look=progress.look)
+
+
+def outbox_at(spark: SparkSession, url: str | None) -> Callable[[], DataFrame | None]:
+    """Reads `outbox_events` with the relay's attempts, or nothing where no database is named."""
+    return lambda: None if url is None else _outbox(spark, {"url": url})
+
+
+def _outbox(spark: SparkSession, source: dict[str, str]) -> DataFrame:
+    options: dict[str, Any] = {**source, "table": DOMAIN_EVENTS, "delivery": "true"}
+    options.pop("startingOffsets", None)
+    return spark.read.format("conquiet-outbox").options(**options).load()
