@@ -522,3 +522,13 @@ def test_very_many_are_given_back_and_purged_in_slices(
 
 def calls(seen, script):
     return sum(command.startswith(f"EVALSHA {script.sha} ") for command in seen)
+
+
+def test_a_consumer_that_may_take_no_more_asks_for_nothing(connection, recorded):
+    put(connection, "orders", "a", "b")
+    held = Taken(ack=False)
+    with connection.Consumer(kombu.Queue("orders"), callbacks=[held], prefetch_count=1):
+        drain(connection, held, 1)
+        seen = recorded(lambda: nothing_comes(connection))
+    assert calls(seen, scripts.fetch) == 0
+    assert not [command for command in seen if command.startswith("XREADGROUP")]

@@ -619,3 +619,14 @@ def test_a_server_that_does_not_answer_costs_nobody_elses_lease(
             time.sleep(0.1)
         proxy.cut()
         proxy.heal()
+
+
+def test_what_is_given_back_does_not_count_towards_the_delivery_limit(redis_url):
+    with connected(redis_url, delivery_limit=2) as connection:
+        channel = connection.default_channel
+        queue = kombu.Queue("orders")(channel)
+        put(connection, "orders", "a")
+        for _ in range(4):
+            assert queue.get().payload == "a"
+            channel.basic_recover(requeue=True)
+        assert queue.get().payload == "a"
