@@ -21,6 +21,15 @@ Make days again from `raw_events`, by what the catalog says now, and every table
 them. What was refused and can now be read leaves the quarantine. With nothing changed, every file
 stays as it is.
 """
+_REPLAY_EPILOG = """\
+examples:
+  conquiet pipeline replay --to lake --since 2026-03-01 --until 2026-03-08
+
+exit codes:
+  0  the days were made again
+  1  that failed; the next replay or run does what is left
+  2  wrong usage or settings
+"""
 _RECONCILE = """\
 Count what the outbox, the log, silver and the quarantine hold, per hour, and list where the money
 of an order contradicts itself. Rows that do not agree are printed, with the events they are about;
@@ -42,17 +51,34 @@ examples:
   conquiet pipeline show store_daily --to lake --limit 5
   conquiet pipeline show --to lake --sql \\
       'SELECT week, gmv_cents / 100 / orders AS basket FROM admin_weekly'
+
+exit codes:
+  0  the rows were printed
+  1  the query failed
+  2  wrong usage or settings, no such table, or SQL that cannot be read
 """
 _REPORT = (
     "Write a page of HTML with charts of days, categories, ads and weeks; it needs no network."
 )
 
+_REPORT_EPILOG = """\
+examples:
+  conquiet pipeline report --to lake --output report.html
+
+exit codes:
+  0  the page was written
+  1  it could not be made
+  2  wrong usage or settings
+"""
+
 
 def register(verbs: Any, common: ArgumentParser) -> None:
     replay = _verb(verbs, common, "replay", "make days again from raw_events", _REPLAY, _replay)
+    replay.epilog = _REPLAY_EPILOG
     replay.add_argument("--since", type=_day, required=True, metavar="DAY", help="2026-01-31, UTC")
     replay.add_argument("--until", type=_day, required=True, metavar="DAY", help="not included")
     _outbox_url(replay)
+    replay.add_argument("--json", action="store_true")
     reconcile = _verb(
         verbs, common, "reconcile", "do events and money agree?", _RECONCILE, _reconcile
     )
@@ -66,7 +92,9 @@ def register(verbs: Any, common: ArgumentParser) -> None:
     show.add_argument("--limit", type=int, default=20, metavar="N", help="rows at most (20)")
     show.add_argument("--json", action="store_true", help="a line of JSON per row")
     report = _verb(verbs, common, "report", "a page with charts", _REPORT, _report)
+    report.epilog = _REPORT_EPILOG
     report.add_argument("--output", type=Path, default=Path("report.html"), metavar="FILE")
+    report.add_argument("--json", action="store_true")
 
 
 def _verb(
@@ -127,6 +155,8 @@ def _replay(options: Namespace) -> int:
 
         job = Job(lake, once=True, outbox=outbox_at(lake.spark, options.outbox_url))
         days = replay(job, options.since, options.until)
+    if options.json:
+        print_json({"days": days})
     print(f"{days} days made again", file=sys.stderr)
     return OK
 
@@ -206,6 +236,8 @@ def _report(options: Namespace) -> int:
 
         page = report(lake)
     options.output.write_text(page)
+    if options.json:
+        print_json({"path": str(options.output), "characters": len(page)})
     print(f"{options.output}: {len(page):,} characters", file=sys.stderr)
     return OK
 
