@@ -12,7 +12,7 @@ from tests.waiting import eventually
 from conquiet.cli.pipeline_run import Progress
 from conquiet.errors import ConfigError
 from conquiet.spark.bronze import Bronze, read_events, start_bronze
-from conquiet.spark.query import run_query
+from conquiet.spark.query import QueryFailed, run_query
 
 
 def publish(client, first: int, last: int) -> None:
@@ -50,13 +50,17 @@ def test_runs_one_after_another_carry_each_event_once(
 def test_a_signal_lets_the_batch_finish_and_stops_the_query(
     spark, redis_client, redis_url, tmp_path: Path
 ) -> None:
-    publish(redis_client, 0, 20)
+    """Although the next batch always waits: there is no pause between them."""
+    publish(redis_client, 0, 200)
     source = {"url": redis_url, "streams": "orders", "startingOffsets": "earliest"}
-    query = start_bronze(read_events(spark, "log", source), Bronze(str(tmp_path)))
+    events = read_events(spark, "log", source | {"maxOffsetsPerTrigger": "2"})
+    query = start_bronze(events, Bronze(str(tmp_path)))
+    done: list[int] = []
 
     def ask() -> None:
         try:
-            eventually(lambda: (tmp_path / "raw_events" / "_conquiet" / "state.json").exists())
+            eventually(lambda: query.lastProgress is not None)
+            done.append(query.lastProgress.batchId)
         finally:
             signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
 
@@ -66,6 +70,18 @@ def test_a_signal_lets_the_batch_finish_and_stops_the_query(
     asking.join()
     assert not query.isActive
     assert query.exception() is None
+    assert query.lastProgress.batchId - done[0] <= 3
+    assert len(ids_in(tmp_path)) == 2 * (query.lastProgress.batchId + 1)
+
+
+def test_what_ended_a_query_is_told_without_the_pages_of_spark(
+    spark, redis_client, redis_url, tmp_path: Path
+) -> None:
+    redis_client.set("orders", "no stream")
+    source = {"url": redis_url, "streams": "orders", "startingOffsets": "earliest"}
+    query = start_bronze(read_events(spark, "log", source), Bronze(str(tmp_path), once=True))
+    with pytest.raises(QueryFailed, match=r"^stream 'orders' cannot be looked at: WRONGTYPE"):
+        run_query(query)
 
 
 def test_settings_that_contradict_each_other_are_refused() -> None:

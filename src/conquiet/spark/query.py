@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable
 from typing import Any
 
+from conquiet.errors import ConquietError
 from conquiet.stopping import Signals
 
 logger = logging.getLogger("conquiet.spark")
@@ -14,18 +16,25 @@ logger = logging.getLogger("conquiet.spark")
 _LOOK_SECONDS = 0.25
 """How often a waiting driver looks for a signal and for the end of the query."""
 
+_own = re.compile(r"^conquiet(?:\.\w+)+: (.+)$", re.MULTILINE)
+
+
+class QueryFailed(ConquietError):
+    """What an error of conquiet said that ended a query, without the pages that Spark adds."""
+
 
 def run_query(
     query: Any, *, grace: float = 60.0, on_look: Callable[[Any], object] = lambda query: None
 ) -> bool:
-    """Wait for the query; True if a signal ended it. What it fails with is raised.
+    """Wait for the query; True if a signal ended it. What it fails with is raised, and where
+    that came from conquiet as a `QueryFailed`.
 
     SIGTERM and SIGINT let the batch under way finish, for `grace` seconds at most; a second one
     ends it at once. What was not finished is done again by the next start from the checkpoint.
     """
     with Signals() as signals:
         while not signals.count:
-            if query.awaitTermination(_LOOK_SECONDS):
+            if _has_ended(query):
                 on_look(query)
                 return False
             on_look(query)
@@ -34,12 +43,30 @@ def run_query(
     return True
 
 
+def _has_ended(query: Any) -> bool:
+    try:
+        return bool(query.awaitTermination(_LOOK_SECONDS))
+    except Exception as error:
+        found = _own.findall(str(error))
+        if not found:
+            raise
+        raise QueryFailed(found[-1]) from error
+
+
 def _stop(query: Any, grace: float, hurry: Callable[[], bool]) -> None:
     end = time.monotonic() + grace
-    # Between two batches the query is not active; Spark itself has no softer stop than this.
-    while query.isActive and query.status["isTriggerActive"]:
+    done = _batches(query)
+    # Spark itself has no softer stop than this. Under a backlog the next batch begins at once, so
+    # that one is told by its number, and not by a pause after it.
+    while query.isActive and query.status["isTriggerActive"] and _batches(query) == done:
         if time.monotonic() > end or hurry():
             logger.warning("the batch under way is given up; the next start does it again")
             break
         time.sleep(0.01)
     query.stop()
+
+
+def _batches(query: Any) -> int:
+    """The number of the last batch that is done."""
+    last = query.lastProgress
+    return -1 if last is None else int(last.batchId)
