@@ -67,11 +67,7 @@ def source_options(options: Namespace) -> dict[str, str]:
     """The options of the format that reads the events."""
     if options.origin == "files":
         return _file_options(options)
-    variable = _URL_VARIABLES[options.origin]
-    url = options.url or os.environ.get(variable)
-    if not url:
-        raise ConfigError(f"say where the {options.origin} is: --url, or {variable}")
-    found = {"url": url, "startingOffsets": options.starting}
+    found = _address(options) | {"startingOffsets": options.starting}
     if options.origin == "log":
         if not options.streams:
             raise ConfigError("name the streams of the log: --streams 'orders,payments:*'")
@@ -86,6 +82,22 @@ def source_options(options: Namespace) -> dict[str, str]:
     if options.max_events is not None:
         found["maxOffsetsPerTrigger"] = str(options.max_events)
     return found | dict(options.option)
+
+
+def _address(options: Namespace) -> dict[str, str]:
+    """Where the log or the outbox is, unless an option of the source says it."""
+    told = {name.lower() for name, _ in options.option} & {"url", "urlfile", "urlenv"}
+    if options.url and told:
+        raise ConfigError(f"give --url or --option {told.pop()}, not both")
+    if told:
+        return {}
+    variable = _URL_VARIABLES[options.origin]
+    url = options.url or os.environ.get(variable)
+    if not url:
+        raise ConfigError(
+            f"say where the {options.origin} is: --url, or {variable}, or --option urlFile=FILE"
+        )
+    return {"url": url}
 
 
 def _file_options(options: Namespace) -> dict[str, str]:

@@ -10,6 +10,7 @@ import pytest
 
 from conquiet.cli import build_parser, main
 from conquiet.cli.pipeline_run import source_options, spark_settings
+from conquiet.errors import ConfigError
 from conquiet.spark.packaging import needed
 
 HEAVY = ("pyarrow", "pandas", "numpy", "deltalake", "sqlalchemy", "psycopg-binary")
@@ -71,6 +72,19 @@ def test_options_of_the_source_come_from_the_command_line() -> None:
         "maxOffsetsPerTrigger": "10",
         "readerName": "lake",
     }
+
+
+def test_the_address_may_stand_in_a_file_where_no_list_of_processes_shows_it(monkeypatch) -> None:
+    monkeypatch.setenv("CONQUIET_REDIS_URL", "redis://elsewhere")
+    options = parsed("--streams", "a", "--option", "urlFile=/run/redis-url")
+    assert source_options(options) == {
+        "urlFile": "/run/redis-url",
+        "streams": "a",
+        "startingOffsets": "earliest",
+    }
+    both = parsed("--url", "redis://h", "--streams", "a", "--option", "urlFile=x")
+    with pytest.raises(ConfigError, match="not both"):
+        source_options(both)
 
 
 def test_an_archive_comes_with_the_settings_that_unpack_it(tmp_path: Path) -> None:
