@@ -64,6 +64,7 @@ class Lease:
         now = time.monotonic()
         self._reap_at, self._sweep_at = now + seconds * 0.3, now + seconds
         self.ended: float | None = None
+        self._is_cut_off = False
 
     def end(self) -> None:
         """Renew no more; without a lock, since the garbage collector may call it anywhere."""
@@ -108,6 +109,9 @@ class Lease:
 
     def renew(self) -> None:
         scripts.renew.call(self.client, [self._keys.leases], [self.milliseconds, self.consumer])
+        if self._is_cut_off:
+            self._is_cut_off = False
+            logger.warning("%s: Redis answers again", self.consumer)
 
     def _settle(self) -> None:
         self.settlement.send(self.client, self.consumer)
@@ -151,7 +155,9 @@ class Lease:
 
     def put_off(self, error: Exception) -> None:
         """The server did not answer."""
-        logger.warning("%s: no answer from Redis, trying again: %s", self.consumer, error)
+        level = logging.DEBUG if self._is_cut_off else logging.WARNING
+        logger.log(level, "%s: no answer from Redis, trying again: %s", self.consumer, error)
+        self._is_cut_off = True
         now = time.monotonic()
         self._renew_at = now + self._renew_every / 4
         # Whoever cannot renew a lease knows nothing of the others': they may be as unable.

@@ -566,7 +566,7 @@ def test_an_ack_that_redis_did_not_hear_outlives_its_channel(private_redis):
 
 
 @pytest.mark.slow
-def test_after_an_outage_the_living_are_not_taken_for_dead(private_redis):
+def test_after_an_outage_the_living_are_not_taken_for_dead(private_redis, caplog):
     with (
         connected(private_redis.url) as producer,
         connected(private_redis.url, lease=2) as busy,
@@ -581,6 +581,8 @@ def test_after_an_outage_the_living_are_not_taken_for_dead(private_redis):
             private_redis.restart()
             with new.Consumer(kombu.Queue("orders"), callbacks=[Taken()]):
                 assert nothing_comes(new, 1.5)
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [sum(text in one for one in said) for text in ("no answer", "answers again")] == [1, 1]
 
 
 def test_a_lost_reply_of_a_queue_that_was_cancelled_meanwhile_is_given_back(redis_url):
@@ -630,3 +632,14 @@ def test_what_is_given_back_does_not_count_towards_the_delivery_limit(redis_url)
             assert queue.get().payload == "a"
             channel.basic_recover(requeue=True)
         assert queue.get().payload == "a"
+
+
+def test_leases_of_the_long_dead_are_forgotten(redis_url, redis_client):
+    now_ms, day_ms = redis_client.time()[0] * 1000, 86_400_000
+    dead = {"yesterday's": now_ms - day_ms - 1000, "today's": now_ms - 1000}
+    redis_client.zadd(Keys().leases, dead)
+    with connected(redis_url) as connection:
+        lease = connection.default_channel.join("orders")
+        lease.renew()
+        left = {name.decode() for name in redis_client.zrange(Keys().leases, 0, -1)}
+        assert left == {"today's", lease.consumer}
