@@ -532,3 +532,14 @@ def test_a_consumer_that_may_take_no_more_asks_for_nothing(connection, recorded)
         seen = recorded(lambda: nothing_comes(connection))
     assert calls(seen, scripts.fetch) == 0
     assert not [command for command in seen if command.startswith("XREADGROUP")]
+
+
+def test_a_dead_consumer_does_not_keep_an_unused_queue(connection, channel, redis_client):
+    queue = kombu.Queue("orders")(channel)
+    queue.declare()
+    redis_client.xgroup_createconsumer(Keys().stream("orders", 0), GROUP, "other")
+    now_ms = redis_client.time()[0] * 1000
+    for ends, is_kept in ((now_ms + 60_000, True), (now_ms - 1000, False)):
+        redis_client.zadd(Keys().leases, {"other": ends})
+        queue.delete(if_unused=True)
+        assert channel._has_queue("orders") is is_kept

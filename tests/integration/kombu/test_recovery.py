@@ -81,12 +81,12 @@ def test_the_messages_of_a_killed_process_are_back_within_its_lease_and_in_place
 
 
 def test_a_living_process_keeps_its_message_however_long_it_takes(redis_url):
-    with connected(redis_url, lease=1) as slow, connected(redis_url, lease=1) as other:
+    with connected(redis_url, lease=2) as slow, connected(redis_url, lease=2) as other:
         put(slow, "orders", "long")
         taken = Taken()
 
         def work(body, message):
-            time.sleep(3)  # the loop stands still for three leases
+            time.sleep(3)  # the loop stands still for longer than the lease
             taken(body, message)
 
         others = Taken()
