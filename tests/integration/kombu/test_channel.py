@@ -543,3 +543,19 @@ def test_a_dead_consumer_does_not_keep_an_unused_queue(connection, channel, redi
         redis_client.zadd(Keys().leases, {"other": ends})
         queue.delete(if_unused=True)
         assert channel._has_queue("orders") is is_kept
+
+
+def test_a_consumer_may_cancel_itself_between_two_that_came_together(connection):
+    put(connection, "orders", "a", "b", "c")
+    taken = Taken()
+
+    def take(body, message):
+        taken(body, message)
+        if body == "b":
+            consumer.cancel()
+
+    consumer = connection.Consumer(kombu.Queue("orders"), callbacks=[take], prefetch_count=3)
+    consumer.consume()
+    drain(connection, taken, 2)
+    assert nothing_comes(connection)
+    assert size(connection, "orders") == 1
