@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
 from prometheus_client import CollectorRegistry
 from tests.spark.router.shop import create_tables, orders, outbox_size, sales, shop
+from tests.waiting import eventually
 
 from conquiet import Router
 from conquiet.errors import ConfigError
@@ -73,6 +75,28 @@ def test_a_store_that_is_away_fails_the_task_and_blames_nobody(spark, redis_url)
     worker = SparkWorker(shop(away, redis_url=redis_url), orders(spark, 0, 2, 1), patience=0.1)
     with pytest.raises(Exception, match=r"2 messages could not be handled within 0\.1 s"):
         worker.run()
+
+
+@pytest.mark.slow
+def test_a_database_that_dies_in_the_middle_is_waited_for(
+    spark, private_postgres, redis_client, redis_url
+) -> None:
+    engine = create_tables(private_postgres.url)
+
+    def die_and_return() -> None:
+        eventually(lambda: len(sales(engine)) >= 20, timeout=60)
+        private_postgres.kill()
+        private_postgres.restart()
+
+    dying = threading.Thread(target=die_and_return)
+    dying.start()
+    make = shop(private_postgres.url, redis_url=redis_url)
+    counts = counts_of(SparkWorker(make, orders(spark, 0, 2000), slice_rows=2).run())
+    dying.join()
+    assert sales(engine) == list(range(2000))
+    assert outbox_size(engine) == 2000
+    assert "dead" not in counts
+    assert redis_client.xlen("dead-letters") == 0
 
 
 @pytest.mark.parametrize("dies_after_commit", [pytest.param(False, marks=pytest.mark.slow), True])
