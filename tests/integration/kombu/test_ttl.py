@@ -229,6 +229,7 @@ def test_expired_queues_are_forgotten_by_whoever_consumes(
         assert redis_client.keys("*q:*:old") == []
         assert set(redis_client.hkeys(keys.queues)) == {b"old", b"orders", b"reply"}
         kombu.Queue("reply", exchange, routing_key="reply", expires=60)(channel).declare()
+        redis_client.zadd(keys.gone, {"deleted since": 1})
         monkeypatch.setattr(lease, "NAMES_KEPT", 0)
         eventually(lambda: set(redis_client.hkeys(keys.queues)) == {b"orders", b"reply"})
         assert [queue for _, _, queue in channel.get_table("replies")] == ["reply"]

@@ -47,6 +47,8 @@ for i = 1, #queues, 2 do
         end
     end
 end
+-- What is left of that age was deleted by somebody since.
+redis.call("ZREMRANGEBYSCORE", KEYS[3], "-inf", "(" .. string.format("%.0f", now - keep))
 if not next(gone) then
     return forgotten
 end
