@@ -5,10 +5,15 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from conquiet.redis.wire import Wire
-from conquiet.spark.log import splitting
+from conquiet.spark.log import counting, splitting
+from conquiet.spark.log.arrays import columns_of
 from conquiet.spark.log.piece import Piece, parts
+from conquiet.spark.log.ranges import Ranges
+from conquiet.spark.log.resp import Table
 from conquiet.spark.log.tasks import plan
 
 
@@ -55,6 +60,46 @@ def test_parts_are_of_about_the_same_size(wire, redis_client, monkeypatch, ids, 
     assert sum(found) == 3000
     # A page of the count is 500 entries, so a part can be off by one.
     assert max(found) <= 1300
+
+
+NUMBERS = st.one_of(
+    st.integers(0, 3), st.integers(0, 2**64 - 1), st.sampled_from([2**64 - 2, 2**64 - 1])
+)
+ODD_IDS = st.sets(st.tuples(NUMBERS, NUMBERS), min_size=1, max_size=40)
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(ids=ODD_IDS, parts_wanted=st.integers(2, 9), counted=st.booleans(), after=st.data())
+def test_parts_have_every_entry_once_however_odd_its_id(
+    wire, redis_client, monkeypatch, ids, parts_wanted, counted, after
+) -> None:
+    monkeypatch.setattr(splitting, "_COUNTED_ANYWAY", 100 if counted else 0)
+    monkeypatch.setattr(counting, "PAGE", 3)
+    redis_client.delete("orders")
+    there = sorted(one for one in ids if one != (0, 0)) or [(0, 1)]
+    whole = fill(redis_client, "orders", [f"{ms}-{number}" for ms, number in there])
+    skipped = after.draw(st.integers(0, len(there) - 1))
+    begin = "0-0" if not skipped else "{}-{}".format(*there[skipped - 1])
+    known = len(there) - skipped if after.draw(st.booleans()) else None
+    pieces = splitting.split(wire, whole._replace(after=begin, entries=known), parts_wanted)
+    assert (pieces[0].after, pieces[-1].until) == (begin, whole.until)
+    assert all(parts(piece.after) < parts(piece.until) for piece in pieces)
+    sizes(redis_client, pieces)
+    read = [
+        entry_id
+        for piece in pieces
+        for _, entries in Ranges(redis_client, None).read([piece])
+        for entry_id in ids_of(entries)
+    ]
+    assert read == [f"{ms}-{number}" for ms, number in there[skipped:]]
+
+
+def ids_of(entries):
+    if isinstance(entries, Table):
+        return columns_of(entries, "orders", {"entry_id"})["entry_id"].to_pylist()
+    return [entry_id.decode() for entry_id, _ in entries]
 
 
 def test_a_steady_stream_is_split_without_counting(wire, redis_client, monkeypatch) -> None:
