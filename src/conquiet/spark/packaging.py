@@ -59,9 +59,13 @@ def pack(target: Path, *, include: Sequence[Path] = (), without: Iterable[str] =
         if path.is_file() and path.suffix != ".py":
             raise ConfigError(f"{path} cannot be included: give a package's directory or a module")
     left_out = {_normal(name) for name in without}
-    found = {
-        name: item for name, item in needed("conquiet", _EXTRAS).items() if name not in left_out
-    }
+    found = needed("conquiet", _EXTRAS)
+    if strange := sorted(left_out - set(found) - _OF_SPARK):
+        raise ConfigError(
+            f"{strange[0]} cannot be left out: it is none of what would be packed, which is"
+            f" {', '.join(sorted(found))}"
+        )
+    found = {name: item for name, item in found.items() if name not in left_out}
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f"{target.name}.part")  # nobody takes half an archive for a whole one
     with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED, compresslevel=_FAST) as archive:

@@ -115,13 +115,15 @@ def test_the_archive_holds_conquiet_what_it_needs_and_what_is_yours(
     assert not any("__pycache__" in name for name in names)
 
 
-def test_what_cannot_be_included_is_named(
+def test_what_cannot_be_included_or_left_out_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = str(tmp_path / "packages.zip")
     missing = str(tmp_path / "none.py")
     assert main(["pipeline", "package", "--output", target, "--include", missing]) == 2
     assert "no such file" in capsys.readouterr().err
+    assert main(["pipeline", "package", "--output", target, "--without", "pandsa"]) == 2
+    assert "pandsa cannot be left out" in capsys.readouterr().err
 
 
 def test_the_dependencies_of_an_extra_are_found_through_theirs() -> None:
