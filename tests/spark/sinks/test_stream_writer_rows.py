@@ -158,6 +158,7 @@ def test_a_frame_that_cannot_be_written_is_refused(columns, options, said) -> No
         ({"partitions": "0"}, "option partitions='0'"),
         ({"denseIds": "maybe"}, "true or false"),
         ({"topic": ""}, "a topic needs a name"),
+        ({"writeId": ""}, "writeId is empty"),
         ({"partition": "2"}, "did you mean partitions"),
     ],
 )

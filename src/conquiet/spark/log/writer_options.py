@@ -63,6 +63,8 @@ class WriteOptions:
             slice_bytes=_count(known, "sliceBytes", cls.slice_bytes),
             fence_seconds=_count(known, "fenceSeconds", cls.fence_seconds),
         )
+        if made.write_id == "":  # as of a variable that was not set: it would be written again
+            raise ConfigError("option writeId is empty: give a name, or leave it out")
         if made.topic is not None:
             Topic(made.topic, made.partitions)  # refuses an empty name
         return made
