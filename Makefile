@@ -2,6 +2,7 @@
 
 BIN := .venv/bin
 WORKERS ?= 2
+TESTS ?= tests
 export WORKERS
 
 .DEFAULT_GOAL := help
@@ -35,7 +36,7 @@ test: lint ## lint, types, import rules, then the tests, with coverage
 	@scripts/pytest.sh -q -n $(WORKERS) --dist loadgroup --cov --cov-report=term -m "not slow"
 
 test-slow: setup ## the long tests: kills by the dozen, other projects' suites, Spark clusters
-	@scripts/pytest.sh -q -n $(WORKERS) --dist loadgroup -m slow
+	@scripts/pytest.sh -q -n $(WORKERS) --dist loadgroup -m slow $(TESTS)
 
 test-compat: setup ## the tests that talk to servers, on the other servers of this machine
 	@scripts/compat.sh

@@ -17,9 +17,7 @@ AT_LEAST = {"5.7.0": 388}
 LIST = Path(__file__).with_name("celery_not_here.toml")
 
 
-def run(directory, names, **settings):
-    options = ("-p", "celery.contrib.pytest", "--timeout=300")
-    return upstream.run(directory, names, *options, SUITE_SCHEME="redis-streams", **settings)
+OPTIONS = ("-p", "celery.contrib.pytest", "--timeout=300")
 
 
 @pytest.mark.slow
@@ -29,18 +27,21 @@ def test_celerys_own_integration_tests_pass(sdists, tmp_path):
     directory = upstream.unpacked(upstream.sdist("celery", version, sdists), tmp_path)
     upstream.put("celery_on_redis.py", directory / "conftest.py")
     upstream.put("registered.py", directory / "sitecustomize.py")
-    outcome = run(directory, ["t/integration"], workers=3, timeout=2000)
+    outcome = upstream.run(
+        directory,
+        ["t/integration"],
+        *OPTIONS,
+        SUITE_SCHEME="redis-streams",
+        workers=3,
+        timeout=2000,
+    )
     excused = {
         name for group in tomllib.loads(LIST.read_text())["tests"] for name in group["names"]
     }
     ran = {name.partition("[")[0] for name in (*outcome.passed, *outcome.failed, *outcome.skipped)}
     assert sorted(excused - ran) == [], "these are no more: take them from the list"
     broken = [name for name in outcome.failed if name.partition("[")[0] not in excused]
-    passed = set(outcome.passed)
-    if (
-        broken
-    ):  # Celery runs these again, too: they wait for a fixed time, on a machine that is busy
-        again = run(directory, [f"t/integration/{name}" for name in broken], workers=1, timeout=600)
-        assert not again.failed, again.reasons(again.failed)
-        passed |= again.passed
+    passed = outcome.passed | upstream.passed_alone(
+        directory, outcome, broken, *OPTIONS, SUITE_SCHEME="redis-streams", timeout=600
+    )
     assert len(passed) >= known_since(AT_LEAST, version)

@@ -12,6 +12,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests import needs
 
@@ -23,7 +24,7 @@ _SETTINGS = """\
 python_classes = test_*
 markers =
     env: of kombu's suites
-    flaky: of kombu's and Celery's suites; nothing is run again here
+    flaky: of kombu's and Celery's suites
     celery: of Celery's suites
 """
 
@@ -108,6 +109,18 @@ def run(
     ran = done.returncode in (0, 1) and "errors during collection" not in done.stdout
     assert ran, done.stdout[-5000:]
     return _outcome(report, done.stdout)
+
+
+def passed_alone(
+    directory: Path, outcome: Outcome, failed: Iterable[str], *options: str, **settings: Any
+) -> frozenset[str]:
+    """Run what failed once more, one at a time: these suites wait for fixed times."""
+    if not (names := sorted(failed)):
+        return frozenset()
+    settings["workers"] = 1
+    again = run(directory, [f"t/integration/{name}" for name in names], *options, **settings)
+    assert not again.failed, f"{outcome.reasons(names)}\n\nalone:\n\n{again.reasons(again.failed)}"
+    return again.passed
 
 
 def _outcome(report: Path, output: str) -> Outcome:
