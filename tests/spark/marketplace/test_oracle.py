@@ -11,6 +11,7 @@ from tests.spark.marketplace.tables import contents, differences, run_files
 from conquiet.marketplace.generator import Generator, write_outbox, write_parquet
 from conquiet.marketplace.oracle import Oracle
 from conquiet.marketplace.pipeline import Job, Lake, read_files, replay
+from conquiet.marketplace.pipeline.tables import STORED
 from conquiet.marketplace.service import init
 
 
@@ -19,8 +20,12 @@ def test_every_table_of_a_small_log_is_the_oracle_s(spark, tmp_path: Path) -> No
     world = Generator(seed=1, orders=60, days=6, faults="all")
     write_parquet(world.entries(oracle), tmp_path / "log")
     lake = Lake(spark, tmp_path / "lake")
-    run_files(Job(lake, once=True), tmp_path / "log")
+    job = Job(lake, once=True)
+    run_files(job, tmp_path / "log")
     assert differences(lake, oracle) == []
+    before = {name: sorted(lake.files(name)) for name in ("silver", *STORED)}
+    assert replay(job, date(2026, 3, 2), date(2026, 3, 4)) == 2
+    assert {name: sorted(lake.files(name)) for name in before} == before  # the same bytes
 
 
 @pytest.mark.slow

@@ -68,7 +68,7 @@ class Lake:
         """Rows in place of all that stand under some values of the partition's column."""
         table = STORED[name]
         replace_partitions(
-            frame,
+            nullable(frame),
             self.path(name),
             [table.partition_by],
             partitions=[{table.partition_by: value} for value in values],
@@ -97,6 +97,17 @@ class Lake:
         values = distinct(frame.select(column).union(old.select(column)), column)
         stay = there.where(among(column, values)).join(keys, key, "left_anti")
         self.replace(frame.unionByName(stay, allowMissingColumns=True), name, values)
+
+
+def nullable(frame: DataFrame) -> DataFrame:
+    """The frame with columns that may all be null.
+
+    Whether one may be is written into files. It differs with the way that rows came here, and the
+    same rows must be the same bytes.
+    """
+    empty = frame.sparkSession.range(0)
+    nothing = [f.lit(None).cast(one.dataType).alias(one.name) for one in frame.schema]
+    return frame.unionByName(empty.select(*nothing))
 
 
 def distinct(frame: DataFrame, column: str) -> list[Any]:

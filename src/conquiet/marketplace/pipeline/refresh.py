@@ -2,7 +2,7 @@
 that changed since the last refresh.
 
 Every table is a function of silver (and of bronze and the outbox, for reconciliation), and is
-written by key or by day with the same bytes for the same rows. So a refresh that was killed is done
+written by key or by day, the same rows however often. So a refresh that was killed is done
 again from its beginning, and what it had written is written over by itself.
 """
 

@@ -7,7 +7,7 @@ from pyspark.sql import functions as f
 
 from conquiet.events.catalog import Catalog
 from conquiet.marketplace.catalog import CATALOG
-from conquiet.marketplace.pipeline.lake import Lake, among, distinct
+from conquiet.marketplace.pipeline.lake import Lake, among, distinct, nullable
 from conquiet.marketplace.pipeline.silver import (
     KINDS,
     PARTITION_BY,
@@ -79,7 +79,7 @@ def _replace(
     number: int | None = None,
 ) -> None:  # fmt: skip
     replace_partitions(
-        rows,
+        nullable(rows),
         lake.path(SILVER),
         list(PARTITION_BY),
         partitions=[{"kind": kind, "day": day} for kind in KINDS for day in days],
