@@ -1,7 +1,8 @@
 # make test and make run do their own set-up; make help lists the rest.
 
 BIN := .venv/bin
-WORKERS ?= 2
+# More than two cores have: most tests wait for a server most of the time.
+WORKERS ?= 3
 TESTS ?= tests
 export WORKERS
 

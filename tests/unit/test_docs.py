@@ -92,7 +92,12 @@ def documents_with_code() -> list[Path]:
 
 @pytest.mark.timeout(450)  # a document about Spark starts several, and the machine may be busy
 @pytest.mark.parametrize(
-    "path", documents_with_code(), ids=lambda path: str(path.relative_to(ROOT))
+    "path",
+    [
+        pytest.param(path, marks=[pytest.mark.slow] if path.name == "spark.md" else [])
+        for path in documents_with_code()
+    ],
+    ids=lambda path: str(path.relative_to(ROOT)),
 )
 def test_the_code_of_a_document_runs(
     path: Path, tmp_path: Path, request: pytest.FixtureRequest

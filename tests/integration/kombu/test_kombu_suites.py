@@ -22,6 +22,7 @@ def run_suites(directory, version, **settings):
     assert len(passed) >= known_since(AT_LEAST, version)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_every_test_passes_on_the_installed_version(kombu_tests):
     run_suites(kombu_tests(INSTALLED), INSTALLED, timeout=180)

@@ -46,6 +46,7 @@ def run_files(directory, version, **settings):
     assert len(passed) >= known_since(AT_LEAST, version)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_what_applies_passes_on_the_installed_version(kombu_tests):
     run_files(kombu_tests(INSTALLED), INSTALLED, timeout=180)

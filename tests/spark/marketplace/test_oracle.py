@@ -15,6 +15,7 @@ from conquiet.marketplace.pipeline.tables import STORED
 from conquiet.marketplace.service import init
 
 
+@pytest.mark.slow
 def test_every_table_of_a_small_log_is_the_oracle_s(spark, tmp_path: Path) -> None:
     oracle = Oracle(outbox=False)
     world = Generator(seed=1, orders=60, days=6, faults="all")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from datetime import timedelta
 
 from tests.spark.marketplace.entries import START, entry, envelope, frame, order, uuid
@@ -17,6 +19,7 @@ def delivery(second: int, body=None, **columns):
     return entry(1, "order_created", body, **place, **at, **columns)
 
 
+@pytest.mark.slow
 def test_deliveries_of_one_event_are_one_row_in_one_batch_or_in_many(spark) -> None:
     deliveries = [
         delivery(5),
