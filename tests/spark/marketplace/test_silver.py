@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from datetime import timedelta
 
+import pytest
 from tests.spark.marketplace.entries import START, entry, envelope, frame, order, uuid
 from tests.spark.marketplace.tables import rows_of
 
