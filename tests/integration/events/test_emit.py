@@ -211,6 +211,7 @@ def test_S13_what_was_rolled_back_wakes_nobody(engine: Engine, woken) -> None:
     assert woken == ["outbox_events"]
 
 
+@pytest.mark.slow
 def test_any_number_of_events_can_be_emitted_at_once(engine: Engine) -> None:
     """More than one statement has parameters for; but all of them are checked first."""
     events = [notification() for _ in range(14_000)]

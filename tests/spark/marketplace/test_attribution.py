@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from datetime import date, timedelta
 
+import pytest
 from tests.spark.marketplace.entries import START
 from tests.spark.marketplace.tables import rows_of
 
 from conquiet.marketplace.pipeline.attribution import fact_attribution
+
+pytestmark = pytest.mark.slow
 
 TOUCHES = [  # token, kind, ad, target, minutes before the order
     ("t1", "impression", "ad1", "shop", 1),

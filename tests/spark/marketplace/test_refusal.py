@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from tests.spark.marketplace.entries import (
     TELEMETRY,
     entry,
@@ -15,6 +16,8 @@ from tests.spark.marketplace.entries import (
 )
 
 from conquiet.marketplace.pipeline.silver import silver
+
+pytestmark = pytest.mark.slow
 
 OVERFLOWING = {**line(qty=2**62, price=4), "line_total_cents": 0}
 

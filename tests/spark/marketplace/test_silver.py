@@ -10,6 +10,8 @@ from tests.spark.marketplace.tables import rows_of
 
 from conquiet.marketplace.pipeline.silver import events, events_quarantine, merged, silver
 
+pytestmark = pytest.mark.slow
+
 
 def delivery(second: int, body=None, **columns):
     place = {"entry_id": f"{second}-{columns.pop('count', 0)}"}
@@ -18,7 +20,6 @@ def delivery(second: int, body=None, **columns):
     return entry(1, "order_created", body, **place, **at, **columns)
 
 
-@pytest.mark.slow
 def test_deliveries_of_one_event_are_one_row_in_one_batch_or_in_many(spark) -> None:
     deliveries = [
         delivery(5),
