@@ -11,6 +11,7 @@ from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
+from conquiet.cli.numbers import count
 from conquiet.cli.terminal import FAILED, OK, dim, green, one_line, print_json, yellow
 from conquiet.errors import ConfigError
 
@@ -68,14 +69,14 @@ def register(verbs: Any, common: ArgumentParser) -> None:
         )
         parser.add_argument(
             "--max-attempts",
-            type=_count,
+            type=count,
             metavar="N",
             help="when rows of outbox_events count as parked (CONQUIET_OUTBOX_MAX_ATTEMPTS)",
         )
         parser.add_argument("--json", action="store_true", help="answer in JSON")
     parsers["list"].add_argument("--parked", action="store_true", help="only what is parked")
     parsers["list"].add_argument(
-        "--limit", type=_count, default=50, metavar="N", help="rows at most (50)"
+        "--limit", type=count, default=50, metavar="N", help="rows at most (50)"
     )
     parsers["show"].add_argument("id", metavar="ID", help="id of the event, or of the row")
     parsers["retry"].add_argument("ids", nargs="*", metavar="ID", help="ids of events or of rows")
@@ -207,12 +208,6 @@ def _inspection(options: Namespace) -> Iterator[Any]:
             yield Inspection(engine, table, max_attempts=attempts)
         finally:
             engine.dispose()
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
 
 
 def _age(text: str) -> timedelta:

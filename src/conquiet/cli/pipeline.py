@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from conquiet.cli import pipeline_tables
+from conquiet.cli.numbers import count, seconds
 
 _RUN = """\
 Carry events into the table `raw_events`, in batches, until a signal comes: each once, though
@@ -89,11 +90,11 @@ def _register_run(verbs: Any, common: ArgumentParser) -> None:
     run.add_argument("--format", choices=("parquet", "delta"), default="parquet", help="(parquet)")
     run.add_argument("--checkpoint", metavar="DIR", help="(_checkpoints/raw_events beside it)")
     run.add_argument("--once", action="store_true", help="take what is there, then end")
-    run.add_argument("--trigger-seconds", type=_seconds, metavar="S", help="time between batches")
+    run.add_argument("--trigger-seconds", type=seconds, metavar="S", help="time between batches")
     run.add_argument(
         "--starting", default="earliest", metavar="OFFSETS", help="where a first run begins"
     )
-    run.add_argument("--max-events", type=_count, metavar="N", help="per batch at most")
+    run.add_argument("--max-events", type=count, metavar="N", help="per batch at most")
     run.add_argument("--master", metavar="URL", help="local[*] (default), spark://…, k8s://…, yarn")
     run.add_argument("--remote", metavar="URL", help="a Spark Connect server, sc://host:15002")
     run.add_argument(
@@ -116,7 +117,7 @@ def _register_run(verbs: Any, common: ArgumentParser) -> None:
         help="raw_events (default), events,events_quarantine, or all of the marketplace's",
     )  # fmt: skip
     run.add_argument(
-        "--refresh-seconds", type=_seconds, metavar="S",
+        "--refresh-seconds", type=seconds, metavar="S",
         help="of --tables all: time between refreshes of facts and marts (60; --once: at the end)",
     )  # fmt: skip
     run.add_argument(
@@ -170,22 +171,6 @@ def _package(options: Namespace) -> int:
     for name, value in settings_for(str(made.path)).items():
         print(f"  --conf {name}={value}")
     return OK
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise ArgumentTypeError(f"{text!r} is not a number of seconds")
-    return value
 
 
 def _pair(text: str) -> tuple[str, str]:

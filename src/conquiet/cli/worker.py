@@ -5,6 +5,8 @@ from __future__ import annotations
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from typing import Any
 
+from conquiet.cli.numbers import count, seconds
+
 _RUN = """\
 Run a router, or a worker, of your own until its source ends or a signal comes.
 
@@ -55,17 +57,17 @@ def register(commands: Any, common: ArgumentParser) -> None:
     run.add_argument("target", metavar="TARGET", help="module:name, such as app:router")
     run.add_argument("--source", metavar="URL", help="where a router's messages come from")
     run.add_argument("--sink", metavar="URL", help="where a router's events go to")
-    run.add_argument("--batch-size", type=_count, metavar="N", help="messages per batch (100)")
+    run.add_argument("--batch-size", type=count, metavar="N", help="messages per batch (100)")
     run.add_argument(
-        "--batch-wait", type=_seconds, metavar="S", help="how long to wait for a full batch (0)"
+        "--batch-wait", type=seconds, metavar="S", help="how long to wait for a full batch (0)"
     )
-    run.add_argument("--threads", type=_count, metavar="N", help="threads of a router (1)")
-    run.add_argument("--processes", type=_count, metavar="N", help="workers, each in a process")
+    run.add_argument("--threads", type=count, metavar="N", help="threads of a router (1)")
+    run.add_argument("--processes", type=count, metavar="N", help="workers, each in a process")
     run.add_argument(
         "--ordered", action="store_true", default=None, help="keep the order of each key"
     )
     run.add_argument(
-        "--grace", type=_seconds, metavar="S", help="time to finish at a stop (30 seconds)"
+        "--grace", type=seconds, metavar="S", help="time to finish at a stop (30 seconds)"
     )
     run.add_argument(
         "--stuck-after",
@@ -75,10 +77,10 @@ def register(commands: Any, common: ArgumentParser) -> None:
     )
     run.add_argument("--dead-letters", metavar="PATH", help="file to append failed messages to")
     run.add_argument(
-        "--tries", type=_count, metavar="N", help="deliveries before that (3; no limit on Redis)"
+        "--tries", type=count, metavar="N", help="deliveries before that (3; no limit on Redis)"
     )
     run.add_argument(
-        "--max-line-bytes", type=_count, metavar="N", help="longest line taken (32 MiB)"
+        "--max-line-bytes", type=count, metavar="N", help="longest line taken (32 MiB)"
     )
     run.add_argument("--json", action="store_true", help="the summary, on stderr, as JSON")
 
@@ -89,24 +91,8 @@ def _run(options: Namespace) -> int:
     return run(options)
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise ArgumentTypeError(f"{text!r} is not a number of seconds")
-    return value
-
-
 def _positive_seconds(text: str) -> float:
-    value = _seconds(text)
+    value = seconds(text)
     if not value:
         raise ArgumentTypeError("must be more than 0 seconds")
     return value
