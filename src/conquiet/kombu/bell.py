@@ -14,15 +14,17 @@ class Bell:
 
     @property
     def fd(self) -> int:
+        return self._pipe()[0]
+
+    def _pipe(self) -> tuple[int, int]:
         if self._ends is None:
             self._ends = os.pipe()
-        return self._ends[0]
+        return self._ends
 
     def ring(self) -> None:
         if not self.is_rung:
             self.is_rung = True
-            _ = self.fd
-            os.write(self._ends[1], b"!")  # type: ignore[index]
+            os.write(self._pipe()[1], b"!")
 
     def silence(self) -> None:
         if self.is_rung:
