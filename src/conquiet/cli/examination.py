@@ -24,7 +24,7 @@ Status = Literal["ok", "absent", "broken"]
 
 _CONNECT_SECONDS = 3
 _OLDEST_JAVA = 17
-_HIDDEN_EXTRAS = ("all", "dev")
+_HIDDEN_EXTRAS = ("all", "dev", "docs")
 _requirement = re.compile(r"([\w.-]+)\s*(?:\[([\w,\s-]*)\])?.*?(?:;(.*))?")
 _extra_marker = re.compile(r"""extra\s*==\s*['"]([\w-]+)['"]""")
 
