@@ -45,7 +45,8 @@ def letter(delivery: Delivery, deliveries: int, error: Exception | None) -> Fiel
         lines = "".join(traceback.format_exception(error))
         about[TRACEBACK] = lines[-MAX_TRACEBACK_CHARS:].encode(errors="replace").decode()
     about[REASON] = about[REASON].encode(errors="replace").decode()
-    data, attributes = _content(delivery)
+    data, attributes, topic = _content(delivery)
+    about[TOPIC] = topic or about[TOPIC]
     try:
         return to_fields(Message(data, {**attributes, **about}))
     except InvalidMessage:  # a CloudEvent without an id, say: keep it as it is
@@ -59,12 +60,11 @@ def _reason(delivery: Delivery, deliveries: int, error: Exception | None) -> str
     return f"{type(error).__name__}: {error}"
 
 
-def _content(delivery: Delivery) -> tuple[bytes, Attributes]:
+def _content(delivery: Delivery) -> tuple[bytes, Attributes, str | None]:
     try:
-        data, attributes, topic = from_fields(delivery.fields)
+        return from_fields(delivery.fields)
     except InvalidMessage:
-        return _unreadable(delivery)
-    return data, attributes if topic is None else {**attributes, TOPIC: topic}
+        return *_unreadable(delivery), None
 
 
 def _unreadable(delivery: Delivery) -> tuple[bytes, Attributes]:

@@ -1,0 +1,97 @@
+"""What an operator asks and does: streams, groups, dead letters, one event traced, who is alive.
+
+Plain functions that print nothing; the command line and the dashboard are made of them. Rooms that
+need packages are imported when one of their names is used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from conquiet.operations.content import LogEntry
+    from conquiet.operations.dead_letters import (
+        Failure,
+        Letter,
+        Letters,
+        Outcome,
+        Wanted,
+        drop,
+        find,
+        replay,
+        show,
+    )
+    from conquiet.operations.entries import Claimed, PendingEntry, claim, entry, peek, pending
+    from conquiet.operations.errors import NotFound
+    from conquiet.operations.letters_in_file import FileLetters
+    from conquiet.operations.letters_in_kombu import KombuLetters
+    from conquiet.operations.letters_in_stream import StreamLetters, letter_streams
+    from conquiet.operations.survey import (
+        ConsumerInfo,
+        GroupInfo,
+        ReaderInfo,
+        StreamInfo,
+        groups,
+        stream,
+        streams,
+    )
+
+__all__ = [
+    "Claimed",
+    "ConsumerInfo",
+    "Failure",
+    "FileLetters",
+    "GroupInfo",
+    "KombuLetters",
+    "Letter",
+    "Letters",
+    "LogEntry",
+    "NotFound",
+    "Outcome",
+    "PendingEntry",
+    "ReaderInfo",
+    "StreamInfo",
+    "StreamLetters",
+    "Wanted",
+    "claim",
+    "drop",
+    "entry",
+    "find",
+    "groups",
+    "letter_streams",
+    "peek",
+    "pending",
+    "replay",
+    "show",
+    "stream",
+    "streams",
+]
+
+_home = {
+    "errors": ("NotFound",),
+    "content": ("LogEntry",),
+    "dead_letters": (
+        *("Failure", "Letter", "Letters", "Outcome", "Wanted"),
+        *("drop", "find", "replay", "show"),
+    ),
+    "entries": ("Claimed", "PendingEntry", "claim", "entry", "peek", "pending"),
+    "letters_in_file": ("FileLetters",),
+    "letters_in_kombu": ("KombuLetters",),
+    "letters_in_stream": ("StreamLetters", "letter_streams"),
+    "survey": (
+        *("ConsumerInfo", "GroupInfo", "ReaderInfo", "StreamInfo"),
+        *("groups", "stream", "streams"),
+    ),
+}
+_module = {name: module for module, names in _home.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _module:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = import_module(f"{__name__}.{_module[name]}")
+    value = globals()[name] = getattr(module, name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,97 @@
+"""Dead letters of a queue of Kombu or Celery on Redis Streams."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from conquiet.errors import ConquietError
+from conquiet.kombu import scripts
+from conquiet.kombu.keys import BACK, GROUP, Keys
+from conquiet.operations.asking import asking
+from conquiet.operations.content import time_of
+from conquiet.operations.dead_letters import Letter, Wanted
+from conquiet.operations.text import as_text
+from conquiet.redis.delivery import FIRST, LAST, id_after, split_id
+from conquiet.redis.wire import Wire
+
+_PAGE = 200
+_URGENT = 0
+"""The stream of this priority stands for the queue, and every consumer reads it."""
+
+
+class KombuLetters:
+    """The letters of one queue, under the `global_keyprefix` of its application."""
+
+    def __init__(self, client: Any, queue: str, prefix: str = "") -> None:
+        self.name = f"queue {queue!r}"
+        self.queue = queue
+        self._keys = Keys(prefix)
+        self._key = self._keys.dead(queue).encode()
+        self._client = client
+        self._wire = Wire(client)
+
+    def scan(self, wanted: Wanted) -> Iterator[tuple[Letter, Any]]:
+        with asking(self.name):
+            last = self._wire.call(self._key, b"XREVRANGE", self._key, LAST, FIRST, b"COUNT", 1)
+        at = b"0-0"
+        while last and split_id(at) <= split_id(last[0][0]):
+            with asking(self.name):
+                page = self._wire.call(
+                    self._key, b"XRANGE", self._key, at, last[0][0], b"COUNT", _PAGE
+                )
+            for entry_id, fields in page:
+                named = dict(zip(fields[::2], fields[1::2], strict=True))
+                yield self._letter(entry_id, named), named
+            if len(page) < _PAGE:
+                return
+            at = id_after(page[-1][0])
+
+    def _letter(self, entry_id: bytes, named: dict[bytes, bytes]) -> Letter:
+        payload = named.get(b"m", b"")
+        headers = _headers(payload)
+        text, is_base64 = as_text(payload)
+        return Letter(
+            entry_id.decode(),
+            str(headers.get("id") or ""),
+            str(headers.get("task") or ""),
+            str(headers.get("origin") or ""),
+            as_text(named.get(b"reason", b""))[0],
+            "",
+            int(named.get(b"deliveries", 0)),
+            time_of(entry_id),
+            "",
+            self.queue,
+            "",
+            as_text(named.get(b"id", b""))[0],
+            {name: str(value) for name, value in headers.items() if value is not None},
+            text,
+            is_base64,
+        )
+
+    def send(self, letter: Letter, raw: Any, to: str | None) -> bool:
+        if b"m" not in raw:
+            raise ConquietError(f"letter {letter.id}: holds no message")
+        queue = to or self.queue
+        with asking(f"letter {letter.id} to queue {queue!r}"):
+            if not self._wire.call(self._key, b"XRANGE", self._key, letter.id, letter.id):
+                return False
+            keys = [self._keys.queues, self._keys.stream(queue, _URGENT)]
+            values = [GROUP, self._keys.namespace, raw[b"m"], "", "", BACK, queue]
+            if scripts.publish.call(self._client, keys, values):
+                raise ConquietError(f"letter {letter.id}: queue {queue!r} has expired")
+            self._wire.call(self._key, b"XDEL", self._key, letter.id)
+        return True
+
+    def remove(self, letter: Letter, raw: Any) -> bool:
+        with asking(self.name):
+            return bool(self._wire.call(self._key, b"XDEL", self._key, letter.id))
+
+
+def _headers(payload: bytes) -> dict[str, Any]:
+    try:
+        headers = json.loads(payload)["headers"]
+    except (ValueError, TypeError, KeyError):
+        return {}
+    return headers if isinstance(headers, dict) else {}

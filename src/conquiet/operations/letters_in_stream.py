@@ -1,0 +1,185 @@
+"""Dead letters in a Redis stream, as sources and the `DeadLetter` middleware leave them."""
+
+from __future__ import annotations
+
+import json
+from base64 import b64decode
+from collections.abc import Iterator
+from typing import Any
+
+import redis
+
+from conquiet.errors import ConquietError, InvalidMessage
+from conquiet.message import Message
+from conquiet.middleware import dead_letter
+from conquiet.operations.asking import asking, told
+from conquiet.operations.content import time_of
+from conquiet.operations.dead_letters import ENTRY, STREAM, Letter, Wanted, letter_of
+from conquiet.operations.errors import NotFound
+from conquiet.operations.survey import names_of
+from conquiet.redis.delivery import FIRST, LAST, id_after, split_id
+from conquiet.redis.entry import TOPIC_FIELD, from_fields, to_fields
+from conquiet.redis.letter import UNREADABLE_TYPE
+from conquiet.redis.topic import Topic, streams_of
+from conquiet.redis.wire import Wire
+
+_PAGE = 200
+
+# KEYS: the letters, where the message goes. ARGV: the letter, the fields of the message.
+# In one script, so that two who replay at once do not send it twice.
+_SEND = b"""
+if #redis.call('XRANGE', KEYS[1], ARGV[1], ARGV[1]) == 0 then return false end
+local id = redis.call('XADD', KEYS[2], '*', unpack(ARGV, 2))
+redis.call('XDEL', KEYS[1], ARGV[1])
+return id
+"""
+
+
+class StreamLetters:
+    """The letters of one stream.
+
+    >>> from conquiet.operations.dead_letters import find
+    >>> find(StreamLetters(client, "dead-letters"))
+    []
+    """
+
+    def __init__(self, client: Any, stream: str) -> None:
+        self.name = f"stream {stream!r}"
+        self.stream = stream
+        self._key = stream.encode()
+        self._wire = Wire(client)
+
+    def scan(self, wanted: Wanted) -> Iterator[tuple[Letter, Any]]:
+        with asking(self.name):
+            # Only what is there now: a message that dies again comes back at the end.
+            last = self._wire.call(self._key, b"XREVRANGE", self._key, LAST, FIRST, b"COUNT", 1)
+        if not last:
+            return
+        at: bytes = FIRST
+        if wanted.since is not None:
+            at = b"%d-0" % max(0, int(wanted.since.timestamp() * 1000))
+        while split_id(at if at != FIRST else b"0-0") <= split_id(last[0][0]):
+            with asking(self.name):
+                page = self._wire.call(
+                    self._key, b"XRANGE", self._key, at, last[0][0], b"COUNT", _PAGE
+                )
+            for entry_id, fields in page:
+                letter = self._letter(entry_id, fields)
+                if letter is not None:
+                    yield letter, fields
+            if len(page) < _PAGE:
+                return
+            at = id_after(page[-1][0])
+
+    def _letter(self, entry_id: bytes, fields: list[bytes]) -> Letter | None:
+        try:
+            data, attributes, _ = from_fields(fields)
+        except InvalidMessage:
+            return None
+        if dead_letter.REASON not in attributes:
+            return None  # somebody's own entry, and none of our business
+        return letter_of(entry_id.decode(), attributes, data, time=time_of(entry_id))
+
+    def send(self, letter: Letter, raw: Any, to: str | None) -> bool:
+        data, attributes, _ = from_fields(raw)
+        fields = original_fields(data, attributes)
+        target = (to or self._home(letter)).encode()
+        what = f"letter {letter.id} to stream {target.decode()!r}"
+        with asking(what):
+            if len(self._wire.by_slot([self._key, target])) == 1:
+                both = (self._key, target)
+                sent = self._wire.call(self._key, b"EVAL", _SEND, 2, *both, letter.id, *fields)
+                return bool(sent)
+            if not self._wire.call(self._key, b"XRANGE", self._key, letter.id, letter.id):
+                return False
+            self._wire.call(target, b"XADD", target, b"*", *fields)
+            self._wire.call(self._key, b"XDEL", self._key, letter.id)
+            return True
+
+    def remove(self, letter: Letter, raw: Any) -> bool:
+        with asking(self.name):
+            return bool(self._wire.call(self._key, b"XDEL", self._key, letter.id))
+
+    def _home(self, letter: Letter) -> str:
+        """The stream it came from: as it says, or by its topic."""
+        if letter.stream:
+            return letter.stream
+        if not letter.topic:
+            raise ConquietError(
+                f"{letter.event_id or letter.id}: does not say where it came from; name a stream"
+                " with --to"
+            )
+        with asking(f"topic {letter.topic!r}"):
+            if self._exists(letter.topic):
+                return letter.topic
+            partitions = 0
+            while self._exists(f"{letter.topic}:{{{partitions}}}"):
+                partitions += 1
+        if not partitions:
+            raise NotFound(
+                f"{letter.event_id or letter.id}: its topic {letter.topic!r} has no stream here;"
+                " name one with --to"
+            )
+        key = letter.attributes.get("partitionkey") or letter.attributes.get("subject")
+        topic = Topic(letter.topic, partitions)
+        return topic.streams[topic.partition(key or letter.event_id)]
+
+    def _exists(self, stream: str) -> bool:
+        return bool(self._wire.call(stream.encode(), b"TYPE", stream) == b"stream")
+
+
+def original_fields(data: bytes, attributes: dict[str, Any]) -> list[bytes]:
+    """The fields of the entry that became this letter."""
+    if attributes.get("type") == UNREADABLE_TYPE:
+        return _unreadable(data)
+    message = dead_letter.replay(Message(data, attributes))
+    stream = message.attributes.pop(STREAM, None)
+    message.attributes.pop(ENTRY, None)
+    fields = to_fields(message)
+    if stream is not None and message.topic not in (None, streams_of(stream)[stream]):
+        fields = [TOPIC_FIELD, str(message.topic).encode(), *fields]  # it came from an outbox
+    return fields
+
+
+def _unreadable(data: bytes) -> list[bytes]:
+    """An entry that was no CloudEvent was kept field by field, and is given back so."""
+    try:
+        return [
+            b64decode(item["base64"]) if isinstance(item, dict) else str(item).encode()
+            for pair in json.loads(data)
+            for item in pair
+        ]
+    except (ValueError, TypeError, KeyError) as error:
+        raise InvalidMessage(f"the fields of the entry cannot be read: {error}") from error
+
+
+def letter_streams(client: Any, pattern: str = "*") -> dict[str, int]:
+    """The streams that hold dead letters, by their first and last entries, and their lengths."""
+    with asking(f"streams {pattern!r}"):
+        wire = Wire(client)
+        names = names_of(wire, pattern)
+        replies = iter(
+            wire.send(
+                [
+                    (name.encode(), command)
+                    for name in names
+                    for command in (
+                        (b"XLEN", name),
+                        (b"XRANGE", name, FIRST, LAST, b"COUNT", 1),
+                        (b"XREVRANGE", name, LAST, FIRST, b"COUNT", 1),
+                    )
+                ]
+            )
+            if names
+            else ()
+        )
+        found: dict[str, int] = {}
+        for name in names:
+            length, first, last = (next(replies) for _ in range(3))
+            for reply in (length, first, last):
+                if isinstance(reply, redis.RedisError):
+                    raise told(reply, f"stream {name!r}")
+            ends = [fields[::2] for _, fields in (*first, *last)]
+            if any(dead_letter.REASON.encode() in names_of_fields for names_of_fields in ends):
+                found[name] = length
+        return found

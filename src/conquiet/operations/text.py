@@ -1,0 +1,24 @@
+"""Bytes and moments as text."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from datetime import UTC, datetime
+
+_LATEST_MS = 253_402_300_799_999  # the end of the year 9999, where datetime ends
+
+
+def as_text(data: bytes) -> tuple[str, bool]:
+    """Bytes as text, and whether it had to be base64."""
+    try:
+        return data.decode(), False
+    except UnicodeDecodeError:
+        return b64encode(data).decode(), True
+
+
+def moment(milliseconds: float) -> str:
+    """`2026-01-31T12:00:00.000Z`; nothing for what is no time since 1970."""
+    if not 0 < milliseconds < _LATEST_MS:
+        return ""
+    at = datetime.fromtimestamp(milliseconds / 1000, UTC)
+    return at.isoformat(timespec="milliseconds").replace("+00:00", "Z")
