@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from conquiet.operations.letters_in_file import FileLetters
     from conquiet.operations.letters_in_kombu import KombuLetters
     from conquiet.operations.letters_in_stream import StreamLetters, letter_streams
+    from conquiet.operations.presence import Health, Session, Worker, relays, sessions, workers
     from conquiet.operations.survey import (
         ConsumerInfo,
         GroupInfo,
@@ -34,24 +35,36 @@ if TYPE_CHECKING:
         stream,
         streams,
     )
+    from conquiet.operations.tracing import Remembered, Trace, Written, trace
+    from conquiet.operations.tracing_log import Buried, Logged, Searched, Taker
 
 __all__ = [
+    "Buried",
     "Claimed",
     "ConsumerInfo",
     "Failure",
     "FileLetters",
     "GroupInfo",
+    "Health",
     "KombuLetters",
     "Letter",
     "Letters",
     "LogEntry",
+    "Logged",
     "NotFound",
     "Outcome",
     "PendingEntry",
     "ReaderInfo",
+    "Remembered",
+    "Searched",
+    "Session",
     "StreamInfo",
     "StreamLetters",
+    "Taker",
+    "Trace",
     "Wanted",
+    "Worker",
+    "Written",
     "claim",
     "drop",
     "entry",
@@ -60,10 +73,14 @@ __all__ = [
     "letter_streams",
     "peek",
     "pending",
+    "relays",
     "replay",
+    "sessions",
     "show",
     "stream",
     "streams",
+    "trace",
+    "workers",
 ]
 
 _home = {
@@ -77,10 +94,13 @@ _home = {
     "letters_in_file": ("FileLetters",),
     "letters_in_kombu": ("KombuLetters",),
     "letters_in_stream": ("StreamLetters", "letter_streams"),
+    "presence": ("Health", "Session", "Worker", "relays", "sessions", "workers"),
     "survey": (
         *("ConsumerInfo", "GroupInfo", "ReaderInfo", "StreamInfo"),
         *("groups", "stream", "streams"),
     ),
+    "tracing": ("Remembered", "Trace", "Written", "trace"),
+    "tracing_log": ("Buried", "Logged", "Searched", "Taker"),
 }
 _module = {name: module for module, names in _home.items() for name in names}
 

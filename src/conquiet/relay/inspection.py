@@ -27,6 +27,7 @@ from sqlalchemy import (
     func,
     select,
     table,
+    true,
     update,
 )
 from sqlalchemy.exc import SQLAlchemyError
@@ -34,6 +35,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from conquiet.errors import StoreError
 from conquiet.events.table import UuidText
 from conquiet.relay.opening import has_events_layout
+from conquiet.relay.search import Search
 from conquiet.sql import Cleanup, dialect
 from conquiet.sql.tables import checked_name
 
@@ -106,6 +108,20 @@ class Inspection:
         else:
             self._parked = columns.parked_at.is_not(None)
             self._pending = and_(unpublished, columns.parked_at.is_(None))
+        self._states = {
+            "waiting": unpublished,
+            "pending": self._pending,
+            "parked": self._parked,
+            "published": ~unpublished,
+            "any": true(),
+        }
+        self._searched = {
+            "type": cast(columns.event_type, Text),
+            "aggregate_type": cast(columns[kind], Text),
+            "aggregate_id": cast(columns[key], Text),
+            "error": columns.last_error,
+            "attempts": self._attempts,
+        }
         state = case((~unpublished, "published"), (self._parked, "parked"), else_="pending")
         self._shown = (
             self._id.label("id"),
@@ -142,11 +158,23 @@ class Inspection:
             ).scalar_one()
         return Figures(int(pending), int(parked), max(0.0, round(float(seconds or 0.0), 3)))
 
-    def entries(self, *, parked: bool = False, limit: int = 50) -> list[Entry]:
-        """What waits, the oldest first; or only what is parked."""
-        wanted = self._parked if parked else self._table.c.published_at.is_(None)
-        order = (self._table.c.created_at, self._table.c.id)
-        query = select(*self._shown).where(wanted).order_by(*order).limit(limit)
+    def entries(
+        self,
+        *,
+        parked: bool = False,
+        limit: int = 50,
+        search: Search | None = None,
+        newest: bool = False,
+    ) -> list[Entry]:
+        """What waits, the oldest first; or only what is parked, or what a search says."""
+        search = search or Search("parked" if parked else "waiting")
+        named = self._named([search.id]) if search.id else None
+        wanted = search.condition(self._states, self._searched, named)
+        columns = self._table.c
+        # The key of the generic outbox counts up, and is an index of its own.
+        order = (columns.created_at, columns.id) if self.is_events or not newest else (columns.id,)
+        turned = [column.desc() for column in order] if newest else order
+        query = select(*self._shown).where(wanted).order_by(*turned).limit(limit)
         with self._reading() as connection:
             return [_entry(row) for row in connection.execute(query)]
 

@@ -9,6 +9,8 @@ import pytest
 from sqlalchemy import insert
 
 from conquiet.cli import main
+from conquiet.relay.inspection import Inspection
+from conquiet.relay.search import Search
 from conquiet.sql import engine as make_engine
 from conquiet.sql import schema
 from conquiet.sql.tables import outbox_table
@@ -139,3 +141,28 @@ def test_a_wrong_variable_is_named(url, capsys, monkeypatch) -> None:
     monkeypatch.setenv("CONQUIET_OUTBOX_MAX_ATTEMPTS", "many")
     assert main(["outbox", "status"]) == 2
     assert "CONQUIET_OUTBOX_MAX_ATTEMPTS: 'many'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("search", "found"),
+    [
+        (Search(), ["e-2", "e-3", "e-4", "e-1"]),
+        (Search("pending"), ["e-2", "e-1"]),
+        (Search("published"), ["e-5", "e-6"]),
+        (Search("any", id="e-6"), ["e-6"]),
+        (Search(type="order.*"), ["e-2", "e-3", "e-4", "e-1"]),
+        (Search(type="order_placed"), []),
+        (Search("any", aggregate="o-4"), ["e-4"]),
+        (Search(error="REFUSED"), ["e-3", "e-4"]),
+        (Search(error="50%"), []),
+        (Search(attempts=10), ["e-3", "e-4"]),
+    ],
+)
+def test_rows_are_found_by_what_is_said_of_them(url, search, found) -> None:
+    engine = make_engine(url)
+    inspection = Inspection(engine, "outbox")
+    ids = [entry.event_id for entry in inspection.entries(search=search)]
+    assert sorted(ids) == sorted(found)
+    newest = [entry.event_id for entry in inspection.entries(search=search, newest=True, limit=1)]
+    assert newest == sorted(found)[-1:]
+    engine.dispose()

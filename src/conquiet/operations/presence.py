@@ -1,0 +1,136 @@
+"""Presence: which workers and relays are alive, as far as anybody can tell.
+
+A worker is a consumer of a group, and counts as alive while its lease lasts. A relay holds a
+session of PostgreSQL under the name `conquiet-relay`, and answers at its health URL.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from conquiet.errors import StoreError
+
+if TYPE_CHECKING:
+    from sqlalchemy import Engine
+
+_PREFIX = "conquiet"
+_HEALTH_SECONDS = 2.0
+_SESSIONS = """
+SELECT pid, application_name, coalesce(host(client_addr), 'local'), state,
+       extract(epoch FROM clock_timestamp() - backend_start),
+       extract(epoch FROM clock_timestamp() - state_change)
+FROM pg_stat_activity
+WHERE datname = current_database() AND starts_with(application_name, :prefix)
+ORDER BY application_name, pid
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A consumer of a group."""
+
+    stream: str
+    group: str
+    name: str
+    alive: bool
+    idle_seconds: float
+    pending: int
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A connection to PostgreSQL that says it is conquiet's."""
+
+    pid: int
+    name: str
+    client: str
+    state: str
+    connected_seconds: float
+    quiet_seconds: float
+    """Since it last began or ended a statement."""
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """What a relay answers at its `/readyz`."""
+
+    url: str
+    alive: bool
+    """Whether it answered at all."""
+    ready: bool
+    detail: Mapping[str, Any]
+
+
+def workers(client: Any, pattern: str = "*") -> list[Worker]:
+    """The consumers of all groups of the streams that fit a pattern.
+
+    >>> from conquiet.operations import workers
+    >>> workers(client, "orders*")
+    []
+    """
+    from conquiet.operations.survey import streams
+
+    return [
+        Worker(
+            found.name,
+            group.name,
+            consumer.name,
+            consumer.alive,
+            consumer.idle_seconds,
+            consumer.pending,
+        )
+        for found in streams(client, pattern)
+        for group in found.groups
+        for consumer in group.consumers
+    ]
+
+
+def sessions(engine: Engine) -> list[Session]:
+    """Sessions of relays, and of whoever else calls itself conquiet; none on SQLite."""
+    from sqlalchemy import text
+    from sqlalchemy.exc import SQLAlchemyError
+
+    from conquiet.sql import dialect
+
+    if not dialect.is_postgresql(engine.dialect):
+        return []
+    try:
+        with engine.connect() as connection:
+            rows = connection.execute(text(_SESSIONS), {"prefix": _PREFIX}).all()
+    except SQLAlchemyError as error:
+        where = dialect.shown(engine.url)
+        raise StoreError(f"{where}: {dialect.one_line(error):.300}") from error
+    return [
+        Session(pid, name, client, state or "", round(float(age), 3), round(float(quiet or 0), 3))
+        for pid, name, client, state, age, quiet in rows
+    ]
+
+
+def relays(urls: Iterable[str], timeout: float = _HEALTH_SECONDS) -> list[Health]:
+    """Ask relays how they are: `http://HOST:PORT`, as CONQUIET_OUTBOX_HEALTH has it."""
+    return [_health(url.rstrip("/"), timeout) for url in urls]
+
+
+def _health(url: str, timeout: float) -> Health:
+    if not url.startswith(("http://", "https://")):
+        url = f"http://{url}"
+    try:
+        with urllib.request.urlopen(f"{url}/readyz", timeout=timeout) as reply:
+            status, body = reply.status, reply.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            status, body = error.code, error.read()
+    except (OSError, ValueError) as error:
+        return Health(url, False, False, {"error": str(getattr(error, "reason", error))})
+    try:
+        detail = json.loads(body)
+    except ValueError:
+        detail = None
+    if not isinstance(detail, dict):
+        return Health(url, False, False, {"error": f"no relay answers there, but {status}"})
+    return Health(url, True, status == 200, detail)

@@ -1,0 +1,188 @@
+"""The half of a trace that lies in Redis: entries, groups, dead letters, inbox keys."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from conquiet.events.idempotency import PREFIX as IDEMPOTENCY_PREFIX
+from conquiet.middleware.dead_letter import REASON
+from conquiet.operations.asking import asking
+from conquiet.operations.content import shown
+from conquiet.operations.dead_letters import Wanted
+from conquiet.operations.letters_in_stream import StreamLetters, letter_streams
+from conquiet.operations.survey import names_of
+from conquiet.operations.text import moment
+from conquiet.operations.tracing import Remembered
+from conquiet.redis.delivery import FIRST, LAST, id_after, split_id
+from conquiet.redis.group import pairs
+from conquiet.redis.inbox import PREFIX as INBOX_PREFIX
+from conquiet.redis.trim import readers
+from conquiet.redis.wire import Wire
+
+MOST = 20_000
+"""Entries of one stream that are read, unless all are asked for."""
+
+_PAGE = 1_000
+_special = re.compile(r"([*?\[\]\\^])")
+
+
+@dataclass(frozen=True, slots=True)
+class Taker:
+    """A group or a reader, and how it stands to an entry."""
+
+    name: str
+    state: str
+    """`unread`, `pending` or `acked`; of a reader `unread` or `passed`.
+
+    A group that began after the entry was added counts as acked."""
+    consumer: str
+    idle_seconds: float
+    deliveries: int
+
+
+@dataclass(frozen=True, slots=True)
+class Logged:
+    """An entry of a stream that carries the event."""
+
+    stream: str
+    id: str
+    time: str
+    event_type: str
+    source: str
+    takers: tuple[Taker, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Buried:
+    """A dead letter of the event."""
+
+    stream: str
+    id: str
+    time: str
+    reason: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Searched:
+    """A stream of which only a part was read."""
+
+    stream: str
+    begin: str
+    end: str
+
+
+class LogSearch:
+    """Looks for one event in the streams that fit a pattern."""
+
+    def __init__(self, client: Any, event_id: str, pattern: str) -> None:
+        self._client = client
+        self._wire = Wire(client)
+        self._event_id = event_id
+        self._needle = event_id.encode()
+        with asking(f"streams {pattern!r}"):
+            self._names = names_of(self._wire, pattern)
+
+    def logged(
+        self, span: tuple[int, int | None] | None
+    ) -> tuple[tuple[Logged, ...], tuple[Searched, ...]]:
+        """Entries within a span of time, or anywhere; and where the search ended early."""
+        found: list[Logged] = []
+        partly: list[Searched] = []
+        for name in self._names:
+            with asking(f"stream {name!r}"):
+                for entry_id, fields in self._entries(name, span, partly):
+                    entry = shown(name, entry_id, fields)
+                    if entry.event_id != self._event_id or REASON in entry.attributes:
+                        continue
+                    takers = tuple(self._takers(name, entry_id))
+                    about = (entry.id, entry.time, entry.event_type, entry.source)
+                    found.append(Logged(name, *about, takers))
+        return tuple(found), tuple(partly)
+
+    def _entries(
+        self, name: str, span: tuple[int, int | None] | None, partly: list[Searched]
+    ) -> Iterator[tuple[bytes, list[bytes]]]:
+        """Those that may carry the event; the id stands somewhere in their fields."""
+        at, end = FIRST, LAST
+        if span is not None:
+            at = b"%d-0" % span[0]
+            end = LAST if span[1] is None else b"%d-%d" % (span[1], 2**64 - 1)
+        begin, count = at, 0
+        while True:
+            page = self._wire.call(name.encode(), b"XRANGE", name, at, end, b"COUNT", _PAGE)
+            for entry_id, fields in page:
+                if any(self._needle in value for value in fields):
+                    yield entry_id, fields
+            count += len(page)
+            if len(page) < _PAGE:
+                return
+            at = id_after(page[-1][0])
+            if span is not None and count >= MOST:
+                partly.append(Searched(name, moment(split_id(begin)[0]), moment(split_id(at)[0])))
+                return
+
+    def _takers(self, name: str, entry_id: bytes) -> Iterator[Taker]:
+        key = name.encode()
+        for row in map(pairs, self._wire.call(key, b"XINFO", b"GROUPS", key)):
+            group = row[b"name"]
+            title = group.decode(errors="backslashreplace")
+            held = self._wire.call(key, b"XPENDING", key, group, entry_id, entry_id, 1)
+            if held:
+                [[_, consumer, idle, deliveries]] = held
+                who = consumer.decode(errors="backslashreplace")
+                yield Taker(title, "pending", who, idle / 1000, deliveries)
+            else:
+                is_ahead = split_id(row[b"last-delivered-id"]) >= split_id(entry_id)
+                yield Taker(title, "acked" if is_ahead else "unread", "", 0.0, 0)
+        for reader, position in sorted(readers(self._wire, name).items()):
+            is_ahead = split_id(position.encode()) >= split_id(entry_id)
+            yield Taker(reader, "passed" if is_ahead else "unread", "", 0.0, 0)
+
+    def buried(self) -> tuple[Buried, ...]:
+        """Its dead letters, in streams that hold such."""
+        found: list[Buried] = []
+        wanted = Wanted((self._event_id,))
+        for name in letter_streams(self._client):
+            for letter, _ in islice(StreamLetters(self._client, name).scan(wanted), MOST):
+                if wanted.fits(letter):
+                    about = (letter.id, letter.time, letter.reason, letter.source)
+                    found.append(Buried(name, *about))
+        return tuple(found)
+
+    def remembered(self, logged: Sequence[Logged], full: bool) -> tuple[Remembered, ...]:
+        """Keys of inboxes: `conquiet.events.Idempotency` by the names of groups; all if asked."""
+        with asking("inboxes"):
+            keys = {
+                f"{IDEMPOTENCY_PREFIX}:{taker.name}:{self._event_id}".encode()
+                for entry in logged
+                for taker in entry.takers
+            }
+            if full:
+                end = _special.sub(r"\\\1", self._event_id)
+                for pattern in (f"{IDEMPOTENCY_PREFIX}:*:{end}", f"{INBOX_PREFIX}*{end}"):
+                    keys |= set(self._client.scan_iter(match=pattern, count=_PAGE))
+            found: list[Remembered] = []
+            for key in sorted(_bytes(key) for key in keys):
+                value = self._wire.call(key, b"GET", key)
+                if value is not None:
+                    found.append(_remembered(key, value))
+        return tuple(found)
+
+
+def _remembered(key: bytes, value: bytes) -> Remembered:
+    name = key.decode(errors="backslashreplace")
+    if name.startswith(f"{IDEMPOTENCY_PREFIX}:"):
+        subscriber = name[len(IDEMPOTENCY_PREFIX) + 1 :].partition(":")[0]
+    else:  # conquiet:inbox:{tag}:subscriber/handler:source id
+        subscriber = name.partition("}:")[2].partition(":")[0]
+        subscriber = subscriber.replace("%3A", ":").replace("%25", "%")
+    return Remembered(name, subscriber, value.partition(b":")[0].decode(errors="replace"), "")
+
+
+def _bytes(key: bytes | str) -> bytes:
+    return key.encode() if isinstance(key, str) else key
