@@ -1,0 +1,108 @@
+"""A progress bar on stderr, for terminals, of what takes longer than two seconds."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from types import TracebackType
+from typing import TextIO
+
+from conquiet.cli.terminal import dim
+
+_AFTER_SECONDS = 2.0
+_EVERY_SECONDS = 0.1
+_CELLS = 30
+
+
+class Progress:
+    """Tells how far something has come, and leaves nothing behind on the screen.
+
+    >>> with Progress("replaying", 200) as progress:
+    ...     for done in range(200):
+    ...         progress.tell(done + 1)
+
+    Without a total it counts. `after` is how long it stays silent; nothing is ever written to
+    what is no terminal.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        total: int | None = None,
+        *,
+        after: float = _AFTER_SECONDS,
+        stream: TextIO | None = None,
+    ) -> None:
+        self.what = what
+        self.total = total
+        self.done = 0
+        self._stream = stream or sys.stderr
+        self._is_shown = self._stream.isatty()
+        self._began = time.monotonic()
+        self._next = self._began + after
+        self._has_drawn = False
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.clear()
+
+    def tell(self, done: int, what: str | None = None) -> None:
+        """So many are done; `what` says what is done now."""
+        self.done = done
+        self.what = what or self.what
+        if self._is_shown and time.monotonic() >= self._next:
+            self.draw()
+
+    def add(self, more: int = 1) -> None:
+        self.tell(self.done + more)
+
+    def draw(self) -> None:
+        """Now, whether it is time or not."""
+        if not self._is_shown:
+            return
+        width = shutil.get_terminal_size().columns
+        text = f"{self.what}  {self._bar()}"[: max(10, width - 1)]
+        self._stream.write(f"\r\x1b[K{text}")
+        self._stream.flush()
+        self._has_drawn = True
+        self._next = time.monotonic() + _EVERY_SECONDS
+
+    def clear(self) -> None:
+        """Take the bar away, so that something else can be printed."""
+        if self._has_drawn:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
+            self._has_drawn = False
+
+    def line(self, text: str) -> None:
+        """A line that stays, above the bar."""
+        self.clear()
+        if self._is_shown:
+            print(dim(text, self._stream), file=self._stream)
+
+    def _bar(self) -> str:
+        spent = time.monotonic() - self._began
+        speed = self.done / spent if spent > 0 else 0.0
+        if not self.total:
+            return f"{self.done:,}  {speed:,.0f}/s"
+        part = min(1.0, self.done / self.total)
+        full = round(part * _CELLS)
+        left = (self.total - self.done) / speed if speed else 0.0
+        ends = f"  {_clock(left)} left" if speed and self.done < self.total else ""
+        return (
+            f"[{'#' * full}{'.' * (_CELLS - full)}] {part:4.0%}  "
+            f"{self.done:,} of {self.total:,}{ends}"
+        )
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02d}"
