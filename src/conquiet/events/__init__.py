@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from conquiet.events.emitting import emit, emit_async
     from conquiet.events.idempotency import Idempotency, LeaseLost
     from conquiet.events.model import AppendOnly, OutboxEvent, mapped
+    from conquiet.events.outbox import EventsOutbox
     from conquiet.events.source import EventSource
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "ErrorRef",
     "Event",
     "EventSource",
+    "EventsOutbox",
     "Idempotency",
     "InvalidEvent",
     "LeaseLost",
@@ -41,6 +43,7 @@ __all__ = [
 _home = {
     "AppendOnly": "conquiet.events.model",
     "EventSource": "conquiet.events.source",
+    "EventsOutbox": "conquiet.events.outbox",
     "Idempotency": "conquiet.events.idempotency",
     "LeaseLost": "conquiet.events.idempotency",
     "OutboxEvent": "conquiet.events.model",

@@ -18,7 +18,7 @@ from uuid import UUID
 
 import msgspec
 
-from conquiet.errors import ConfigError, ConquietError, InvalidMessage
+from conquiet.errors import ConfigError, InvalidMessage, PermanentError
 from conquiet.events.envelope import ActorRef, Envelope
 from conquiet.events.event import Event, now
 
@@ -27,8 +27,8 @@ S = TypeVar("S", bound=type[msgspec.Struct])
 _value = re.compile(r"[a-z][a-z0-9_]{0,62}")
 
 
-class InvalidEvent(ConquietError):
-    """An event that must not be stored; the transaction was not touched."""
+class InvalidEvent(PermanentError):
+    """An event that must not be stored, now or later; the transaction was not touched."""
 
 
 class UnknownEvent(InvalidMessage):

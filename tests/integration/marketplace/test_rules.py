@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import func, select
 
 from conquiet import memory
-from conquiet.events import schema
+from conquiet.events import InvalidEvent, schema
 from conquiet.events.table import events_table
 from conquiet.marketplace.catalog import CATALOG
 from conquiet.marketplace.service import (
@@ -162,7 +162,7 @@ def test_a_discount_over_the_price_is_refused(service):
 def test_nul_in_a_title_is_refused_for_good(service):
     line = {"line_item_id": LINES[0], "product_id": uuid4(), "title": "a\0b", "category": "c"}
     line |= {"unit": "kg", "qty": 1, "unit_price_cents": 100}
-    with pytest.raises(Refused, match="NUL"):
+    with pytest.raises(InvalidEvent, match="NUL"):
         service.place(lines=[line], total_cents=300)
     assert service.status() is None
 

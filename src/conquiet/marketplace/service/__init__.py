@@ -6,12 +6,10 @@ from conquiet.marketplace.service.lifecycle import (
     Refused,
     WrongAmount,
 )
-from conquiet.marketplace.service.outbox import EventsOutbox
 from conquiet.marketplace.service.routing import marketplace_router
 from conquiet.marketplace.service.tables import init
 
 __all__ = [
-    "EventsOutbox",
     "IllegalTransition",
     "NotFound",
     "Refused",

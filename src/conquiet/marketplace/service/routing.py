@@ -7,11 +7,11 @@ from typing import Any
 
 from sqlalchemy import URL, Engine
 
+from conquiet.events.outbox import EventsOutbox
 from conquiet.marketplace.service.ads import Ads
 from conquiet.marketplace.service.licenses import Licenses
 from conquiet.marketplace.service.media import Media
 from conquiet.marketplace.service.orders import Orders
-from conquiet.marketplace.service.outbox import EventsOutbox
 from conquiet.marketplace.service.payments import Payments
 from conquiet.marketplace.service.rollups import Rollups
 from conquiet.middleware import DeadLetter
