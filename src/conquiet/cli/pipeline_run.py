@@ -171,11 +171,18 @@ class Progress:
         self.events = 0
         self.batches = 0
         self.lag: int | None = None
+        self.lost = 0
+        """Entries and rows that were gone before they were read (`failOnDataLoss=false`)."""
 
     def look(self, query: Any) -> None:
+        from conquiet.spark.progress import lost
+
         for progress in query.recentProgress:
-            if progress.batchId > self._last_batch and progress.numInputRows:
-                self._take(progress)
+            if progress.batchId > self._last_batch:
+                missed = sum(item.entries for item in lost(progress).values())
+                if progress.numInputRows or missed != self.lost:
+                    self.lost = missed
+                    self._take(progress)
 
     def _take(self, progress: Any) -> None:
         from conquiet.spark.progress import lag
@@ -188,10 +195,12 @@ class Progress:
         speed = progress.processedRowsPerSecond or 0.0
         if self._as_json:
             told = {"batch": progress.batchId, "events": progress.numInputRows}
-            print_json({**told, "events_per_second": round(speed, 1), "lag": self.lag})
+            told |= {"events_per_second": round(speed, 1), "lag": self.lag, "lost": self.lost}
+            print_json(told)
             sys.stdout.flush()
             return
         behind = "" if self.lag is None else f", lag {self.lag:,}"
+        behind += f", {self.lost:,} lost" if self.lost else ""
         text = f"batch {progress.batchId}: {progress.numInputRows:,} events, {speed:,.0f}/s{behind}"
         if self._over:
             print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
@@ -207,9 +216,10 @@ class Progress:
         self.clear()
         seconds = time.monotonic() - self._started
         how = "stopped" if stopped else "done"
+        missed = f"; {self.lost:,} were gone before they were read" if self.lost else ""
         print(
             f"{how}: {self.events:,} events in {self.batches:,} batches to {path},"
-            f" in {seconds:.1f} s",
+            f" in {seconds:.1f} s{missed}",
             file=sys.stderr,
         )
 

@@ -11,7 +11,7 @@ from conquiet.spark.register import register
 from conquiet.spark.session import session
 
 if TYPE_CHECKING:
-    from conquiet.spark.progress import LagListener, lag
+    from conquiet.spark.progress import LagListener, lag, lost
     from conquiet.spark.tables.reading import read_table, table_files
     from conquiet.spark.tables.writing import (
         append_once,
@@ -30,6 +30,7 @@ __all__ = [
     "appending",
     "events",
     "lag",
+    "lost",
     "read_table",
     "register",
     "replace_partitions",
@@ -44,6 +45,7 @@ _home = {
     "LagListener": "conquiet.spark.progress",
     "events": "conquiet.spark.typed",
     "lag": "conquiet.spark.progress",
+    "lost": "conquiet.spark.progress",
     "SparkWorker": "conquiet.spark.worker",
     "append_once": "conquiet.spark.tables.writing",
     "appending": "conquiet.spark.tables.writing",

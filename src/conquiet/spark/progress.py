@@ -1,4 +1,4 @@
-"""Progress: how far behind the end of the log a streaming query is."""
+"""Progress: how far behind the end of the log a streaming query is, and what it has missed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyspark.sql.streaming.listener import StreamingQueryListener
 
-from conquiet.spark.log.offsets import Position, entries_between, read_offsets
+from conquiet.spark.log.offsets import NOTHING, Lost, Position, entries_between, read_offsets
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,6 +26,29 @@ def lag(progress: Any) -> dict[str, int | None]:
             if at is not None:
                 waiting[stream] = 0 if at.id == last.id else entries_between(at, last)
     return waiting
+
+
+def lost(progress: Any) -> dict[str, Lost]:
+    """What each stream has lost that the query was still to read, since its checkpoint began.
+
+    Empty if nothing is missing, as it always is unless `failOnDataLoss=false`. The rows that an
+    outbox has lost are under the name `outbox`.
+    """
+    missed: dict[str, Lost] = {}
+    for source in progress.sources:
+        missed |= _lost_rows(source.endOffset)
+        for stream, at in _offsets(source.endOffset).items():
+            if at.lost != NOTHING:
+                missed[stream] = at.lost
+    return missed
+
+
+def _lost_rows(text: str | None) -> dict[str, Lost]:
+    """What an offset of an outbox says."""
+    try:
+        return {"outbox": Lost(*json.loads(text or "{}")["lost"])}
+    except (ValueError, KeyError, TypeError):
+        return {}
 
 
 def _offsets(text: str | None) -> dict[str, Position]:

@@ -128,6 +128,23 @@ def test_what_cleanup_took_is_a_warning_where_allowed(stream, url, engine, caplo
     assert "1 rows of outbox" in caplog.text
 
 
+def test_what_cleanup_took_is_counted_in_the_offsets_that_follow(stream, url, engine):
+    fill(engine, range(10))
+    planned = stream(url)
+    start = planned.initialOffset()
+    end = planned.latestOffset(start, ALL)
+    forget(engine, 3, 4)
+    again = stream(url, failOnDataLoss=False)  # after a crash: the batch is planned once more
+    assert len(ids(again, start, end)) == 8
+    told = again.latestOffset(end, ALL)
+    assert told == end | {"lost": [1, 2]}
+    assert again.latestOffset(told, ALL) == told
+    fill(engine, [10])
+    later = again.latestOffset(told, ALL)
+    assert ids(again, told, later) == ["e-10"]
+    assert later["lost"] == [1, 2]
+
+
 def test_rows_that_were_read_may_be_cleaned_up(stream, url, engine):
     fill(engine, range(5))
     reader = stream(url)

@@ -31,7 +31,10 @@ READ_OPTIONS = {
     "maxOffsetsPerTrigger": ("none", "entries per micro-batch, exactly, over all streams"),
     "minPartitions": ("none", "tasks at least, even if they are small"),
     "maxRecordsPerPartition": ("250000", "about how many entries a task reads at most"),
-    "failOnDataLoss": ("true", "fail when entries are gone before they were read; else warn"),
+    "failOnDataLoss": (
+        "true",
+        "fail when entries are gone before they were read; else warn and count",
+    ),
     "readerName": ("none", "registers the position, so that trimming keeps what is not read"),
     "mirrorGroup": ("none", "a group whose lag in XINFO GROUPS shows that of the query (Redis 7)"),
     "discoverySeconds": ("5", "how often patterns are looked up again"),

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 
 from conquiet.spark.log.connection import client_of
 from conquiet.spark.log.counting import Walk
 from conquiet.spark.log.limiting import limited
-from conquiet.spark.log.loss import Loss, loss_of, refuse
+from conquiet.spark.log.losses import Losses
 from conquiet.spark.log.offsets import START, Position, entries_between
 from conquiet.spark.log.options import ReadOptions
 from conquiet.spark.log.piece import BEGINNING, Piece, parts
 from conquiet.spark.log.standing import Standing
 from conquiet.spark.log.streams import Streams, StreamState
 from conquiet.spark.log.tasks import LogPartition, plan
-
-logger = logging.getLogger("conquiet.spark")
 
 Positions = dict[str, Position]
 
@@ -35,7 +32,7 @@ class Planner:
         self._ends: Positions = {}
         self._ways: dict[str, Walk] = {}
         """What was planned last, and what was counted for it."""
-        self._warned: set[Loss] = set()
+        self._losses = Losses(options)
         self.newest: Positions = {}
 
     def initial(self) -> Positions:
@@ -55,7 +52,7 @@ class Planner:
         names = sorted({*self._streams.names(), *start})
         states = self._streams.states(names)
         self.newest = {name: state.end for name, state in states.items()}
-        self._notice(start, states)
+        missing = self._losses.notice(start, states)
         starts: Positions = {}
         ends: Positions = {}
         for name in names:
@@ -71,7 +68,8 @@ class Planner:
         # A stream that is gone keeps its place; one that was not begun is not mentioned yet.
         kept = {name: at for name, at in start.items() if name not in ends}
         begun = {name: at for name, at in ends.items() if name in start or at.id != BEGINNING}
-        self._starts, self._ends = starts, kept | begun
+        self._starts = starts
+        self._ends = self._losses.counted(kept | begun, start, missing)
         return self._ends
 
     def _end(self, name: str, state: StreamState) -> Position | None:
@@ -85,7 +83,7 @@ class Planner:
         """The tasks that read from one offset to another."""
         starts, ways = self._starts, self._ways
         if end != self._ends:  # planned before the query was restarted
-            self._notice(start, self._streams.states(end))
+            self._losses.notice_again(start, end, self._streams.states(end))
             starts, ways = {}, {}
         pieces = []
         for name, to in end.items():
@@ -101,25 +99,6 @@ class Planner:
     def done(self, end: Positions) -> None:
         """All up to here is committed."""
         self._standing.tell({name: at for name, at in end.items() if at.id != BEGINNING})
-
-    # --- loss -------------------------------------------------------------------------------
-
-    def _notice(self, start: Mapping[str, Position], states: Mapping[str, StreamState]) -> None:
-        """Fail, or warn, if what follows `start` is not all there."""
-        losses = []
-        for name, position in start.items():
-            loss = loss_of(name, position, states.get(name))
-            if loss is None:
-                continue
-            # A server that does not count cannot tell what conquiet trimmed for good reason;
-            # and of what a registered reader has not read, it trims nothing.
-            is_trusted = not loss.is_certain and self._options.reader_name
-            if self._options.fail_on_data_loss and not is_trusted:
-                losses.append(loss)
-            elif loss not in self._warned:
-                self._warned.add(loss)
-                logger.warning("%s", loss)
-        refuse(losses)
 
 
 def _begin(start: Position | None, state: StreamState) -> Position:

@@ -2,7 +2,8 @@
 
 An offset is a position and how many rows were passed on the way to it: `{"position": "812-40017",
 "rows": 1200}`. A batch that is planned again, after a crash, is thereby known to be the same, or
-known to have lost rows to cleanup.
+known to have lost rows to cleanup. How many, and how often, then stands in the offsets that follow
+(`"lost": [1, 20]`), if the query was allowed to go on.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ class OutboxStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._survey: Survey | None = None
         self._target: Position | None = None
         self._planned: tuple[Offset, Offset, list[Stretch]] | None = None
+        self._late = 0
+        """Rows that were lost in a batch whose end was written before: for the next one to tell."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_survey": None, "_planned": None}  # tasks ask for no survey
@@ -73,16 +76,23 @@ class OutboxStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         after = _position(start)
         rows = limit.max_rows if isinstance(limit, ReadMaxRows) else None
         if self._target is not None and after >= self._target:
-            return start
+            return self._counted(start, start)
         stretches = self.survey.cut(after, self._target, rows)
         if not stretches:
             self._check_place(after)
-            return start
+            return self._counted(start, start)
         count = sum(one.rows or 0 for one in stretches)
         assert stretches[-1].upto is not None
-        end = _offset(stretches[-1].upto, start["rows"] + count)
+        end = self._counted(_offset(stretches[-1].upto, start["rows"] + count), start)
         self._planned = start, end, stretches
         return end
+
+    def _counted(self, end: Offset, start: Offset) -> Offset:
+        """An offset with all rows that the query has missed up to there."""
+        times, rows = start.get("lost", (0, 0))
+        if self._late:
+            times, rows, self._late = times + 1, rows + self._late, 0
+        return end | ({"lost": [times, rows]} if times else {})
 
     def reportLatestOffset(self) -> Offset:  # noqa: N802 - Spark's
         """Where the log ends, and for how many seconds an open transaction has held it there."""
@@ -107,6 +117,7 @@ class OutboxStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         gone = end["rows"] - start["rows"] - sum(one.rows or 0 for one in stretches)
         if gone > 0:
             lost(self.options, after, upto, gone)
+            self._late = gone
         return stretches
 
     def _check_place(self, position: Position) -> None:
