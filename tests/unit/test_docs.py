@@ -1,8 +1,12 @@
-"""The documentation is code: every Python block, every `$ conquiet …` and every doctest runs.
+"""The documentation is code: Python blocks, `$ conquiet …`, `$ python …` and doctests all run.
 
 The blocks of a document run in order, in one namespace, in an empty directory and a process of
 their own. A block with a title, as in ```python title="app.py", is written to that file first; of
-other languages than Python, it is only written. There is no way to leave a block out.
+other languages than Python, it is only written; if it names a file of this repository, it must be a
+part of that file, which has tests of its own. There is no way to leave a block out.
+
+A command that ends with & runs in the background until the document ends; then it is told to stop,
+and must end well.
 
 Where a document names REDIS_URL or DATABASE_URL, the variable names an empty server of the tests.
 A doctest may use `client`, a Redis client, without making it.
@@ -20,6 +24,7 @@ import sys
 import textwrap
 import types
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,6 +59,12 @@ class Block:
     def runs(self) -> bool:
         return self.language in ("python", "console") or self.title is not None
 
+    @property
+    def quotes(self) -> Path | None:
+        """The file of this repository that it shows a part of."""
+        path = ROOT / self.title if self.title else None
+        return path if path is not None and path.is_file() else None
+
 
 def blocks(document: str) -> Iterator[Block]:
     for found in _fence.finditer(document):
@@ -73,7 +84,16 @@ def run_document(path: Path) -> None:
     module = types.ModuleType("document")
     sys.modules["document"] = module  # where dataclasses and the like look names up
     sys.path.insert(0, os.getcwd())
+    with ExitStack() as background:
+        run_blocks(path, module, background)
+
+
+def run_blocks(path: Path, module: types.ModuleType, background: ExitStack) -> None:
     for block in blocks(path.read_text()):
+        if block.quotes is not None:
+            quoted = block.quotes.read_text()
+            assert block.text in quoted, f"{path.name}:{block.line}: not so in {block.title}"
+            continue
         if block.title is not None:
             Path(block.title).write_text(block.text)
         if block.language == "python":
@@ -82,8 +102,24 @@ def run_document(path: Path) -> None:
             exec(compile(code, str(path), "exec", dont_inherit=True), module.__dict__)
         elif block.language == "console":
             for command in commands(block.text):
-                if command.startswith("conquiet"):
+                if not command.startswith(("conquiet ", "python ")):
+                    continue
+                if command.endswith("&"):
+                    background.enter_context(running(command.rstrip("& ")))
+                else:
                     subprocess.run(["bash", "-c", command], check=True, timeout=200)
+
+
+@contextmanager
+def running(command: str) -> Iterator[None]:
+    process = subprocess.Popen(["bash", "-c", f"exec {command}"])
+    try:
+        yield
+        process.terminate()
+        assert process.wait(60) == 0, f"{command}: ended with {process.returncode}"
+    finally:
+        process.kill()
+        process.wait()
 
 
 def documents_with_code() -> list[Path]:
@@ -168,7 +204,13 @@ def test_commands_may_go_on_in_the_next_line() -> None:
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 @pytest.mark.parametrize(
-    "text", ["```python\n1 / 0\n```\n", "```console\n$ conquiet nonsense\n```\n"]
+    "text",
+    [
+        "```python\n1 / 0\n```\n",
+        "```console\n$ conquiet nonsense\n```\n",
+        "```console\n$ conquiet nonsense &\n```\n",
+        '```yaml title="compose.yaml"\nservices: {}\n```\n',
+    ],
 )
 def test_a_block_that_fails_is_noticed(
     text: str, tmp_path: Path, request: pytest.FixtureRequest
