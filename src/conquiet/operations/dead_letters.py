@@ -53,8 +53,8 @@ class Letter:
 class Wanted:
     """Which letters: all that is said must hold. `type` and `source` may have * and ?.
 
-    >>> Wanted(type="order.*", error="timeout")
-    Wanted(ids=(), type='order.*', source='', error='timeout', since=None, until=None)
+    >>> Wanted(type="order.*", error="timeout").type
+    'order.*'
     """
 
     ids: tuple[str, ...] = ()
@@ -65,8 +65,12 @@ class Wanted:
     """A part of the reason or of the traceback, in capitals or not."""
     since: datetime | None = None
     until: datetime | None = None
+    after: str = ""
+    """The id of the last letter that was seen: what follows is the next page."""
 
     def fits(self, letter: Letter) -> bool:
+        if self.after and _place(letter.id) <= _place(self.after):
+            return False
         if self.ids and letter.id not in self.ids and letter.event_id not in self.ids:
             return False
         if self.type and not fnmatchcase(letter.event_type, self.type):
@@ -240,6 +244,11 @@ _ABOUT = frozenset(
         *(dead_letter.TIME, dead_letter.TOPIC, dead_letter.ATTRIBUTES, STREAM, ENTRY),
     )
 )
+
+
+def _place(id_: str) -> tuple[int, ...]:
+    """Entry ids and numbers of lines in their order."""
+    return tuple(int(part) if part.isdecimal() else 0 for part in id_.split("-"))
 
 
 def _lines(traceback: str) -> str:

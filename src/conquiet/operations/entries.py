@@ -72,12 +72,16 @@ def pending(
     min_idle: float = 0.0,
     limit: int = 100,
     consumer: str | None = None,
+    after: str | None = None,
 ) -> list[PendingEntry]:
-    """What a group was given and has not acked, the oldest first; idle in seconds."""
+    """What a group was given and has not acked, the oldest first; idle in seconds.
+
+    `after` is the id of the last entry that was seen: what follows is the next page.
+    """
     with asking(f"group {group!r} of stream {stream!r}"):
         place = GroupStream(Wire(client), stream, stream, group, consumer or "")
         found: list[PendingEntry] = []
-        for row in _pending(place, consumer):
+        for row in _pending(place, consumer, id_after(after.encode()) if after else FIRST):
             if row.idle_ms >= min_idle * 1000:
                 found.append(_shown(row))
                 if len(found) == limit:
@@ -144,9 +148,8 @@ def _free(
     return done
 
 
-def _pending(place: GroupStream, consumer: str | None) -> Iterator[Pending]:
+def _pending(place: GroupStream, consumer: str | None, at: bytes = FIRST) -> Iterator[Pending]:
     """Page by page: filters of the server came with Redis 6.2."""
-    at = FIRST
     of = None if consumer is None else consumer.encode()
     while True:
         page = place.pending(at, LAST, _PAGE, of)

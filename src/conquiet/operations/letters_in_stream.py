@@ -55,10 +55,13 @@ class StreamLetters:
             last = self._wire.call(self._key, b"XREVRANGE", self._key, LAST, FIRST, b"COUNT", 1)
         if not last:
             return
-        at: bytes = FIRST
+        starts = [b"0-0"]
         if wanted.since is not None:
-            at = b"%d-0" % max(0, int(wanted.since.timestamp() * 1000))
-        while split_id(at if at != FIRST else b"0-0") <= split_id(last[0][0]):
+            starts.append(b"%d-0" % max(0, int(wanted.since.timestamp() * 1000)))
+        if wanted.after:
+            starts.append(id_after(wanted.after.encode()))
+        at = max(starts, key=split_id)
+        while split_id(at) <= split_id(last[0][0]):
             with asking(self.name):
                 page = self._wire.call(
                     self._key, b"XRANGE", self._key, at, last[0][0], b"COUNT", _PAGE

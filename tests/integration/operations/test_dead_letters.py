@@ -69,6 +69,15 @@ def test_letters_are_found_by_what_they_say(bury, letters, wanted, found) -> Non
     assert len(find(letters, wanted, limit=1)) == min(found, 1)
 
 
+def test_a_long_list_of_letters_is_found_page_by_page(bury, letters) -> None:
+    bury(5)
+    seen, after = [], ""
+    while page := find(letters, Wanted(after=after), limit=2):
+        seen += [letter.event_id for letter in page]
+        after = page[-1].id
+    assert seen == [f"m-{n}" for n in range(5)]
+
+
 def test_a_replay_gives_the_message_back_as_it_was(redis_client, bury, letters, source) -> None:
     bury(2, subject="c-1")
     tried = replay(letters, Wanted(("m-1",)), dry_run=True)

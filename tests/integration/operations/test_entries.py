@@ -39,6 +39,10 @@ def test_pending_by_idle_time_and_consumer(redis_client, publish, source) -> Non
     assert [item.consumer for item in found] == ["a", "a", "b"]
     assert found[0].deliveries == 1
     assert len(pending(redis_client, "orders", "billing", consumer="a", limit=1)) == 1
+    assert (
+        pending(redis_client, "orders", "billing", after=found[0].id, limit=1)[0].id == found[1].id
+    )
+    assert pending(redis_client, "orders", "billing", after=found[2].id) == []
     assert pending(redis_client, "orders", "billing", min_idle=3600) == []
     with pytest.raises(NotFound, match="is not there"):
         pending(redis_client, "orders", "nobody")
