@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Any, NamedTuple
 from uuid import UUID
 
@@ -116,7 +117,7 @@ def _payload(event: Event, declaration: Declaration) -> bytes:
 def _unknown(given: Any, kept: Any, where: str = "") -> Iterator[str]:
     """The fields, at every level, that were given and that no struct has: they would be lost."""
     if isinstance(kept, msgspec.Struct) and isinstance(given, dict):
-        fields = {field.encode_name: field.name for field in msgspec.structs.fields(kept)}
+        fields = _fields(type(kept))
         for name, value in given.items():
             if name not in fields:
                 yield f"{where}{name}"
@@ -128,6 +129,12 @@ def _unknown(given: Any, kept: Any, where: str = "") -> Iterator[str]:
     elif isinstance(given, dict) and isinstance(kept, dict):
         for name in given.keys() & kept.keys():
             yield from _unknown(given[name], kept[name], f"{where}{name}.")
+
+
+@lru_cache(maxsize=1024)
+def _fields(kind: type[msgspec.Struct]) -> dict[str, str]:
+    """A struct's fields by their names in JSON; msgspec works annotations out at every call."""
+    return {field.encode_name: field.name for field in msgspec.structs.fields(kind)}
 
 
 def _plain(data: Any) -> Any:

@@ -47,8 +47,8 @@ def emit(
             f"emit() takes a Session or a Connection, not {type(session).__name__};"
             " for asyncio there is emit_async()"
         )
-    for made in _statements(events, table, max_bytes):
-        session.execute(made)
+    into, rows = _checked(events, table, max_bytes)
+    session.execute(into, rows)  # compiled once, whatever their number
     if isinstance(session, Session):
         wake_after_commit(session, table)
     return [event.id for event in events]
@@ -87,7 +87,16 @@ def statement(
 
 
 def _statements(events: Sequence[Event], table: str, max_bytes: int) -> list[Insert]:
-    """All is checked before the first is sent; databases limit the parameters of one."""
+    """Each with its rows in it; databases limit the parameters of one."""
+    into, rows = _checked(events, table, max_bytes)
+    most = _MOST_PER_STATEMENT
+    return [into.values(rows[first : first + most]) for first in range(0, len(rows), most)]
+
+
+def _checked(
+    events: Sequence[Event], table: str, max_bytes: int
+) -> tuple[Insert, list[dict[str, Any]]]:
+    """The INSERT and its rows: all is checked before the first is sent."""
     if not events:
         raise ConfigError("emit at least one event")
     checked = [check(event, max_bytes) for event in events]
@@ -101,9 +110,7 @@ def _statements(events: Sequence[Event], table: str, max_bytes: int) -> list[Ins
         row: dict[str, Any] = one._asdict()
         row["payload_json"] = msgspec.json.decode(row["payload_json"])
         rows.append(row)
-    into = insert(_table(catalog, table))
-    most = _MOST_PER_STATEMENT
-    return [into.values(rows[first : first + most]) for first in range(0, len(rows), most)]
+    return insert(_table(catalog, table)), rows
 
 
 @lru_cache(maxsize=64)

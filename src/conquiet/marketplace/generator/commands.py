@@ -90,7 +90,7 @@ def commands(entries: Iterable[Entry]) -> Iterator[Message[bytes]]:
         if found is None:
             continue
         kind, fields = found
-        names = {field.name for field in msgspec.structs.fields(kind)}
+        names = kind.__struct_fields__
         given = {name: value for name, value in fields.items() if name in names}
         given["at"] = envelope["occurredAt"]
         given["actor"] = envelope.get("actor")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import Engine, Row, Table, insert, select, update
+from sqlalchemy import Engine, Row, Table, bindparam, insert, select, update
 
 from conquiet import sql
 from conquiet.marketplace.service.lifecycle import NotFound, Refused
@@ -16,13 +16,16 @@ class Book:
 
     def __init__(self, engine: Engine, table: Table, kind: str) -> None:
         self._engine = engine
-        self._table = table
         self._kind = kind
+        # Made once: to put a statement together takes as long as to execute it.
+        is_it = table.c.id == bindparam("key")
+        self._select = select(table).where(is_it).with_for_update()
+        self._insert = insert(table)
+        self._update = update(table).where(is_it)
 
     def find(self, id_: UUID) -> Row[Any] | None:
-        query = select(self._table).where(self._table.c.id == id_).with_for_update()
         with sql.connection(self._engine) as connection:
-            return connection.execute(query).one_or_none()
+            return connection.execute(self._select, {"key": id_}).one_or_none()
 
     def get(self, id_: UUID) -> Row[Any]:
         found = self.find(id_)
@@ -35,15 +38,15 @@ class Book:
         if self.find(values["id"]) is not None:
             raise Refused(f"{self._kind} {values['id']} exists already; nothing was changed")
         with sql.connection(self._engine) as connection:
-            connection.execute(insert(self._table), values)
+            connection.execute(self._insert, values)
 
     def add_all(self, rows: list[dict[str, Any]]) -> None:
         with sql.connection(self._engine) as connection:
-            connection.execute(insert(self._table), rows)
+            connection.execute(self._insert, rows)
 
     def change(self, id_: UUID, **values: Any) -> None:
         with sql.connection(self._engine) as connection:
-            connection.execute(update(self._table).where(self._table.c.id == id_), values)
+            connection.execute(self._update, {"key": id_, **values})
 
 
 def order_keys(order: Row[Any]) -> dict[str, UUID]:

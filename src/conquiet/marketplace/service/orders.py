@@ -7,7 +7,7 @@ from typing import Any
 from uuid import UUID, uuid5
 
 import msgspec
-from sqlalchemy import Engine, Row, select, update
+from sqlalchemy import Engine, Row, bindparam, select, update
 
 from conquiet import sql
 from conquiet.events.event import Event, now
@@ -35,6 +35,7 @@ from conquiet.marketplace.service.lifecycle import (
 from conquiet.marketplace.service.tables import LINES, ORDERS
 
 TTL_DAYS = 10
+_LINES_OF = select(LINES).where(LINES.c.order_id == bindparam("order")).order_by(LINES.c.position)
 
 
 class Orders:
@@ -129,7 +130,7 @@ class Orders:
 
     def deliver_order(self, command: commands.DeliverOrder) -> list[Event]:
         order = self._orders.get(command.order_id)
-        delivered = self._step(command, "delivered")
+        delivered = self._step(command, "delivered", order)
         to = order.buyer_store_id
         return [delivered, _notification(order.id, to, "order_delivered", delivered)]
 
@@ -142,7 +143,7 @@ class Orders:
                 f" {order.collected_cents} collected and {order.paid_cents} paid out;"
                 " it can be closed when the three are the same"
             )
-        return [self._step(command, "closed")]
+        return [self._step(command, "closed", order)]
 
     def cancel_order(self, command: commands.CancelOrder) -> list[Event]:
         at, order = command.at or now(), self._orders.get(command.order_id)
@@ -169,8 +170,10 @@ class Orders:
 
     # --- inside -----------------------------------------------------------------------------
 
-    def _step(self, command: commands.OrderCommand, to: str) -> Event:
-        order = self._orders.get(command.order_id)
+    def _step(
+        self, command: commands.OrderCommand, to: str, order: Row[Any] | None = None
+    ) -> Event:
+        order = order or self._orders.get(command.order_id)
         ORDER.check(order.id, order.status, to)
         return self._move(order, command, to, command.at or now(), order.total_cents)
 
@@ -209,9 +212,8 @@ class Orders:
         return [ended, _released(order, f"order_{status}", kept, at)]
 
     def _lines_of(self, order_id: UUID) -> list[Row[Any]]:
-        query = select(LINES).where(LINES.c.order_id == order_id).order_by(LINES.c.position)
         with sql.connection(self._engine) as connection:
-            return list(connection.execute(query))
+            return list(connection.execute(_LINES_OF, {"order": order_id}))
 
     def _decide_lines(self, order_id: UUID, kept: list[Row[Any]], rejected: set[UUID]) -> None:
         of_order = update(LINES).where(LINES.c.order_id == order_id)

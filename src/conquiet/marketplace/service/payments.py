@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import Engine, Row, select
+from sqlalchemy import Engine, Row, bindparam, select
 
 from conquiet import sql
 from conquiet.events.event import Event, now
@@ -20,6 +20,10 @@ from conquiet.marketplace.service import commands
 from conquiet.marketplace.service.book import Book, order_keys
 from conquiet.marketplace.service.lifecycle import IllegalTransition, Refused, WrongAmount
 from conquiet.marketplace.service.tables import LEDGER, ORDERS
+
+_ENTRIES = select(LEDGER.c.id).where(
+    LEDGER.c.order_id == bindparam("order"), LEDGER.c.kind == bindparam("of_kind")
+)
 
 
 class Payments:
@@ -98,9 +102,9 @@ class Payments:
             raise WrongAmount(f"order {order.id}: {due} cents are to be {what}, not {amount}")
 
     def _entries(self, order_id: UUID, kind: str) -> bool:
-        query = select(LEDGER.c.id).where(LEDGER.c.order_id == order_id, LEDGER.c.kind == kind)
         with sql.connection(self._engine) as connection:
-            return connection.execute(query).first() is not None
+            found = connection.execute(_ENTRIES, {"order": order_id, "of_kind": kind})
+            return found.first() is not None
 
     def _record(self, order_id: UUID, id_: UUID, kind: str, amount: int, at: datetime) -> None:
         """Once per order and kind, whatever the id of the ledger event."""
