@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import subprocess
 import sys
 import threading
@@ -12,40 +14,64 @@ import pytest
 
 from conquiet.errors import ConfigError
 from conquiet.spark.checkpoint import held, local_directory
-from conquiet.spark.session import is_local, recommended, session
+from conquiet.spark.session import _choose_python, is_local, recommended, session
 
 _TRY = """
-import json
+import json, logging, os, sys
+logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="said: %(message)s")
 from conquiet.spark.session import session
-spark = session("tried", master="local[1]", config={"spark.ui.enabled": False,
+spark = session("tried", config={"spark.ui.enabled": False,
     "spark.driver.memory": "512m", "spark.sql.shuffle.partitions": 7})
 told = spark.conquiet_settings
 found = {name: spark.sparkContext.getConf().get(name) for name in told}
-shown = spark.conf.get("spark.sql.shuffle.partitions"), spark.conf.get("spark.sql.session.timeZone")
+names = ("spark.sql.shuffle.partitions", "spark.sql.session.timeZone",
+    "spark.sql.streaming.stateStore.providerClass")
+shown = [spark.conf.get(name) for name in names]
 rows = spark.range(3).mapInArrow(lambda batches: batches, "id long").count()
-print(json.dumps([told, found, shown, rows, session() is spark]))
+print(json.dumps([told, found, shown, rows, session() is spark, spark.sparkContext.master]))
 """
+_OTHER_STORE = "org.apache.spark.sql.execution.streaming.state.HDFSBackedStateStoreProvider"
 
 
 @pytest.mark.slow
-def test_a_session_sets_what_nobody_else_has_set(spark, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["python", "spark-submit", "PYSPARK_SUBMIT_ARGS"])
+def test_a_session_sets_what_nobody_else_has_set_and_says_so(way, spark, tmp_path: Path) -> None:
+    """Asked for by `config`, in a file, and on the command line or in the environment."""
     (tmp_path / "spark-defaults.conf").write_text("spark.sql.session.timeZone Europe/Zurich\n")
+    (tmp_path / "job.py").write_text(_TRY)
     environment = {"SPARK_CONF_DIR": str(tmp_path), **_plain_environment()}
+    asked = ["--master", "local[1]"]
+    asked += ["--conf", f"spark.sql.streaming.stateStore.providerClass={_OTHER_STORE}"]
+    command = [sys.executable]
+    if way == "spark-submit":
+        command = [str(Path(sys.executable).with_name("spark-submit")), *asked]
+        environment["PYSPARK_PYTHON"] = sys.executable
+    elif way == "PYSPARK_SUBMIT_ARGS":
+        environment["PYSPARK_SUBMIT_ARGS"] = f"{shlex.join(asked)} pyspark-shell"
     done = subprocess.run(
-        [sys.executable, "-c", _TRY], env=environment, capture_output=True, text=True, timeout=100
+        [*command, str(tmp_path / "job.py")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    told, found, (partitions, zone), rows, is_same = json.loads(done.stdout.splitlines()[-1])
+    told, found, shown, rows, is_same, master = json.loads(done.stdout.splitlines()[-1])
     assert told == found
-    assert "spark.sql.streaming.checkpointFileManagerClass" in told
+    assert set(told) >= {
+        "spark.sql.streaming.checkpointFileManagerClass",
+        "spark.sql.python.filterPushdown.enabled",
+    }
     assert "spark.sql.shuffle.partitions" not in told
     assert "spark.sql.session.timeZone" not in told
-    assert (partitions, zone, rows, is_same) == ("7", "Europe/Zurich", 3, True)
+    assert (shown[:2], rows, is_same) == (["7", "Europe/Zurich"], 3, True)
+    if way != "python":
+        assert (shown[2], master) == (_OTHER_STORE, "local[1]")
+    said = [line.removeprefix("said: ") for line in done.stdout.splitlines()]
+    assert {f"set {name}={value}" for name, value in told.items()} <= set(said)
 
 
 def _plain_environment() -> dict[str, str]:
-    import os
-
     return {name: value for name, value in os.environ.items() if not name.startswith("PYSPARK")}
 
 
@@ -67,6 +93,21 @@ def test_a_running_session_is_taken_as_it_is_in_another_thread_too(spark) -> Non
     assert found == [spark]
     assert spark.conf.get("spark.sql.streaming.stateStore.providerClass") == before
     assert spark.conquiet_settings == {}
+
+
+def test_the_python_of_executors_is_the_one_that_was_named(monkeypatch) -> None:
+    monkeypatch.setenv("PYSPARK_PYTHON", "")  # so that it is put back afterwards
+    monkeypatch.delenv("PYSPARK_PYTHON")
+    _choose_python({"spark.pyspark.python": "/opt/python"}, "spark://host:7077")
+    assert os.environ["PYSPARK_PYTHON"] == "/opt/python"
+    monkeypatch.setenv("PYSPARK_PYTHON", "/usr/bin/python3")
+    _choose_python({"spark.pyspark.python": "/opt/python"}, "local[2]")
+    assert os.environ["PYSPARK_PYTHON"] == "/usr/bin/python3"
+    monkeypatch.delenv("PYSPARK_PYTHON")
+    _choose_python({}, "spark://host:7077")  # where it may lie elsewhere
+    assert "PYSPARK_PYTHON" not in os.environ
+    _choose_python({}, "local[2]")
+    assert os.environ["PYSPARK_PYTHON"] == sys.executable
 
 
 def test_a_cluster_gets_nothing_that_is_right_for_one_machine_only() -> None:

@@ -87,8 +87,7 @@ def _started(app: str, master: str | None, chosen: Settings) -> tuple[SparkSessi
     os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
     known = _known(master, chosen)
     where = known.get("spark.master", "local[*]")
-    if is_local(where):
-        os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # not the python3 on the PATH
+    _choose_python(known, where)
     ours = {name: value for name, value in recommended(where).items() if name not in known}
     builder = SparkSession.builder.master(where).config(map={**ours, **chosen})
     if "spark.app.name" not in known:
@@ -97,6 +96,14 @@ def _started(app: str, master: str | None, chosen: Settings) -> tuple[SparkSessi
     for name, value in sorted(ours.items()):
         logger.info("set %s=%s", name, value)
     return spark, ours
+
+
+def _choose_python(known: Settings, where: str) -> None:
+    """Executors of this machine run this Python, not the python3 on the PATH; or the one named."""
+    named = known.get("spark.pyspark.python")
+    if "PYSPARK_PYTHON" not in os.environ and (named is not None or is_local(where)):
+        os.environ["PYSPARK_PYTHON"] = named or sys.executable
+        logger.info("set PYSPARK_PYTHON=%s", os.environ["PYSPARK_PYTHON"])
 
 
 def _known(master: str | None, chosen: Settings) -> Settings:
