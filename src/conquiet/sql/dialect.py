@@ -29,6 +29,7 @@ _HANDLER_CODES = {"25P03", "25P04"}
 # Names of prepared statements that PgBouncer has mixed up: they begin as psycopg's own do.
 _PREPARED_CODES = {"26000", "42P05"}
 _PREPARED_NAME = "_pg3_"
+_PREPARE = "prepare_threshold"
 _READ_ONLY = "25006"
 _IN_FAILED_TRANSACTION = "25P02"
 _UNDEFINED_TABLE = "42P01"
@@ -47,7 +48,8 @@ def engine(url: str | URL, **options: Any) -> Engine:
     """A SQLAlchemy engine as conquiet wants it.
 
     PostgreSQL by psycopg, whatever the URL says before `://`; SQLite with a write-ahead log and
-    `BUSY_SECONDS` of patience. `options` go to `sqlalchemy.create_engine`.
+    `BUSY_SECONDS` of patience. `options` go to `sqlalchemy.create_engine`. Behind PgBouncer,
+    `?prepare_threshold=none` in the URL switches prepared statements off.
     """
     address = make_url(url)
     if address.drivername in ("postgresql", "postgres"):
@@ -57,7 +59,23 @@ def engine(url: str | URL, **options: Any) -> Engine:
         made = create_engine(address, connect_args=arguments, **options)
         event.listen(made, "connect", _write_ahead)
         return made
+    if _PREPARE in address.query:
+        arguments = {_PREPARE: _prepare_threshold(address), **options.pop("connect_args", {})}
+        options["connect_args"] = arguments
+        address = address.difference_update_query([_PREPARE])
     return create_engine(address, **options)
+
+
+def _prepare_threshold(address: URL) -> int | None:
+    """After how many runs psycopg prepares a statement; SQLAlchemy would pass it on as text."""
+    given = str(address.query[_PREPARE])
+    if given.lower() == "none":
+        return None
+    if given.isdecimal():
+        return int(given)
+    raise ConfigError(
+        f"{shown(address)}: {_PREPARE}={given!r:.40} is neither a whole number nor none"
+    )
 
 
 def as_engine(given: Engine | str | URL) -> Engine:
@@ -179,7 +197,7 @@ def one_line(error: BaseException) -> str:
     if _is_mixed_up(original):
         told += (
             " (behind PgBouncer, switch prepared statements off:"
-            " connect_args={'prepare_threshold': None})"
+            " ?prepare_threshold=none in the URL, or connect_args={'prepare_threshold': None})"
         )
     if _sqlstate(original) == _UNDEFINED_TABLE or "no such table" in told:
         told += " (conquiet outbox migrate makes the tables)"
