@@ -65,6 +65,10 @@ class Block:
         path = ROOT / self.title if self.title else None
         return path if path is not None and path.is_file() else None
 
+    def is_in(self, whole: str) -> bool:
+        """Whether it is a part of that text, however deep it stands there."""
+        return any(textwrap.indent(self.text, " " * depth) in f"\n{whole}" for depth in range(24))
+
 
 def blocks(document: str) -> Iterator[Block]:
     for found in _fence.finditer(document):
@@ -91,8 +95,9 @@ def run_document(path: Path) -> None:
 def run_blocks(path: Path, module: types.ModuleType, background: ExitStack) -> None:
     for block in blocks(path.read_text()):
         if block.quotes is not None:
-            quoted = block.quotes.read_text()
-            assert block.text in quoted, f"{path.name}:{block.line}: not so in {block.title}"
+            assert block.is_in(block.quotes.read_text()), (
+                f"{path.name}:{block.line}: not so in {block.title}"
+            )
             continue
         if block.title is not None:
             Path(block.title).write_text(block.text)

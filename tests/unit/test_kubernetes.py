@@ -1,0 +1,100 @@
+"""The manifests of deploy/kubernetes: they parse, fit together, and run commands that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from conquiet.cli import build_parser
+from conquiet.relay.health import Health
+from conquiet.relay.settings import SETTINGS
+
+FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "kubernetes"
+FILES = sorted(FOLDER.glob("*.yaml"))
+OTHER_VARIABLES = {"CONQUIET_REDIS_URL", "CONQUIET_DASHBOARD_TOKEN"}
+
+
+def documents() -> list[dict[str, Any]]:
+    return [found for path in FILES for found in yaml.safe_load_all(path.read_text())]
+
+
+def of_kind(kind: str) -> dict[str, dict[str, Any]]:
+    return {found["metadata"]["name"]: found for found in documents() if found["kind"] == kind}
+
+
+def pods() -> dict[str, dict[str, Any]]:
+    return {
+        name: found["spec"]["template"]["spec"]
+        for kind in ("Deployment", "Job")
+        for name, found in of_kind(kind).items()
+    }
+
+
+def containers() -> dict[str, dict[str, Any]]:
+    """Each pod has one."""
+    return {name: container for name, pod in pods().items() for container in pod["containers"]}
+
+
+def test_there_is_a_manifest_for_each_process() -> None:
+    assert {"conquiet-relay", "conquiet-worker", "conquiet-migrate"} <= set(containers())
+
+
+@pytest.mark.parametrize("name", containers())
+def test_a_command_is_one_of_conquiet(name: str) -> None:
+    program, *arguments = containers()[name]["command"]
+    assert program == "conquiet"
+    assert callable(build_parser().parse_args(arguments).run)
+
+
+def test_a_deployment_selects_its_own_pods() -> None:
+    for found in of_kind("Deployment").values():
+        assert found["apiVersion"] == "apps/v1"
+        wanted = found["spec"]["selector"]["matchLabels"].items()
+        assert wanted <= found["spec"]["template"]["metadata"]["labels"].items()
+
+
+def test_a_service_finds_its_pods_and_their_port() -> None:
+    for service in of_kind("Service").values():
+        [pod] = [
+            found["spec"]["template"]
+            for found in of_kind("Deployment").values()
+            if service["spec"]["selector"].items()
+            <= found["spec"]["template"]["metadata"]["labels"].items()
+        ]
+        named = {port["name"] for port in pod["spec"]["containers"][0]["ports"]}
+        assert {port["targetPort"] for port in service["spec"]["ports"]} <= named
+
+
+@pytest.mark.parametrize("probe", ["livenessProbe", "readinessProbe"])
+def test_the_relay_answers_its_probes(probe: str) -> None:
+    relay = containers()["conquiet-relay"]
+    asked = relay[probe]["httpGet"]
+    [port] = [port for port in relay["ports"] if port["name"] == asked["port"]]
+    [where] = [item["value"] for item in relay["env"] if item["name"] == "CONQUIET_OUTBOX_HEALTH"]
+    assert where == f"0.0.0.0:{port['containerPort']}"  # the kubelet asks from outside
+    health = Health({}, alive=lambda: None, metrics=lambda: b"")
+    assert health.respond(asked["path"])[0] == 200
+
+
+def test_a_relay_has_time_to_finish_its_batch() -> None:
+    [grace] = [setting.default for setting in SETTINGS if setting.name == "grace_s"]
+    assert pods()["conquiet-relay"]["terminationGracePeriodSeconds"] > int(grace)
+
+
+def test_secrets_and_settings_that_are_named_exist() -> None:
+    for container in containers().values():
+        for source in container["envFrom"]:
+            if "secretRef" in source:
+                assert source["secretRef"]["name"] in of_kind("Secret")
+            else:
+                assert source["configMapRef"]["name"] in of_kind("ConfigMap")
+
+
+def test_variables_are_settings() -> None:
+    known = {setting.variable for setting in SETTINGS} | OTHER_VARIABLES
+    used = {name for path in FILES for name in re.findall(r"CONQUIET_[A-Z_]+", path.read_text())}
+    assert used <= known
