@@ -28,6 +28,7 @@ from sqlalchemy import (
     select,
     table,
     true,
+    tuple_,
     update,
 )
 from sqlalchemy.exc import SQLAlchemyError
@@ -165,8 +166,12 @@ class Inspection:
         limit: int = 50,
         search: Search | None = None,
         newest: bool = False,
+        after: str | None = None,
     ) -> list[Entry]:
-        """What waits, the oldest first; or only what is parked, or what a search says."""
+        """What waits, the oldest first; or only what is parked, or what a search says.
+
+        `after` is the id of the last row that was seen: what follows is the next page.
+        """
         search = search or Search("parked" if parked else "waiting")
         named = self._named([search.id]) if search.id else None
         wanted = search.condition(self._states, self._searched, named)
@@ -174,9 +179,22 @@ class Inspection:
         # The key of the generic outbox counts up, and is an index of its own.
         order = (columns.created_at, columns.id) if self.is_events or not newest else (columns.id,)
         turned = [column.desc() for column in order] if newest else order
+        if after is not None:
+            wanted = and_(wanted, self._beyond(after, order, newest))
         query = select(*self._shown).where(wanted).order_by(*turned).limit(limit)
         with self._reading() as connection:
             return [_entry(row) for row in connection.execute(query)]
+
+    def _beyond(
+        self, id_: str, order: Sequence[ColumnElement[Any]], newest: bool
+    ) -> ColumnElement[bool]:
+        """What follows a row, compared by the database: SQLite has moments in several forms."""
+        seen = self._table.alias("seen")
+        columns = [seen.c[column.key] for column in order]
+        key = _uuid(id_) if self.is_events else int(id_) if id_.isdecimal() else None
+        one = select(*columns).where(seen.c.id == key).scalar_subquery()
+        here = tuple_(*order)
+        return here < one if newest else here > one
 
     def show(self, id_: str) -> tuple[Entry, dict[str, Any]] | None:
         """One row by its id or its event's id, with what it carries; None if there is none."""
