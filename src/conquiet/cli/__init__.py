@@ -12,11 +12,35 @@ from argparse import SUPPRESS, Action, ArgumentParser, Namespace
 from collections.abc import Sequence
 from typing import Any
 
-from conquiet.cli import doctor, kombu, outbox, pipeline, relay, worker
+from conquiet.cli import (
+    completion,
+    dead_letters,
+    doctor,
+    kombu,
+    outbox,
+    pipeline,
+    queue,
+    relay,
+    streams,
+    trace,
+    worker,
+)
 from conquiet.cli.terminal import FAILED, INTERRUPTED, OK, USAGE, Parser, one_line, red
 from conquiet.errors import ConfigError, ConquietError
 
-GROUPS = (worker, relay, outbox, kombu, pipeline, doctor)
+GROUPS = (
+    worker,
+    relay,
+    outbox,
+    queue,
+    streams,
+    dead_letters,
+    trace,
+    kombu,
+    pipeline,
+    doctor,
+    completion,
+)
 
 _EPILOG = """\
 example:

@@ -35,7 +35,7 @@ def _read_stdin(url: str, reading: Reading) -> Source:
 
 
 def _read_file(url: str, reading: Reading) -> Source:
-    path = _path(url)
+    path = file_path(url)
     try:
         stream = reading.files.enter_context(path.open("rb"))
         stream.peek(1)  # a directory can be opened, but not read
@@ -91,7 +91,7 @@ def _write_stdout(url: str, files: ExitStack) -> Sink:
 
 
 def _write_file(url: str, files: ExitStack) -> Sink:
-    return LinesSink(files.enter_context(_append_to(_path(url), "--sink")))
+    return LinesSink(files.enter_context(_append_to(file_path(url), "--sink")))
 
 
 def _write_redis(url: str, files: ExitStack) -> Sink:
@@ -153,7 +153,7 @@ def _append_to(path: Path, option: str) -> BinaryIO:
         raise ConfigError(f"{option} {path}: {error.strerror}; name a writable file") from None
 
 
-def _path(url: str) -> Path:
+def file_path(url: str) -> Path:
     rest = url.removeprefix("file:")
     path = rest.removeprefix("//") if rest.startswith("///") else rest
     if not path or path.startswith("//"):
@@ -196,7 +196,7 @@ def is_shareable(url: str) -> bool:
 def refuse_one_file_for_both(source: str, sink: str) -> None:
     """Every event written would be read again, for ever."""
     if source.startswith("file:") and sink.startswith("file:"):
-        ends = [_path(url) for url in (source, sink)]
+        ends = [file_path(url) for url in (source, sink)]
         if all(map(os.path.exists, ends)) and os.path.samefile(*ends):
             raise ConfigError(f"--source and --sink are one file, {ends[0]}; name two")
 

@@ -5,46 +5,29 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from importlib import metadata
-from typing import Literal
-from urllib.parse import urlsplit
 
-from conquiet.cli.terminal import FAILED, OK, dim, green, one_line, print_json, red
+from conquiet.cli.check import Check, Status
+from conquiet.cli.server_checks import server_checks
+from conquiet.cli.terminal import FAILED, OK, dim, green, print_json, red, yellow
 from conquiet.errors import ConfigError
-from conquiet.relay.masked import masked
-from conquiet.relay.sinks.url import trouble
 
-Status = Literal["ok", "absent", "broken"]
-
-_CONNECT_SECONDS = 3
 _OLDEST_JAVA = 17
 _HIDDEN_EXTRAS = ("all", "dev", "docs")
 _requirement = re.compile(r"([\w.-]+)\s*(?:\[([\w,\s-]*)\])?.*?(?:;(.*))?")
 _extra_marker = re.compile(r"""extra\s*==\s*['"]([\w-]+)['"]""")
 
 
-@dataclass(frozen=True)
-class Check:
-    """One thing that was looked at. Absent is no fault until somebody asks for it."""
-
-    section: str
-    name: str
-    status: Status
-    detail: str
-    fix: str = ""
-
-
 def examine(options: Namespace) -> int:
     checks = [
         _python(),
         *_packages(),
-        *_servers(options),
+        *server_checks(options.redis_url, options.database_url),
         _java(),
         *_embedded(),
     ]
@@ -77,7 +60,7 @@ def _print(checks: Sequence[Check]) -> None:
         if check.section != section:
             section = check.section
             print(f"{section}")
-        paint = {"ok": green, "absent": dim, "broken": red}[check.status]
+        paint = {"ok": green, "absent": dim, "notice": yellow, "broken": red}[check.status]
         status = paint(f"{check.status:<6}", sys.stdout)
         print(f"  {status}  {check.name:<{width}}  {check.detail}")
         if check.fix and check.status != "ok":
@@ -131,86 +114,6 @@ def _with_inherited(extra: str, extras: dict[str, set[str]]) -> set[str]:
         else:
             packages.add(item)
     return packages
-
-
-# --- servers --------------------------------------------------------------------------------
-
-
-def _servers(options: Namespace) -> Iterator[Check]:
-    redis = options.redis_url or os.environ.get("CONQUIET_REDIS_URL")
-    yield _redis(redis) if redis else _local("redis server", 6379, "CONQUIET_REDIS_URL")
-    database = options.database_url or os.environ.get("CONQUIET_DATABASE_URL")
-    yield _database(database) if database else _local("database", 5432, "CONQUIET_DATABASE_URL")
-
-
-def _local(name: str, port: int, variable: str) -> Check:
-    """Whether somebody listens; nobody has told us how to log in."""
-    try:
-        socket.create_connection(("localhost", port), timeout=1).close()
-    except OSError:
-        fix = f"export {variable}=… names one; conquiet.embedded can start a private one"
-        return Check("servers", name, "absent", f"nothing listens on localhost:{port}", fix)
-    detail = f"localhost:{port} accepts connections; set {variable} to have it checked"
-    return Check("servers", name, "ok", detail)
-
-
-def _redis(url: str) -> Check:
-    try:
-        import redis
-    except ModuleNotFoundError:
-        return _unchecked("redis server", url, "redis")
-    try:
-        with redis.Redis.from_url(
-            url, socket_connect_timeout=_CONNECT_SECONDS, socket_timeout=_CONNECT_SECONDS
-        ) as client:
-            info = client.info("server")
-        version = info.get("valkey_version") or info.get("redis_version")
-        return Check("servers", "redis server", "ok", f"{masked(url)}, version {version}")
-    except (redis.RedisError, OSError, ValueError) as error:
-        return _unreachable("redis server", url, error, "CONQUIET_REDIS_URL")
-
-
-def _database(url: str) -> Check:
-    try:
-        import sqlalchemy
-        from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
-
-        from conquiet.sql import engine
-    except ModuleNotFoundError:
-        return _unchecked("database", url, "postgres")
-    try:
-        is_sqlite = url.startswith("sqlite")
-        patience = {} if is_sqlite else {"connect_timeout": _CONNECT_SECONDS}
-        made = engine(url, connect_args=patience, poolclass=sqlalchemy.NullPool)
-        with made.connect() as connection:
-            version = ".".join(map(str, connection.dialect.server_version_info or ()))
-        detail = f"{masked(url)}, {made.dialect.name} {version}".rstrip()
-        return Check("servers", "database", "ok", detail)
-    except (ModuleNotFoundError, NoSuchModuleError):
-        return _unchecked("database", url, "postgres")
-    except (ArgumentError, SQLAlchemyError, OSError, ValueError) as error:
-        cause = getattr(error, "orig", None) or error
-        return _unreachable("database", url, cause, "CONQUIET_DATABASE_URL")
-
-
-def _unchecked(name: str, url: str, extra: str) -> Check:
-    fix = f"pip install 'conquiet[{extra}]'"
-    return Check("servers", name, "broken", f"{masked(url)}: no client is installed", fix)
-
-
-def _unreachable(name: str, url: str, error: BaseException, variable: str) -> Check:
-    secret = _secret(url)
-    reason = one_line(trouble(error, url) or repr(error))[:300]
-    reason = reason.replace(secret, "***") if secret else reason
-    fix = f"start the server, or correct {variable}"
-    return Check("servers", name, "broken", f"{masked(url)}: {reason}", fix)
-
-
-def _secret(url: str) -> str:
-    try:
-        return urlsplit(url).password or ""
-    except ValueError:
-        return ""
 
 
 # --- programs -------------------------------------------------------------------------------

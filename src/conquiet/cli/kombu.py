@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import re
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from conquiet.cli.terminal import FAILED, OK, dim, green, one_line, print_json, red, yellow
-from conquiet.errors import ConfigError, StoreError
+from conquiet.cli.confirmation import add_yes, confirmed
+from conquiet.cli.servers import add_redis, redis_at
+from conquiet.cli.table import print_table
+from conquiet.cli.terminal import FAILED, OK, green, one_line, print_json, red, yellow
+from conquiet.cli.verbs import add_group
+from conquiet.errors import ConfigError
 
 _INSPECT_EPILOG = """\
 examples:
@@ -39,16 +40,14 @@ _LETTERS_SHOWN = 100
 
 
 def register(commands: Any, common: ArgumentParser) -> None:
-    group = commands.add_parser(
+    verbs = add_group(
+        commands,
         "kombu",
-        help="the queues of Kombu and Celery on Redis Streams",
-        description="The queues of the transport redis-streams://, for Kombu and Celery.",
+        "the queues of Kombu and Celery on Redis Streams",
+        "conquiet kombu inspect --url redis-streams://localhost/0",
     )
-    verbs = group.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for parser in (_inspect_parser(verbs, common), _clean_parser(verbs, common)):
-        parser.add_argument(
-            "--url", help="Redis, or the URL of the broker; else CONQUIET_REDIS_URL"
-        )
+        add_redis(parser)
         parser.add_argument(
             "--prefix", default="", metavar="TEXT", help="the global_keyprefix of the application"
         )
@@ -89,14 +88,14 @@ def _clean_parser(verbs: Any, common: ArgumentParser) -> ArgumentParser:
         help="also delete the dead letters of this queue; may be given again",
         **many,
     )
-    parser.add_argument("--yes", action="store_true", help="do not ask before deleting")
+    add_yes(parser)
     parser.set_defaults(run=_clean)
     return parser
 
 
 def _inspect(options: Namespace) -> int:
     room = _room()
-    with _client(options.url) as client:
+    with redis_at(options.url) as client:
         found = {info.name: info for info in room.queues(client, options.prefix)}
         chosen = [found[name] for name in options.queues or found if name in found]
         letters = {}
@@ -107,7 +106,7 @@ def _inspect(options: Namespace) -> int:
                 if info.dead_letters
             }
     missing = _missing(options.queues, found, options.prefix)
-    is_well = not missing and not any(info.dead_letters or _stuck(info) for info in chosen)
+    is_well = not missing and not any(map(_is_in_trouble, chosen))
     if options.json:
         print_json({"ok": is_well, "queues": [_as_json(info, letters) for info in chosen]})
     else:
@@ -145,15 +144,11 @@ def _print_queues(chosen: Sequence[Any], letters: dict[str, list[Any]]) -> None:
     rows = [
         (
             info.name if info.exists else f"{info.name} (expired)",
-            *map(str, (info.ready, info.pending, info.alive, info.expired, info.dead_letters)),
+            *(info.ready, info.pending, info.alive, info.expired, info.dead_letters),
         )
         for info in chosen
     ]
-    widths = [max(map(len, column)) for column in zip(_HEAD, *rows, strict=True)]
-    print(dim(_line(_HEAD, widths), sys.stdout))
-    for info, row in zip(chosen, rows, strict=True):
-        line = _line(row, widths)
-        print(yellow(line, sys.stdout) if info.dead_letters or _stuck(info) else line)
+    print_table(_HEAD, rows, [yellow if _is_in_trouble(info) else None for info in chosen])
     for queue, some in letters.items():
         for letter in some:
             print(red(f"{queue} {letter.id}", sys.stdout), one_line(letter.reason))
@@ -161,21 +156,18 @@ def _print_queues(chosen: Sequence[Any], letters: dict[str, list[Any]]) -> None:
         print("conquiet kombu clean gives back what dead consumers hold", file=sys.stderr)
 
 
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    first, *rest = (
-        cell.rjust(width) if at else cell.ljust(width)
-        for at, (cell, width) in enumerate(zip(cells, widths, strict=True))
-    )
-    return "  ".join([first, *rest])
+def _is_in_trouble(info: Any) -> bool:
+    return bool(info.dead_letters or _stuck(info))
 
 
 def _clean(options: Namespace) -> int:
     room = _room()
     if options.force and not options.delete_queue:
         raise ConfigError("--force belongs to --delete-queue: name the queue to delete")
-    with _client(options.url) as client:
-        if not _confirmed(options):
-            return FAILED
+    going = _going(options)
+    if going and not confirmed(f"delete {going}", options.yes):
+        return FAILED
+    with redis_at(options.url) as client:
         known = {info.name for info in room.queues(client, options.prefix)}
         removed = room.remove_dead_consumers(client, options.prefix)
         expired = room.forget_expired_queues(client, options.prefix)
@@ -220,20 +212,12 @@ def _print_cleaned(
             )
 
 
-def _confirmed(options: Namespace) -> bool:
-    """Before anything is deleted for good, somebody says so."""
+def _going(options: Namespace) -> str:
+    """What the options ask to delete for good."""
     with_what = " with all its messages" if options.force else ""
     going = [f"the queue {name}{with_what}" for name in options.delete_queue]
     going += [f"the dead letters of {name}" for name in options.delete_dead_letters]
-    if not going or options.yes:
-        return True
-    what = ", ".join(going)
-    if not sys.stdin.isatty():
-        raise ConfigError(f"this deletes {what}; --yes says that you mean it")
-    if input(f"delete {what}? [y/N] ").strip().lower() in ("y", "yes"):
-        return True
-    print("nothing was deleted", file=sys.stderr)
-    return False
+    return ", ".join(going)
 
 
 def _room() -> Any:
@@ -244,27 +228,3 @@ def _room() -> Any:
             f"{error.name} is not installed: pip install 'conquiet[kombu]'"
         ) from error
     return inspection
-
-
-@contextmanager
-def _client(url: str | None) -> Iterator[Any]:
-    """Redis by its own URL, or by that of a broker: redis-streams://HOST, …+socket:///PATH."""
-    import redis
-
-    url = url or os.environ.get("CONQUIET_REDIS_URL")
-    if not url:
-        raise ConfigError("no Redis given: use --url, or set CONQUIET_REDIS_URL")
-    if url.startswith("sentinel"):
-        raise ConfigError("--url sentinel…: name the master itself, as redis://HOST:PORT/0")
-    plain = re.sub(r"^redis(-streams)?\+socket://", "unix://", url)
-    plain = re.sub(r"^(rediss?)-streams://", r"\1://", plain)
-    try:
-        client = redis.Redis.from_url(plain)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"--url: {error}") from error
-    try:
-        with client:
-            yield client
-    except redis.RedisError as error:
-        where = re.sub(r"://[^@/]*@", "://***@", url)
-        raise StoreError(f"{where}: {error}") from error

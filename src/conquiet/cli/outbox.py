@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from argparse import ArgumentParser, Namespace
 from typing import Any
 
 from conquiet.cli import outbox_rows, outbox_tables
+from conquiet.cli.servers import Reached, database_url
 from conquiet.cli.terminal import FAILED, OK, green, print_json, red
-from conquiet.errors import ConfigError, StoreError
+from conquiet.cli.verbs import add_group
 
 _SCHEMA_EPILOG = """\
 examples:
@@ -38,12 +38,12 @@ exit codes: 0 the tables are up to date, 1 it failed, 2 wrong usage or settings
 
 
 def register(commands: Any, common: ArgumentParser) -> None:
-    group = commands.add_parser(
+    verbs = add_group(
+        commands,
         "outbox",
-        help="the tables of inbox and outbox, and what waits or is parked in them",
-        description="The tables of conquiet, and the rows of the outbox.",
+        "the tables of inbox and outbox, and what waits or is parked in them",
+        "conquiet outbox status --url postgresql://app@localhost/shop",
     )
-    verbs = group.add_subparsers(title="commands", metavar="COMMAND", required=True)
     schema = verbs.add_parser(
         "schema",
         help="print the statements that create the tables",
@@ -51,7 +51,9 @@ def register(commands: Any, common: ArgumentParser) -> None:
         epilog=_SCHEMA_EPILOG,
         parents=[common],
     )
-    schema.add_argument("--dialect", required=True, choices=["postgresql", "sqlite"])
+    schema.add_argument(
+        "--dialect", required=True, choices=["postgresql", "sqlite"], help="of which database"
+    )
     schema.set_defaults(run=_schema)
     verify = verbs.add_parser(
         "verify",
@@ -90,7 +92,7 @@ def _schema(options: Namespace) -> int:
 
 def _verify(options: Namespace) -> int:
     tables = outbox_tables.tables_of(options)
-    url = database_url(options, must_exist=True)
+    url = database_url(options.url, must_exist=True)
     with Reached(url):
         differences = tables.verify(url)
     if options.json:
@@ -110,7 +112,7 @@ def _verify(options: Namespace) -> int:
 
 def _migrate(options: Namespace) -> int:
     tables = outbox_tables.tables_of(options)
-    url = database_url(options)
+    url = database_url(options.url)
     with Reached(url):
         tables.migrate(url)
     if options.json:
@@ -118,48 +120,3 @@ def _migrate(options: Namespace) -> int:
     else:
         print(green("the tables are up to date", sys.stdout))
     return OK
-
-
-def database_url(options: Namespace, must_exist: bool = False) -> Any:
-    from sqlalchemy import make_url
-    from sqlalchemy.exc import ArgumentError
-
-    from conquiet.relay.settings import setting
-    from conquiet.sql.schema import DIALECTS
-
-    text = options.url or setting("database", required=False)
-    if not text:
-        raise ConfigError("no database given: use --url, or set CONQUIET_DATABASE_URL")
-    try:
-        url = make_url(text)
-    except ArgumentError:
-        raise ConfigError(
-            "--url is no database URL; write postgresql://USER@HOST/NAME or sqlite:///FILE"
-        ) from None
-    name = url.get_backend_name()
-    kind = "postgresql" if name == "postgres" else name
-    if kind not in DIALECTS:
-        raise ConfigError(f"--url {kind}://: conquiet works with {' and '.join(DIALECTS)}")
-    if must_exist and kind == "sqlite" and not os.path.exists(url.database or ""):
-        raise ConfigError(f"no file {url.database!r}; conquiet outbox migrate would make it")
-    return url
-
-
-class Reached:
-    """Says in one line that a database is out of reach, where SQLAlchemy takes five."""
-
-    def __init__(self, url: Any) -> None:
-        self._url = url
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        from sqlalchemy.exc import DBAPIError, NoSuchModuleError
-
-        where = self._url.set(query={}).render_as_string()  # a query may hold a password too
-        if isinstance(error, DBAPIError):
-            raise StoreError(f"{where}: {error.orig}") from error
-        if isinstance(error, (NoSuchModuleError, ModuleNotFoundError)):
-            raise ConfigError(
-                f"{where}: its driver is not installed: pip install 'conquiet[postgres]'"
-            ) from error

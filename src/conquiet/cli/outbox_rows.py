@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import re
 import sys
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
-from conquiet.cli.numbers import count
+from conquiet.cli.confirmation import add_yes, confirmed
+from conquiet.cli.numbers import age, count
+from conquiet.cli.progress import Progress
+from conquiet.cli.servers import database_at
+from conquiet.cli.table import print_facts
 from conquiet.cli.terminal import FAILED, OK, dim, green, one_line, print_json, yellow
 from conquiet.errors import ConfigError
 
-_UNITS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 _VERBS: tuple[tuple[str, str, str, str], ...] = (
     (
         "status",
@@ -26,7 +28,7 @@ _VERBS: tuple[tuple[str, str, str, str], ...] = (
     (
         "list",
         "what waits, the oldest first; --parked: what has used up its attempts",
-        "conquiet outbox list --parked",
+        "conquiet outbox list --parked --type 'order.*' --error timeout",
         "0 listed, 1 the database is out of reach, 2 wrong usage",
     ),
     (
@@ -74,21 +76,36 @@ def register(verbs: Any, common: ArgumentParser) -> None:
             help="when rows of outbox_events count as parked (CONQUIET_OUTBOX_MAX_ATTEMPTS)",
         )
         parser.add_argument("--json", action="store_true", help="answer in JSON")
-    parsers["list"].add_argument("--parked", action="store_true", help="only what is parked")
-    parsers["list"].add_argument(
-        "--limit", type=count, default=50, metavar="N", help="rows at most (50)"
-    )
+    _add_search(parsers["list"])
     parsers["show"].add_argument("id", metavar="ID", help="id of the event, or of the row")
     parsers["retry"].add_argument("ids", nargs="*", metavar="ID", help="ids of events or of rows")
     parsers["retry"].add_argument("--all", action="store_true", help="all that is parked")
     parsers["prune"].add_argument(
         "--older-than",
-        type=_age,
+        type=age,
         default=timedelta(days=7),
         metavar="AGE",
         help="how long ago it was published: 12h, 7d (7d)",
     )
-    parsers["prune"].add_argument("--yes", action="store_true", help="do not ask")
+    add_yes(parsers["prune"])
+
+
+def _add_search(parser: ArgumentParser) -> None:
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--parked", action="store_true", help="only what is parked")
+    which.add_argument(
+        "--state",
+        choices=("waiting", "pending", "parked", "published", "any"),
+        default="waiting",
+        help="(waiting: not published yet)",
+    )
+    parser.add_argument("--type", default="", metavar="TYPE", help="of the event; * is anything")
+    parser.add_argument(
+        "--aggregate", default="", metavar="ID", help="its id or type; else key or topic"
+    )
+    parser.add_argument("--error", default="", metavar="TEXT", help="a part of the last error")
+    parser.add_argument("--newest", action="store_true", help="the newest first")
+    parser.add_argument("--limit", type=count, default=50, metavar="N", help="rows at most (50)")
 
 
 def _status(options: Namespace) -> int:
@@ -108,7 +125,11 @@ def _status(options: Namespace) -> int:
 
 def _list(options: Namespace) -> int:
     with _inspection(options) as inspection:
-        entries = inspection.entries(parked=options.parked, limit=options.limit)
+        from conquiet.relay.search import Search
+
+        state: Any = "parked" if options.parked else options.state
+        search = Search(state, type=options.type, aggregate=options.aggregate, error=options.error)
+        entries = inspection.entries(search=search, newest=options.newest, limit=options.limit)
     if options.json:
         print_json([asdict(entry) for entry in entries])
         return OK
@@ -121,7 +142,9 @@ def _list(options: Namespace) -> int:
         if entry.last_error:
             print(dim(f"    {one_line(entry.last_error):.200}", sys.stdout))
     if not entries:
-        print(green("nothing is parked" if options.parked else "nothing waits", sys.stdout))
+        is_plain = search in (Search("waiting"), Search("parked"))
+        nothing = "nothing is parked" if state == "parked" else "nothing waits"
+        print(green(nothing, sys.stdout) if is_plain else "no such row")
     return OK
 
 
@@ -136,9 +159,7 @@ def _show(options: Namespace) -> int:
     if options.json:
         print_json(whole)
         return OK
-    width = max(map(len, whole))
-    for name, value in whole.items():
-        print(f"{name:<{width}}  {'-' if value in (None, '') else value}")
+    print_facts(list(whole.items()))
     return OK
 
 
@@ -159,10 +180,14 @@ def _retry(options: Namespace) -> int:
 
 def _prune(options: Namespace) -> int:
     with _inspection(options) as inspection:
-        count = inspection.prunable(options.older_than)
-        if not options.yes and not _confirmed(count, inspection.name, options.older_than):
+        what = (
+            f"delete {inspection.prunable(options.older_than):,} rows of {inspection.name} that"
+            f" were published more than {options.older_than} ago"
+        )
+        if not confirmed(what, options.yes):
             return FAILED
-        removed = inspection.prune(options.older_than)
+        with Progress("pruning") as progress:
+            removed = inspection.prune(options.older_than, tell=progress.tell)
     if options.json:
         print_json({"removed": removed})
     else:
@@ -179,39 +204,15 @@ _COMMANDS: dict[str, Callable[[Namespace], int]] = {
 }
 
 
-def _confirmed(count: int, table: str, age: timedelta) -> bool:
-    if not sys.stdin.isatty():
-        raise ConfigError(f"{count} rows would be deleted; --yes says that you mean it")
-    question = f"delete {count} rows of {table} that were published more than {age} ago? [y/N] "
-    if input(question).strip().lower() in ("y", "yes"):
-        return True
-    print("nothing was deleted", file=sys.stderr)
-    return False
-
-
 @contextmanager
 def _inspection(options: Namespace) -> Iterator[Any]:
     """The table that was named, by an engine that is disposed at the end."""
-    from conquiet.cli.outbox import Reached, database_url
     from conquiet.relay.settings import setting
 
     # What was said here, or what the relay itself goes by.
     table = options.table or setting("table")
     attempts = options.max_attempts or setting("max_attempts")
-    url = database_url(options, must_exist=True)
-    with Reached(url):
+    with database_at(options.url) as engine:
         from conquiet.relay.inspection import Inspection
-        from conquiet.sql import engine as make_engine
 
-        engine = make_engine(url)
-        try:
-            yield Inspection(engine, table, max_attempts=attempts)
-        finally:
-            engine.dispose()
-
-
-def _age(text: str) -> timedelta:
-    found = re.fullmatch(r"(\d{1,6})([smhd])", text)
-    if found is None or int(found[1]) == 0:
-        raise ArgumentTypeError(f"{text!r} is not an age such as 90m, 12h or 7d")
-    return timedelta(seconds=int(found[1]) * _UNITS[found[2]])
+        yield Inspection(engine, table, max_attempts=attempts)

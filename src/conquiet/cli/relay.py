@@ -6,6 +6,7 @@ from argparse import SUPPRESS, ArgumentParser, Namespace
 from typing import Any
 
 from conquiet.cli.terminal import FAILED, OK, print_json
+from conquiet.cli.verbs import add_group
 from conquiet.relay.settings import CONFIG_VARIABLE, SECTION, SETTINGS, load
 
 _RUN = f"""\
@@ -32,8 +33,8 @@ exit codes:
 
 
 def register(commands: Any, common: ArgumentParser) -> None:
-    group = commands.add_parser("relay", help="publish an outbox", description="Publish an outbox.")
-    verbs = group.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    example = "conquiet relay run --database postgresql://app@localhost/shop --sink redis:"
+    verbs = add_group(commands, "relay", "publish an outbox", example)
     run = verbs.add_parser(
         "run",
         help="publish an outbox until a signal comes",

@@ -13,11 +13,24 @@ OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 
 class Parser(ArgumentParser):
-    """Keeps the layout of examples, takes no abbreviations, and complains in one line."""
+    """Keeps the layout of examples, takes no abbreviations, and complains in one line.
+
+    Options may stand anywhere among the arguments of a command: `retry --table sales ID`.
+    """
 
     def __init__(self, **settings: Any) -> None:
         settings.setdefault("formatter_class", RawDescriptionHelpFormatter)
         super().__init__(allow_abbrev=False, **settings)
+        self._is_mixing = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if self._is_mixing or self._subparsers is not None:  # argparse mixes in commands only
+            return super().parse_known_args(args, namespace)
+        self._is_mixing = True
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._is_mixing = False
 
     def error(self, message: str) -> NoReturn:
         mark = red(f"{self.prog}: error:", sys.stderr)

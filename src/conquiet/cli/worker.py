@@ -6,6 +6,7 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from typing import Any
 
 from conquiet.cli.numbers import count, seconds
+from conquiet.cli.verbs import add_group
 
 _RUN = """\
 Run a router, or a worker, of your own until its source ends or a signal comes.
@@ -44,8 +45,8 @@ exit codes:
 
 
 def register(commands: Any, common: ArgumentParser) -> None:
-    group = commands.add_parser("worker", help="consume messages", description="Consume messages.")
-    verbs = group.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    example = "conquiet worker run app:router < commands.jsonl > events.jsonl"
+    verbs = add_group(commands, "worker", "consume messages", example)
     run = verbs.add_parser(
         "run",
         help="run a router or a worker",

@@ -6,7 +6,7 @@ attempts are used up, and `outbox_events`, whose locked layout has only the coun
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -239,10 +239,10 @@ class Inspection:
                 old = published < func.datetime("now", ago, type_=Text)
             return int(connection.execute(query.where(old)).scalar_one())
 
-    def prune(self, older_than: timedelta) -> int:
+    def prune(self, older_than: timedelta, tell: Callable[[int], object] | None = None) -> int:
         """Delete what was published longer ago than that, in small transactions."""
         cleanup = Cleanup(self.engine, inbox=None, outbox=self.name, retention=older_than)
-        return cleanup.run_once().outbox
+        return cleanup.run_once(tell).outbox
 
     def _named(self, ids: Sequence[str]) -> ColumnElement[bool]:
         if self.is_events:  # by the primary key, however the UUIDs are written

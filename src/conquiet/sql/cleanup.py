@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -71,14 +72,16 @@ class Cleanup:
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def run_once(self) -> Removed:
-        """One round now: everything that is old enough, batch by batch."""
+    def run_once(self, tell: Callable[[int], object] | None = None) -> Removed:
+        """One round now: everything that is old enough, batch by batch; `tell` is told how many."""
         removed = {"inbox": 0, "outbox": 0}
         for name, statement in (("inbox", self._inbox), ("outbox", self._outbox)):
             while statement is not None and not self._stopping.is_set():
                 began = time.monotonic()
                 count = self._delete(statement)
                 removed[name] += count
+                if tell is not None:
+                    tell(sum(removed.values()))
                 if count < self.batch:
                     break
                 # As long again for the others: on SQLite they could not write meanwhile.

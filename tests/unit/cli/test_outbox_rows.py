@@ -114,7 +114,7 @@ def test_prune_deletes_what_was_published_long_ago_and_nothing_else(url, capsys)
 
 def test_prune_asks(url, capsys, monkeypatch) -> None:
     assert main(["outbox", "prune"]) == 2
-    assert "1 rows would be deleted; --yes" in capsys.readouterr().err
+    assert "this would delete 1 rows of outbox" in capsys.readouterr().err
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", lambda question: "n")
     assert main(["outbox", "prune"]) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -12,7 +13,9 @@ from collections.abc import Iterator
 import pytest
 
 from conquiet.cli import build_parser, main
+from conquiet.cli.confirmation import confirmed
 from conquiet.cli.terminal import has_colour, red
+from conquiet.errors import ConfigError
 
 HEAVY = {
     *("alembic", "celery", "confluent_kafka", "google", "hiredis", "jinja2", "jsonschema"),
@@ -62,6 +65,68 @@ def test_every_command_shows_an_example_and_its_exit_codes(command: str) -> None
     assert "exit codes" in help_text
     assert "--json" in help_text
     assert "--debug" in help_text
+
+
+DELETES = ("outbox prune", "dead-letters drop", "streams trim", "kombu clean")
+
+
+def parsers(parser: ArgumentParser, path: str = "") -> Iterator[tuple[str, ArgumentParser]]:
+    yield path, parser
+    for action in parser._actions:
+        if isinstance(action, _SubParsersAction):
+            for name, child in action.choices.items():
+                yield from parsers(child, f"{path} {name}".strip())
+
+
+PARSERS = dict(parsers(build_parser()))
+
+
+@pytest.mark.parametrize("path", PARSERS)
+def test_every_parser_keeps_to_the_form(path: str) -> None:
+    parser = PARSERS[path]
+    assert not parser.allow_abbrev
+    assert (
+        path == "pipeline"
+        or f"conquiet {path}".strip() in (parser.epilog or "").partition("example")[2]
+    )
+    assert path == "pipeline" or "exit codes" in parser.format_help()
+    if path.startswith("pipeline"):
+        return
+    actions = [item for item in parser._actions if not isinstance(item, _SubParsersAction)]
+    for action in actions:
+        assert action.help, f"{path} {action.option_strings or action.dest}: no help"
+    for line in parser.format_help().splitlines():
+        assert len(line) <= 120 or "://" in line, line
+
+
+def test_what_deletes_asks_or_takes_yes() -> None:
+    asking = {path for path, parser in COMMANDS.items() if "--yes" in parser.format_help()}
+    assert set(DELETES) <= asking
+    for path, parser in COMMANDS.items():
+        if "delete" in (parser.description or "").lower():
+            assert path in asking, path
+
+
+def test_nothing_is_deleted_by_a_script_that_does_not_say_yes(monkeypatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    with pytest.raises(ConfigError, match="--yes says that you mean it"):
+        confirmed("delete all", yes=False)
+    assert confirmed("delete all", yes=True)
+
+
+def test_whoever_is_asked_may_say_no(capsys, monkeypatch) -> None:
+    monkeypatch.setattr("sys.stdin", Screen(True))
+    for answer, expected in (("y", True), ("YES ", True), ("", False), ("n", False)):
+        monkeypatch.setattr("builtins.input", lambda _, answer=answer: answer)
+        assert confirmed("delete all", yes=False) is expected
+    assert "nothing was deleted" in capsys.readouterr().err
+
+
+def test_options_may_stand_before_arguments() -> None:
+    parser = build_parser()
+    for order in (["--table", "sales", "a", "b"], ["a", "--table", "sales", "b"]):
+        chosen = parser.parse_args(["outbox", "retry", *order])
+        assert (chosen.table, chosen.ids) == ("sales", ["a", "b"])
 
 
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:

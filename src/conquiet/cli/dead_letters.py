@@ -1,0 +1,273 @@
+"""`conquiet dead-letters list|show|replay|drop`: what was given up, in streams, files, queues."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from typing import Any
+
+from conquiet.cli.confirmation import add_yes, confirmed
+from conquiet.cli.numbers import count, moment
+from conquiet.cli.progress import Progress
+from conquiet.cli.servers import add_redis, redis_at
+from conquiet.cli.table import print_facts, print_table
+from conquiet.cli.terminal import FAILED, OK, dim, green, one_line, print_json, red
+from conquiet.cli.verbs import Verb, add_group, add_verb
+from conquiet.errors import ConfigError
+
+_PLACES = """
+PLACE is the name of a Redis stream, file:PATH of JSON lines (worker run --dead-letters), or
+kombu:QUEUE. A letter is named by its place in there (entry id, line) or by the id of its event.
+"""
+_SHOWN = 160
+
+
+def register(commands: Any, common: ArgumentParser) -> None:
+    verbs = add_group(
+        commands,
+        "dead-letters",
+        "messages that were given up: why, and another try",
+        "conquiet dead-letters list orders-dead --error timeout",
+    )
+    listed, show, replay, drop = (add_verb(verbs, common, verb) for verb in _VERBS)
+    listed.add_argument("place", nargs="?", metavar="PLACE", help="(which streams hold some)")
+    for parser in (show, replay, drop):
+        parser.add_argument("place", metavar="PLACE", help="a stream, file:PATH or kombu:QUEUE")
+    show.add_argument("id", metavar="ID", help="of the letter, or of its event")
+    for parser in (replay, drop):
+        parser.add_argument("ids", nargs="*", metavar="ID", help="of letters, or of their events")
+        parser.add_argument("--all", action="store_true", help="all that are there")
+        parser.add_argument("--dry-run", action="store_true", help="say what would be done")
+    for parser in (listed, replay, drop):
+        _add_wanted(parser)
+    for parser in (listed, show, replay, drop):
+        add_redis(parser)
+        parser.add_argument(
+            "--prefix", default="", metavar="TEXT", help="of kombu:QUEUE, its global_keyprefix"
+        )
+    replay.add_argument(
+        "--to", metavar="WHERE", help="another stream or queue; of a file, a sink: redis:?stream=…"
+    )
+    add_yes(drop)
+
+
+def _add_wanted(parser: ArgumentParser) -> None:
+    parser.add_argument("--type", default="", metavar="TYPE", help="of the event; may have * and ?")
+    parser.add_argument("--source", default="", metavar="SOURCE", help="likewise")
+    parser.add_argument("--error", default="", metavar="TEXT", help="in the reason or traceback")
+    for name, what in (("--since", "died then or later"), ("--until", "then or earlier")):
+        parser.add_argument(
+            name, type=moment, metavar="TIME", help=f"{what}: 2h ago, or 2026-01-31T12:00 (UTC)"
+        )
+    parser.add_argument("--limit", type=count, metavar="N", help="letters at most (list: 100)")
+
+
+def _list(options: Namespace) -> int:
+    if options.place is None:
+        return _list_places(options)
+    from conquiet.operations import find
+
+    with _letters(options) as letters:
+        found = find(letters, _wanted(options), options.limit or 100)
+    if options.json:
+        print_json([asdict(letter) for letter in found])
+        return OK
+    for letter in found:
+        print(
+            f"{letter.id}  {letter.time}  {letter.event_type}  {letter.event_id}"
+            f"  {letter.attempts} attempts".rstrip()
+        )
+        print(dim(f"    {one_line(letter.reason):.{_SHOWN}}", sys.stdout))
+    if not found:
+        print(green("no dead letters", sys.stdout))
+    return OK
+
+
+def _list_places(options: Namespace) -> int:
+    from conquiet.operations import letter_streams
+
+    with redis_at(options.url) as client:
+        found = letter_streams(client)
+    if options.json:
+        print_json([{"stream": name, "letters": length} for name, length in found.items()])
+    elif not found:
+        print(green("no stream holds dead letters", sys.stdout))
+    else:
+        print_table(("stream", "letters"), list(found.items()))
+    return OK
+
+
+def _show(options: Namespace) -> int:
+    from conquiet.operations import show
+
+    with _letters(options) as letters:
+        letter = show(letters, options.id)
+    if options.json:
+        print_json(asdict(letter))
+        return OK
+    facts = asdict(letter)
+    attributes = facts.pop("attributes")
+    data, traceback = facts.pop("data"), facts.pop("traceback")
+    print_facts(list(facts.items()))
+    print_facts([("attributes", "\n".join(f"{n}: {v}" for n, v in attributes.items()) + "\n")])
+    print_facts([("data", f"{data}\n"), ("traceback", f"{traceback}\n" if traceback else "")])
+    return OK
+
+
+def _replay(options: Namespace) -> int:
+    from conquiet.operations import replay
+
+    wanted = _chosen(options)
+    is_file = options.place.startswith("file:")
+    with _letters(options) as letters, Progress("replaying") as progress:
+        outcome = replay(
+            letters,
+            wanted,
+            to=None if is_file else options.to,
+            limit=options.limit,
+            dry_run=options.dry_run,
+            tell=progress.tell,
+        )
+    return _told(outcome, options, "replayed")
+
+
+def _drop(options: Namespace) -> int:
+    from conquiet.operations import drop
+
+    wanted = _chosen(options)
+    with _letters(options) as letters:
+        going = drop(letters, wanted, limit=options.limit, dry_run=True)
+        if options.dry_run or not going.done:
+            return _told(going, options, "dropped")
+        what = f"delete {len(going.done):,} dead letters of {letters.name} for good"
+        if not confirmed(what, options.yes):
+            return FAILED
+        with Progress("dropping", len(going.done)) as progress:
+            outcome = drop(letters, wanted, limit=options.limit, tell=progress.tell)
+    return _told(outcome, options, "dropped")
+
+
+def _told(outcome: Any, options: Namespace, done: str) -> int:
+    is_wanting = bool(outcome.failed) or (bool(options.ids) and not outcome.done)
+    if options.json:
+        print_json({"ok": not is_wanting, **asdict(outcome)})
+        return FAILED if is_wanting else OK
+    would = "would be " if outcome.dry_run else ""
+    print(f"{len(outcome.done):,} dead letters {would}{done}")
+    for failure in outcome.failed:
+        line = f"{red('kept', sys.stderr)} {failure.id}: {one_line(failure.why)}"
+        print(line, file=sys.stderr)
+    if is_wanting and not outcome.failed:
+        print("no letter has such an id", file=sys.stderr)
+    return FAILED if is_wanting else OK
+
+
+def _wanted(options: Namespace) -> Any:
+    from conquiet.operations import Wanted
+
+    return Wanted(
+        tuple(getattr(options, "ids", ())),
+        options.type,
+        options.source,
+        options.error,
+        options.since,
+        options.until,
+    )
+
+
+def _chosen(options: Namespace) -> Any:
+    """Which letters; all of them only if that is said."""
+    from conquiet.operations import Wanted
+
+    wanted = _wanted(options)
+    if (wanted == Wanted()) != options.all:
+        raise ConfigError(
+            "say which letters: ids, --type, --source, --error, --since or --until; or --all"
+        )
+    return wanted
+
+
+@contextmanager
+def _letters(options: Namespace) -> Iterator[Any]:
+    """The letters of the place that was named."""
+    kind, colon, rest = options.place.partition(":")
+    if kind == "file" and colon:
+        with ExitStack() as files:
+            yield _of_file(options, files)
+        return
+    with redis_at(options.url) as client:
+        if kind == "kombu" and colon:
+            from conquiet.operations import KombuLetters
+
+            yield KombuLetters(client, rest, options.prefix)
+        else:
+            from conquiet.operations import StreamLetters
+
+            yield StreamLetters(client, options.place)
+
+
+def _of_file(options: Namespace, files: ExitStack) -> Any:
+    from conquiet.cli.addresses import file_path, open_sink, refuse_one_file_for_both
+    from conquiet.operations import FileLetters
+
+    path = file_path(options.place)
+    to = getattr(options, "to", None)
+    if to is None:
+        return FileLetters(path)
+    refuse_one_file_for_both(options.place, to)
+    return FileLetters(path, open_sink(to, files))
+
+
+_VERBS = (
+    Verb(
+        "list",
+        "the dead letters of a place, the oldest first; without one, which streams hold some",
+        (
+            "conquiet dead-letters list",
+            "conquiet dead-letters list orders-dead --type 'order.*' --error timeout --since 2h",
+            "conquiet dead-letters list file:failed.jsonl --json | jq '.[].reason'",
+        ),
+        "0 listed; 1 the place is not there, or Redis is out of reach; 2 wrong usage or settings",
+        _list,
+        _PLACES,
+    ),
+    Verb(
+        "show",
+        "one dead letter: payload, error, traceback, attempts, where it came from",
+        ("conquiet dead-letters show orders-dead 0197f6c1-5f5e-7a53-9d0c-9d6f1f0b6a11",),
+        "0 shown; 1 there is none of that id, or Redis is out of reach; 2 wrong usage",
+        _show,
+        _PLACES,
+    ),
+    Verb(
+        "replay",
+        "send messages on their way again, to where they came from or elsewhere",
+        (
+            "conquiet dead-letters replay orders-dead --error timeout --dry-run",
+            "conquiet dead-letters replay orders-dead 1700000000000-0",
+            "conquiet dead-letters replay file:failed.jsonl --all --to file:commands.jsonl",
+        ),
+        "0 done; 1 a letter could not be replayed and was kept, an id is not there, or Redis is\n"
+        "out of reach; 2 wrong usage",
+        _replay,
+        f"""{_PLACES}
+A message is published, then its letter is removed: killed in between, it is in both places. It
+keeps its id, so that an inbox knows it. Every group of the stream gets it again.
+""",
+    ),
+    Verb(
+        "drop",
+        "delete dead letters for good",
+        (
+            "conquiet dead-letters drop orders-dead --type 'test.*' --dry-run",
+            "conquiet dead-letters drop orders-dead --until 30d --yes",
+        ),
+        "0 done; 1 it was not confirmed, an id is not there, or Redis is out of reach; 2 wrong"
+        " usage",
+        _drop,
+        _PLACES,
+    ),
+)

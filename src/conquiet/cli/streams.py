@@ -1,0 +1,163 @@
+"""`conquiet streams list|lag|trim`: all streams of a server at a glance."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, Namespace
+from dataclasses import asdict
+from typing import Any
+
+from conquiet.cli.confirmation import add_yes, confirmed
+from conquiet.cli.numbers import age, count
+from conquiet.cli.servers import add_redis, redis_at
+from conquiet.cli.table import print_table
+from conquiet.cli.terminal import FAILED, OK, print_json, yellow
+from conquiet.cli.verbs import Verb, add_group, add_verb
+
+
+def register(commands: Any, common: ArgumentParser) -> None:
+    verbs = add_group(
+        commands,
+        "streams",
+        "the streams of a Redis, how far behind their readers are, and trimming",
+        "conquiet streams lag 'orders*' --max 1000",
+    )
+    listed, lag, trim = (add_verb(verbs, common, verb) for verb in _VERBS)
+    for parser in (listed, lag):
+        parser.add_argument(
+            "pattern", nargs="?", default="*", metavar="PATTERN", help="of names, such as 'pf-*'"
+        )
+    for parser in (listed, lag, trim):
+        add_redis(parser)
+    lag.add_argument("--max", type=count, metavar="N", help="exit with 1 if more wait")
+    trim.add_argument("streams", nargs="+", metavar="STREAM", help="its name")
+    trim.add_argument(
+        "--keep", type=age, metavar="AGE", help="keep what is younger, such as 7d, whoever read it"
+    )
+    trim.add_argument("--exact", action="store_true", help="to the entry; dearer than by blocks")
+    trim.add_argument("--dry-run", action="store_true", help="count what would be deleted")
+    add_yes(trim)
+
+
+def _list(options: Namespace) -> int:
+    from conquiet.operations import streams
+
+    with redis_at(options.url) as client:
+        found = streams(client, options.pattern)
+    if options.json:
+        print_json([asdict(stream) for stream in found])
+    elif not found:
+        print("no streams")
+    else:
+        print_table(
+            ("stream", "entries", "bytes", "groups", "readers", "last added"),
+            [
+                (s.name, s.length, s.bytes or 0, len(s.groups), len(s.readers), s.last_time)
+                for s in found
+            ],
+        )
+    return OK
+
+
+def _lag(options: Namespace) -> int:
+    from conquiet.operations import streams
+
+    with redis_at(options.url) as client:
+        found = streams(client, options.pattern)
+    lags = [
+        {
+            "stream": stream.name,
+            "kind": kind,
+            "name": item.name,
+            "lag": item.lag,
+            "lag_is_exact": item.lag_is_exact,
+            "behind_seconds": item.behind_seconds,
+            "pending": getattr(item, "pending", 0),
+        }
+        for stream in found
+        for kind, items in (("group", stream.groups), ("reader", stream.readers))
+        for item in items
+    ]
+    late = [options.max is not None and lag["lag"] > options.max for lag in lags]
+    if options.json:
+        print_json({"ok": not any(late), "lags": lags})
+    elif not lags:
+        print("nobody reads" if found else "no streams")
+    else:
+        print_table(
+            ("stream", "who", "waiting", "seconds behind", "pending"),
+            [
+                (
+                    lag["stream"],
+                    f"{lag['kind']} {lag['name']}",
+                    lag["lag"] if lag["lag_is_exact"] else f">{lag['lag']:,}",
+                    *(lag["behind_seconds"], lag["pending"]),
+                )
+                for lag in lags
+            ],
+            [yellow if is_late else None for is_late in late],
+        )
+    return FAILED if any(late) else OK
+
+
+def _trim(options: Namespace) -> int:
+    from conquiet.operations import stream
+    from conquiet.redis import trim_stream
+
+    keep = options.keep.total_seconds() if options.keep else None
+    with redis_at(options.url) as client:
+        for name in options.streams:
+            stream(client, name)  # raises if there is none, before anything is deleted
+        names = ", ".join(options.streams)
+        what = f"delete from {names} what every group and reader is done with"
+        if not options.dry_run and not confirmed(what, options.yes):
+            return FAILED
+        done = [
+            trim_stream(
+                client, name, keep_seconds=keep, exact=options.exact, dry_run=options.dry_run
+            )
+            for name in options.streams
+        ]
+    if options.json:
+        print_json([asdict(trim) for trim in done])
+        return OK
+    for trim in done:
+        would = "would be deleted" if trim.dry_run else "deleted"
+        print(f"{trim.stream}: {trim.removed:,} entries {would}; the rest is kept: {trim.kept_by}")
+        if not trim.removed and keep is None and not options.exact:
+            print("whole blocks go at once; --exact deletes to the entry", file=sys.stderr)
+    return OK
+
+
+_VERBS = (
+    Verb(
+        "list",
+        "all streams: their length, size, groups and readers",
+        ("conquiet streams list 'orders*'", "conquiet streams list --json | jq '.[].name'"),
+        "0 listed; 1 Redis is out of reach; 2 wrong usage or settings",
+        _list,
+    ),
+    Verb(
+        "lag",
+        "how far behind every group, and every reader without one, is",
+        ("conquiet streams lag", "conquiet streams lag 'orders*' --max 1000"),
+        "0 nobody is behind more than --max; 1 somebody is, or Redis is out of reach; 2 wrong\n"
+        "usage",
+        _lag,
+    ),
+    Verb(
+        "trim",
+        "delete what every group has acked and every reader has passed; nothing else",
+        (
+            "conquiet streams trim orders --dry-run",
+            "conquiet streams trim orders 'orders:{0}' --keep 7d --yes",
+        ),
+        "0 done; 1 it was not confirmed, a stream is not there, or Redis is out of reach; 2 wrong"
+        " usage",
+        _trim,
+        more="""
+A stream that nobody has read is left alone. Spark reads without a group; its position counts once
+it is registered (conquiet pipeline run does that).
+""",
+    ),
+)

@@ -1,0 +1,129 @@
+"""`conquiet trace`: one event by its id, from the outbox to the log to its consumers."""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import ArgumentParser, Namespace
+from contextlib import ExitStack
+from dataclasses import asdict
+from typing import Any
+
+from conquiet.cli.numbers import age
+from conquiet.cli.servers import REDIS_VARIABLE, add_redis, database_at, redis_at
+from conquiet.cli.terminal import FAILED, OK, dim, green, one_line, print_json, red, yellow
+from conquiet.cli.verbs import Verb, add_verb
+from conquiet.errors import ConfigError
+
+
+def register(commands: Any, common: ArgumentParser) -> None:
+    parser = add_verb(commands, common, _TRACE)
+    parser.add_argument("id", metavar="ID", help="of the event")
+    add_redis(parser, "--redis-url")
+    parser.add_argument(
+        "--database-url", metavar="URL", help="PostgreSQL or SQLite; else CONQUIET_DATABASE_URL"
+    )
+    parser.add_argument(
+        "--table",
+        action="append",
+        metavar="NAME",
+        help="an outbox; may be given again (outbox, outbox_events, CONQUIET_OUTBOX_TABLE)",
+    )
+    parser.add_argument(
+        "--inbox-table", default="processed_messages", metavar="NAME", help="(processed_messages)"
+    )
+    parser.add_argument(
+        "--streams", default="*", metavar="PATTERN", help="the streams to look into (all)"
+    )
+    parser.add_argument(
+        "--window", type=age, metavar="AGE", help="how far around its time to look (60s)"
+    )
+    parser.add_argument(
+        "--full", action="store_true", help="read streams and keys from end to end; may take long"
+    )
+
+
+def _run(options: Namespace) -> int:
+    from conquiet.operations.tracing import WINDOW_SECONDS, trace
+    from conquiet.relay.settings import setting
+
+    window = options.window.total_seconds() if options.window else WINDOW_SECONDS
+    tables = options.table or list(dict.fromkeys(("outbox", "outbox_events", setting("table"))))
+    with ExitStack() as open_:
+        client = engine = None
+        if options.redis_url or os.environ.get(REDIS_VARIABLE):
+            client = open_.enter_context(redis_at(options.redis_url, "--redis-url"))
+        if options.database_url or setting("database", required=False):
+            engine = open_.enter_context(database_at(options.database_url, "--database-url"))
+        if client is None and engine is None:
+            raise ConfigError(
+                "nowhere to look: give --redis-url or --database-url, or set CONQUIET_REDIS_URL or"
+                " CONQUIET_DATABASE_URL"
+            )
+        found = trace(
+            options.id,
+            client=client,
+            engine=engine,
+            outboxes=tables,
+            inbox=options.inbox_table,
+            streams=options.streams,
+            window=window,
+            full=options.full,
+        )
+    if options.json:
+        print_json({"found": found.found, **asdict(found)})
+    else:
+        _print(found)
+    return OK if found.found else FAILED
+
+
+def _print(found: Any) -> None:
+    for row in found.written:
+        paint = {"published": green, "parked": red}.get(row.state, yellow)
+        print(
+            f"outbox   {row.table} row {row.id}: {paint(row.state, sys.stdout)}, {row.event_type},"
+            f" written {row.created_at}, published {row.published_at or '-'},"
+            f" {row.attempts} attempts"
+        )
+        if row.last_error:
+            print(dim(f"           {one_line(row.last_error):.200}", sys.stdout))
+    for entry in found.logged:
+        print(f"log      {entry.stream} {entry.id}, added {entry.time}")
+        for taker in entry.takers:
+            print(f"           {taker.name}: {_state(taker)}")
+    for letter in found.buried:
+        print(red(f"dead     {letter.stream} {letter.id}: {one_line(letter.reason)}", sys.stdout))
+    for item in found.remembered:
+        print(
+            f"inbox    {item.subscriber}: {item.state} {item.time}  {dim(item.where, sys.stdout)}"
+        )
+    for part in found.searched:
+        print(f"{part.stream} was read from {part.begin} to {part.end} only", file=sys.stderr)
+    for note in found.notes:
+        print(dim(note, sys.stderr), file=sys.stderr)
+    if not found.found:
+        print(f"no trace of {found.event_id!r}")
+
+
+def _state(taker: Any) -> str:
+    if taker.state == "pending":
+        since = f"idle {taker.idle_seconds:,.1f} s, delivery {taker.deliveries}"
+        return f"{yellow('pending', sys.stdout)} with {taker.consumer}, {since}"
+    paint = yellow if taker.state == "unread" else green
+    return paint(taker.state, sys.stdout)
+
+
+_TRACE = Verb(
+    "trace",
+    "one event by its id: in the outbox, in the log, with its consumers, among dead letters",
+    (
+        "conquiet trace 0197f6c1-5f5e-7a53-9d0c-9d6f1f0b6a11",
+        "conquiet trace e-17 --redis-url redis://localhost/0 --full --json",
+    ),
+    "0 found; 1 no trace of it, or a server is out of reach; 2 wrong usage or settings",
+    _run,
+    more="""
+The log is read around the time when the outbox says the event was published, or from when its id
+says it was made (UUIDv7). A group that began after the event counts as acked.
+""",
+)

@@ -1,0 +1,49 @@
+"""The progress bar: for terminals, after two seconds, gone at the end."""
+
+from __future__ import annotations
+
+import io
+
+from conquiet.cli.progress import Progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_what_is_quick_shows_nothing() -> None:
+    screen = Terminal()
+    with Progress("replaying", 10, stream=screen) as progress:
+        for _ in range(10):
+            progress.add()
+    assert screen.getvalue() == ""
+    assert progress.done == 10
+
+
+def test_what_takes_long_shows_how_far_it_is_and_is_taken_away() -> None:
+    screen = Terminal()
+    with Progress("replaying", 200, after=0.0, stream=screen) as progress:
+        progress.tell(50)
+        assert "replaying  [" in screen.getvalue()
+        assert "25%  50 of 200" in screen.getvalue()
+        assert "left" in screen.getvalue()
+    assert screen.getvalue().endswith("\r\x1b[K")
+
+
+def test_without_a_total_it_counts() -> None:
+    screen = Terminal()
+    progress = Progress("pruning", after=0.0, stream=screen)
+    progress.tell(12_000, "pruning outbox")
+    assert "pruning outbox  12,000  " in screen.getvalue()
+    progress.line("a word")
+    assert "a word" in screen.getvalue()
+
+
+def test_a_pipe_sees_nothing_of_it() -> None:
+    pipe = io.StringIO()
+    with Progress("replaying", 2, after=0.0, stream=pipe) as progress:
+        progress.tell(1)
+        progress.draw()
+        progress.line("a word")
+    assert pipe.getvalue() == ""
