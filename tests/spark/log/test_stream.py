@@ -89,3 +89,36 @@ def test_a_trimmed_stream_ends_the_query_with_what_is_missing(log) -> None:
     with pytest.raises(Exception, match="'orders' was trimmed: 6 entries are gone") as raised:
         log.run()
     assert f"wanted what follows {ids[-1]}, available from {first}" in str(raised.value)
+
+
+def test_streams_that_are_empty_or_absent_are_waited_for(log) -> None:
+    log.client.xgroup_create("empty", "group", mkstream=True)
+    options = {"streams": "empty,absent,late:*"}
+    assert sum(log.run(**options)) == 0
+    log.add("empty", 1)
+    log.add("absent", 2)
+    log.add("late:1", 3)
+    assert sum(log.run(**options)) == 3
+    assert log.written() == [1, 2, 3]
+
+
+def test_a_restarted_query_may_have_another_schema(log) -> None:
+    """Fields come and go; what no longer fits is told in a row, and the query lives."""
+
+    def run(schema):
+        log.run(schema=schema)
+        path = str(log.directory / "query" / "out")
+        rows = log.spark.read.option("mergeSchema", "true").parquet(path).collect()
+        return {int(row.event_id): row for row in rows}
+
+    log.add("orders", 1)
+    assert run("n INT")[1].data.n == 1
+    log.add("orders", 2)
+    fields = {"id": "3", "type": "sold", "source": "/shop", "specversion": "1.0"}
+    log.client.xadd("orders", fields | {"data": '{"n": 3, "total": "1.50", "more": [1]}'})
+    log.client.xadd("orders", fields | {"id": "4", "data": '{"n": "four"}'})
+    rows = run("n INT, total DECIMAL(10,2)")
+    assert (rows[1].data.n, rows[2].data.n, rows[2].data.total) == (1, 2, None)
+    assert str(rows[3].data.total) == "1.50"
+    assert rows[4].data is None
+    assert "got `str`" in rows[4]._malformed

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import sqlalchemy as sa
+from tests.waiting import eventually
 
 from conquiet import Message, Router
 from conquiet.middleware import DeadLetter
@@ -57,6 +58,7 @@ def make_router(
     dies_at: int | None = None,
     dies_after_commit: bool = False,
     ends_executor: bool = False,
+    straggles_at: int | None = None,
 ) -> Router:
     """A shop that fails for ever on negative ids; with `dies_at`, its process dies there once."""
     engine = engine_of(url)
@@ -67,7 +69,9 @@ def make_router(
     if redis_url is not None:
         router.use(DeadLetter(_letters(redis_url), after=3))
     if dies_after_commit:
-        router.use(_dying(notes, dies_at))
+        router.use(dying(notes, dies_at))
+    if straggles_at is not None:
+        router.use(straggling(notes, straggles_at))
     router.use(Transaction(engine), Inbox("shop"), Outbox("sold"))
 
     @router.command(source="/shop", type="sell")
@@ -92,17 +96,43 @@ def _letters(url: str) -> Any:
     return StreamSink(redis.Redis.from_url(url))
 
 
-def _dying(notes: Path | None, dies_at: int | None) -> Any:
+def dying(notes: Path | None, dies_at: int | None) -> Any:
+    """A middleware: the process dies once, after the commit of that order's slice."""
+
     def middleware(next: Any) -> Any:
         def process(batch: Sequence[Message[Any]]) -> Any:
             results = next(batch)
-            if any(msgspec.json.decode(message.data)["id"] == dies_at for message in batch):
+            if has_order(batch, dies_at):
                 die_once(notes)
             return results
 
         return process
 
     return middleware
+
+
+def straggling(notes: Path | None, at: int) -> Any:
+    """A middleware: the first attempt at that order waits until there is a second one."""
+    assert notes is not None
+    first, second = notes / "first", notes / "second"
+
+    def middleware(next: Any) -> Any:
+        def process(batch: Sequence[Message[Any]]) -> Any:
+            if has_order(batch, at):
+                try:
+                    first.touch(exist_ok=False)
+                except FileExistsError:
+                    second.touch()
+                eventually(second.exists, timeout=120)
+            return next(batch)
+
+        return process
+
+    return middleware
+
+
+def has_order(batch: Sequence[Message[Any]], number: int | None) -> bool:
+    return any(msgspec.json.decode(message.data)["id"] == number for message in batch)
 
 
 def die_once(notes: Path | None, ends_executor: bool = False) -> None:
