@@ -13,6 +13,7 @@ from conquiet.spark import SparkWorker
 ROWS = 100
 
 
+@pytest.mark.slow
 def test_effects_in_redis_happen_once_though_a_task_dies_after_the_commit(
     spark, redis_client, redis_url, tmp_path: Path
 ) -> None:

@@ -66,6 +66,7 @@ def _counted(worker: SparkWorker) -> dict[tuple[str, str], int]:
     return {(row["handler"], row["outcome"]): row["count"] for row in rows}
 
 
+@pytest.mark.slow
 def test_without_dead_letters_a_failure_ends_the_query_and_a_restart_goes_on(
     spark, database_url, redis_client, redis_url, tmp_path: Path
 ) -> None:
