@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from conquiet.errors import ConfigError
+from conquiet.spark.tables.footer import with_sorted_encodings
 
 OWN = "_conquiet"
 _NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
@@ -98,6 +99,8 @@ def named_by_batch(files: Sequence[DataFile], query: str, batch: int) -> list[Da
 
 def named_by_content(files: Sequence[DataFile]) -> list[DataFile]:
     """Files whose names are those of their bytes: the same rows again are the same files."""
+    for one in files:
+        with_sorted_encodings(one.written)
     return [_named(one, f"part-{short_hash(one.written.read_bytes())}") for one in files]
 
 
