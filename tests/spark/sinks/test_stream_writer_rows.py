@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import hiredis
@@ -17,7 +16,7 @@ from conquiet.message import Message
 from conquiet.redis import Topic
 from conquiet.redis.entry import to_fields
 from conquiet.spark.columns import ARROW_SCHEMA
-from conquiet.spark.log.writer_options import WRITE_OPTIONS, WriteOptions
+from conquiet.spark.log.writer_options import WriteOptions
 from conquiet.spark.log.writer_rows import RowEncoder
 
 URL = {"url": "redis://localhost"}
@@ -183,9 +182,3 @@ def test_a_row_that_is_no_event_is_named(change, said) -> None:
     encoder = RowEncoder(batch.schema.names, WriteOptions.of(URL | {"topic": "t"}))
     with pytest.raises(InvalidMessage, match=said):
         list(encoder.encode(batch))
-
-
-def test_the_page_has_the_options_that_the_code_has() -> None:
-    page = Path(__file__).parents[3].joinpath("docs", "spark.md").read_text()
-    for name, (default, text) in WRITE_OPTIONS.items():
-        assert f"| `{name}` | {default or '–'} | {text} |" in page
