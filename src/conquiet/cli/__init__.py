@@ -14,6 +14,7 @@ from typing import Any
 
 from conquiet.cli import (
     completion,
+    dashboard,
     dead_letters,
     doctor,
     kombu,
@@ -38,6 +39,7 @@ GROUPS = (
     trace,
     kombu,
     pipeline,
+    dashboard,
     doctor,
     completion,
 )

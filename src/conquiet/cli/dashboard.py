@@ -1,0 +1,119 @@
+"""`conquiet dashboard`: the web page."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from argparse import SUPPRESS, ArgumentParser, Namespace
+from typing import Any
+
+from conquiet.cli.terminal import OK, dim, print_json
+from conquiet.web.settings import SETTINGS, TOKEN_VARIABLE, Settings, access_of, load
+
+_ABOUT = f"""\
+Serve a web page that shows streams, groups, the outbox, dead letters, relays and workers, traces
+an event, and retries, replays and drops.
+
+It asks for a token, which is printed at the start with a link that signs you in; {TOKEN_VARIABLE}
+or --token-file set it. It listens on this machine alone unless --host says otherwise.
+
+A setting is a flag, else a variable of the environment, else its default.
+"""
+_EPILOG = """\
+examples:
+  conquiet dashboard --database postgresql://app@localhost/shop --redis redis://localhost/0
+  conquiet dashboard --read-only --hide-payloads
+  CONQUIET_DASHBOARD_TOKEN=… conquiet dashboard --host 0.0.0.0 --allowed-hosts ops.example.com
+
+SIGTERM or Ctrl-C ends it.
+
+exit codes:
+  0  it was asked to end
+  1  it failed
+  2  wrong usage or settings, or the port is taken
+"""
+_SWITCHES = ("read_only", "hide_payloads")
+
+
+def register(commands: Any, common: ArgumentParser) -> None:
+    parser = commands.add_parser(
+        "dashboard",
+        help="serve the web page",
+        description=_ABOUT,
+        epilog=_EPILOG,
+        parents=[common],
+    )
+    parser.set_defaults(run=_run)
+    for setting in SETTINGS:
+        default = f" ({setting.default})" if setting.default not in ("", "false") else ""
+        text = f"{setting.meaning}{default}; {setting.variable}".replace("%", "%%")
+        if setting.name in _SWITCHES:
+            parser.add_argument(
+                *(setting.flag,), action="store_const", const="true", default=SUPPRESS, help=text
+            )
+            continue
+        parser.add_argument(
+            setting.flag, dest=setting.name, default=SUPPRESS, metavar="VALUE", help=text
+        )
+    parser.add_argument(
+        "--no-auth",
+        dest="auth",
+        action="store_const",
+        const="none",
+        default=SUPPRESS,
+        help="let in whoever asks, on loopback alone",
+    )
+    parser.add_argument("--json", action="store_true", help="say where it is in JSON")
+
+
+def _run(options: Namespace) -> int:
+    names = [setting.name for setting in SETTINGS]
+    settings = load({name: getattr(options, name) for name in names if hasattr(options, name)})
+    level = logging.DEBUG if getattr(options, "debug", False) else logging.INFO
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)-7s %(message)s")
+    for noisy in ("uvicorn", "asyncio"):
+        logging.getLogger(noisy).setLevel(logging.DEBUG if level == logging.DEBUG else "WARNING")
+    from conquiet.web import dashboard  # says which package is missing
+
+    access, is_new = access_of(settings)
+    app = dashboard(
+        database=settings.database or None,
+        redis=settings.redis or None,
+        table=settings.table,
+        max_attempts=settings.max_attempts,
+        streams=settings.streams,
+        relays=settings.relays,
+        auth=access,
+        read_only=settings.read_only,
+        hide_payloads=settings.hide_payloads,
+        allowed_hosts=settings.allowed_hosts,
+        public_url=settings.public_url,
+    )
+    from conquiet.web.server import serve
+
+    token = getattr(access, "token", "") if is_new else ""
+
+    def told(port: int) -> None:
+        _tell(settings, port, token, app.stores.shown(), options.json)
+
+    serve(app, settings.host, settings.port, settings.public_url, told)
+    return OK
+
+
+def _tell(
+    settings: Settings, port: int, token: str, stores: list[tuple[str, str]], as_json: bool
+) -> None:
+    """Where it is, and how to get in; the token only if nobody else knows it."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "::1": "[::1]"}.get(settings.host, settings.host)
+    url = settings.public_url.rstrip("/") or f"http://{host}:{port}"
+    enter = f"{url}/login?token={token}" if token else f"{url}/"
+    if as_json:
+        print_json({"url": f"{url}/", "enter": enter, "read_only": settings.read_only})
+        sys.stdout.flush()
+        return
+    print(f"dashboard: {enter}")
+    for name, address in stores:
+        print(dim(f"  {name:<9} {address}", sys.stdout))
+    if settings.auth == "token" and not token:
+        print(dim("  it asks for the token that was set", sys.stdout))
+    print(dim("  Ctrl-C ends it", sys.stdout), flush=True)

@@ -1,0 +1,147 @@
+"""The dashboard as an ASGI application."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Mount, Route
+
+from conquiet.errors import ConfigError
+from conquiet.web import troubles
+from conquiet.web.access import Access, Token
+from conquiet.web.assets import Assets
+from conquiet.web.guard import Guard
+from conquiet.web.live import Live
+from conquiet.web.pages import letters, login, outbox, overview, processes, streams, trace
+from conquiet.web.pulse import SECONDS, Pulse
+from conquiet.web.signing import Signer
+from conquiet.web.stores import Stores
+
+if TYPE_CHECKING:
+    from sqlalchemy import Engine
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+TOKEN_VARIABLE = "CONQUIET_DASHBOARD_TOKEN"
+
+
+class Dashboard(Starlette):
+    """Made by `dashboard`; `close()` lets go of connections, if its lifespan is not run."""
+
+    def __init__(
+        self,
+        stores: Stores,
+        access: Access,
+        *,
+        read_only: bool = False,
+        hide_payloads: bool = False,
+        hosts: Sequence[str] = LOOPBACK,
+        is_https: bool = False,
+    ) -> None:
+        self.stores = stores
+        self.access = access
+        self.signer = Signer(access.secret)
+        self.read_only = read_only
+        self.hide_payloads = hide_payloads
+        self.is_https = is_https
+        self.can_sign_out = isinstance(access, Token)
+        self.pulse = Pulse(stores)
+        self.relays = processes.look_at(stores)
+        self.live = Live(SECONDS)
+        rooms = (overview, streams, outbox, letters, processes, trace, login)
+        super().__init__(
+            routes=[
+                *(route for room in rooms for route in room.routes(self)),
+                Route("/healthz", _healthz),
+                Mount("/static", Assets(), name="static"),
+            ],
+            middleware=[Middleware(Guard, access=access, signer=self.signer, hosts=hosts)],
+            exception_handlers=troubles.handlers(),
+            lifespan=_lifespan,
+        )
+
+    def close(self) -> None:
+        self.live.stop()
+        self.stores.close()
+
+
+@asynccontextmanager
+async def _lifespan(app: Starlette) -> AsyncIterator[None]:
+    assert isinstance(app, Dashboard)
+    yield
+    app.close()
+
+
+async def _healthz(request: Request) -> Response:
+    return PlainTextResponse("ok\n")
+
+
+def dashboard(
+    *,
+    database: Engine | str | None = None,
+    redis: Any = None,
+    table: str = "outbox",
+    max_attempts: int = 10,
+    streams: str = "*",
+    relays: Sequence[str] = (),
+    auth: Access | None = None,
+    read_only: bool = False,
+    hide_payloads: bool = False,
+    allowed_hosts: Sequence[str] = (),
+    public_url: str = "",
+) -> Dashboard:
+    """The dashboard, to be served by itself or mounted in another application.
+
+    >>> from conquiet.web import Open, dashboard
+    >>> app = dashboard(redis="redis://localhost:6379/0", auth=Open(), read_only=True)
+    >>> app.close()
+
+    `database` and `redis` are URLs, or an engine and a client of your own. Without `auth` it is a
+    `Token`: that of CONQUIET_DASHBOARD_TOKEN, else one that is made up and printed on stderr.
+    `allowed_hosts` are the names under which it is reached, besides those of loopback.
+    """
+    public = _public(public_url)
+    hosts = [*LOOPBACK, *allowed_hosts]
+    if public is not None and public.hostname:
+        hosts.append(public.hostname)
+    return Dashboard(
+        Stores(
+            database,
+            redis,
+            table=table,
+            max_attempts=max_attempts,
+            streams=streams,
+            relays=relays,
+        ),
+        _token() if auth is None else auth,
+        read_only=read_only,
+        hide_payloads=hide_payloads,
+        hosts=hosts,
+        is_https=public is not None and public.scheme == "https",
+    )
+
+
+def _token() -> Token:
+    given = os.environ.get(TOKEN_VARIABLE)
+    if given:
+        return Token(given)
+    made = Token()
+    print(f"the dashboard's token, for this run: {made.token}", file=sys.stderr)
+    return made
+
+
+def _public(url: str) -> Any:
+    if not url:
+        return None
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"{url!r:.100} is no public URL; write https://ops.example.com/conquiet")
+    return parts

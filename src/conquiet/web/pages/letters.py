@@ -1,0 +1,178 @@
+"""Dead letters: why messages were given up; replay them, or drop them, one or by filter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from conquiet.operations.dead_letters import Outcome, Wanted, drop, find, replay, show
+from conquiet.operations.errors import NotFound
+from conquiet.web import words
+from conquiet.web.forms import Form, action, asked, asked_entry, clean
+from conquiet.web.notes import Note, go
+from conquiet.web.place import link
+from conquiet.web.rendering import page
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from conquiet.operations.letters_in_stream import StreamLetters
+    from conquiet.web.app import Dashboard
+
+_PAGE = 50
+MOST = 10_000
+"""Letters that one click replays or drops."""
+_SHOWN = 5
+_FILTER = ("type", "source", "error", "since", "until")
+
+
+def routes(app: Dashboard) -> list[BaseRoute]:
+    return [
+        Route("/dead-letters", _letters),
+        Route("/dead-letters/letter", _letter),
+        Route("/dead-letters/replay", _ask("replay")),
+        Route("/dead-letters/drop", _ask("drop")),
+        Route("/dead-letters/replay", action(_replay), methods=["POST"]),
+        Route("/dead-letters/drop", action(_drop), methods=["POST"]),
+    ]
+
+
+def _place(app: Dashboard, stream: str) -> StreamLetters:
+    from conquiet.operations import StreamLetters
+
+    return StreamLetters(app.stores.client, stream)
+
+
+def wanted_of(said: Mapping[str, str]) -> Wanted:
+    """Which letters an address or a form asks for."""
+    id_ = said.get("id", "")
+    return Wanted(
+        (id_,) if id_ else (),
+        said.get("type", "").strip(),
+        said.get("source", "").strip(),
+        said.get("error", "").strip(),
+        _moment(said.get("since", "")),
+        _moment(said.get("until", "")),
+    )
+
+
+def _moment(text: str) -> datetime | None:
+    """As a browser's field for a time gives it, in UTC."""
+    try:
+        at = datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    return at if at.tzinfo else at.replace(tzinfo=UTC)
+
+
+def _letters(request: Request) -> Response:
+    from conquiet.operations import letter_streams
+
+    app: Dashboard = request.app
+    places = letter_streams(app.stores.client, app.stores.streams)
+    name = asked(request, "stream") or next(iter(places), "")
+    said = {word: asked(request, word) for word in _FILTER}
+    after = asked_entry(request, "after")
+    rows = []
+    if name:
+        rows = find(_place(app, name), replace(wanted_of(said), after=after), _PAGE + 1)
+    return page(
+        request,
+        "letters.html",
+        "Dead letters",
+        at="/dead-letters",
+        places=places,
+        stream=name,
+        said=said,
+        is_narrowed=any(said.values()),
+        rows=rows[:_PAGE],
+        after=after,
+        next=rows[_PAGE - 1].id if len(rows) > _PAGE else "",
+    )
+
+
+def _letter(request: Request) -> Response:
+    app: Dashboard = request.app
+    name, id_ = asked(request, "stream"), asked(request, "id")
+    letter = show(_place(app, name), id_)
+    return page(
+        request, "letter.html", "Dead letter", at="/dead-letters", stream=name, letter=letter
+    )
+
+
+def _ask(verb: str) -> Callable[[Request], Response]:
+    def ask(request: Request) -> Response:
+        app: Dashboard = request.app
+        name = asked(request, "stream")
+        said = {word: asked(request, word) for word in ("id", *_FILTER)}
+        # What dies after the question was asked is not what was asked about.
+        said["until"] = said["until"] or datetime.now(UTC).isoformat(timespec="milliseconds")
+        place, wanted = _place(app, name), wanted_of(said)
+        act = replay if verb == "replay" else drop
+        count = len(act(place, wanted, limit=MOST, dry_run=True).done)
+        return page(
+            request,
+            "confirm.html",
+            f"{verb.capitalize()} dead letters",
+            at="/dead-letters",
+            question=f"{verb.capitalize()} {words.plural(count, 'dead letter')} of {name}?",
+            consequence=_CONSEQUENCES[verb]
+            + (f" No more than {MOST:,} at a time: then ask again." if count == MOST else ""),
+            count=count,
+            verb=verb.capitalize(),
+            is_destructive=verb == "drop",
+            to=link(request, f"/dead-letters/{verb}"),
+            back=link(request, "/dead-letters", stream=name),
+            fields={"stream": name, **said},
+            sample=find(place, wanted, _SHOWN),
+            offers_stream=verb == "replay",
+        )
+
+    return ask
+
+
+_CONSEQUENCES = {
+    "replay": "Each message goes back to the stream it came from, with the same event id, and"
+    " leaves the dead letters. What cannot be sent stays.",
+    "drop": "They are deleted for good, and cannot be brought back.",
+}
+
+
+def _replay(request: Request, form: Form) -> Response:
+    app: Dashboard = request.app
+    place = _place(app, _named(form))
+    to = clean(form.get("to", "").strip()) or None
+    outcome = replay(place, wanted_of(form), to=to, limit=MOST)
+    return _told(request, form, outcome, "sent again")
+
+
+def _drop(request: Request, form: Form) -> Response:
+    app: Dashboard = request.app
+    outcome = drop(_place(app, _named(form)), wanted_of(form), limit=MOST)
+    return _told(request, form, outcome, "dropped")
+
+
+def _named(form: Form) -> str:
+    name = form.get("stream", "")
+    if not name:
+        raise NotFound("the form names no stream of dead letters")
+    return name
+
+
+def _told(request: Request, form: Form, outcome: Outcome, what: str) -> Response:
+    text = f"{words.plural(len(outcome.done), 'message')} {what}."
+    if outcome.failed:
+        first = outcome.failed[0]
+        text += (
+            f" {words.plural(len(outcome.failed), 'message')} could not be, and stayed; the first:"
+            f" {first.why}"
+        )
+    elif not outcome.done:
+        text = "No dead letter fits any more; nothing was done."
+    is_bad = bool(outcome.failed) or not outcome.done
+    return go(request, link(request, "/dead-letters", stream=_named(form)), Note(text, is_bad))

@@ -1,0 +1,112 @@
+"""Streams: their groups, what is pending for whom, and the entries themselves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from conquiet.errors import StoreError
+from conquiet.operations.errors import NotFound
+from conquiet.redis.delivery import split_id
+from conquiet.web.forms import asked, asked_entry
+from conquiet.web.rendering import fragment, page
+
+if TYPE_CHECKING:
+    from conquiet.web.app import Dashboard
+
+_PAGE = 50
+
+
+def routes(app: Dashboard) -> list[BaseRoute]:
+    return [
+        Route("/streams", _streams),
+        Route("/live/streams", app.live.endpoint(_part)),
+        Route("/stream", _stream),
+        Route("/group", _group),
+        Route("/entry", _entry),
+    ]
+
+
+def _streams(request: Request) -> Response:
+    return page(request, "streams.html", "Streams", at="/streams", part=_part(request))
+
+
+def _part(request: Request) -> str:
+    app: Dashboard = request.app
+    assert app.stores.client is not None  # says what to do if none was named
+    sample = app.pulse.sample()
+    if sample.streams is None:
+        raise StoreError(sample.troubles.get("Redis", "Redis does not answer"))
+    return fragment(
+        request,
+        "streams_part.html",
+        streams=sample.streams,
+        letters=sample.letters or {},
+        pattern=app.stores.streams,
+    )
+
+
+def _stream(request: Request) -> Response:
+    from conquiet.operations import peek, stream
+
+    app: Dashboard = request.app
+    name, before = asked(request, "name"), asked_entry(request, "before")
+    found = stream(app.stores.client, name)
+    start = _id_before(before) if before else None
+    entries = peek(app.stores.client, name, start, _PAGE + 1, newest=True)
+    return page(
+        request,
+        "stream.html",
+        f"Stream {name}",
+        at="/streams",
+        stream=found,
+        entries=entries[:_PAGE],
+        before=before,
+        older=entries[_PAGE - 1].id if len(entries) > _PAGE else "",
+    )
+
+
+def _id_before(entry_id: str) -> str:
+    """The largest id below: ranges that exclude their end came with Redis 6.2 only."""
+    milliseconds, sequence = split_id(entry_id.encode())
+    if sequence:
+        return f"{milliseconds}-{sequence - 1}"
+    return f"{max(0, milliseconds - 1)}-{2**64 - 1}"
+
+
+def _group(request: Request) -> Response:
+    from conquiet.operations import pending, stream
+
+    app: Dashboard = request.app
+    name, group_name = asked(request, "stream"), asked(request, "name")
+    after = asked_entry(request, "after")
+    found = stream(app.stores.client, name)
+    for group in found.groups:
+        if group.name == group_name:
+            break
+    else:
+        raise NotFound(f"stream {name!r} has no group {group_name!r}")
+    rows = pending(app.stores.client, name, group_name, limit=_PAGE + 1, after=after or None)
+    return page(
+        request,
+        "group.html",
+        f"Group {group_name}",
+        at="/streams",
+        stream=found,
+        group=group,
+        rows=rows[:_PAGE],
+        after=after,
+        newer=rows[_PAGE - 1].id if len(rows) > _PAGE else "",
+    )
+
+
+def _entry(request: Request) -> Response:
+    from conquiet.operations import entry
+
+    app: Dashboard = request.app
+    name, id_ = asked(request, "stream"), asked_entry(request, "id")
+    found = entry(app.stores.client, name, id_)
+    return page(request, "entry.html", f"Entry {id_}", at="/streams", entry=found)

@@ -1,0 +1,96 @@
+"""Rendering: templates with what every page has; everything is escaped."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+from starlette.requests import Request
+from starlette.responses import HTMLResponse
+
+from conquiet.web import words
+from conquiet.web.forms import token_of
+from conquiet.web.notes import forget, taken
+from conquiet.web.place import link
+
+if TYPE_CHECKING:
+    from conquiet.web.app import Dashboard
+
+HERE = Path(__file__).parent
+PAGES = (
+    ("/", "Overview"),
+    ("/streams", "Streams"),
+    ("/outbox", "Outbox"),
+    ("/dead-letters", "Dead letters"),
+    ("/processes", "Processes"),
+    ("/trace", "Trace"),
+)
+
+
+@cache
+def environment() -> Environment:
+    made = Environment(
+        loader=FileSystemLoader(HERE / "templates"),
+        autoescape=True,  # for every file, whatever it is called
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    for filter_ in (words.number, words.rate, words.age, words.size, words.moment, words.payload):
+        made.filters[filter_.__name__] = filter_
+    made.globals["plural"] = words.plural
+    return made
+
+
+@cache
+def our_version() -> str:
+    return version("conquiet")
+
+
+def fragment(request: Request, template: str, **context: Any) -> Markup:
+    """The HTML of a part of a page; escaped, so that a page takes it as it is."""
+    app: Dashboard = request.app
+
+    def here(path: str, **query: object) -> str:
+        return link(request, path, **query)
+
+    html = (
+        environment()
+        .get_template(template)
+        .render(
+            link=here,
+            read_only=app.read_only,
+            hide_payloads=app.hide_payloads,
+            csrf=token_of(request),
+            **context,
+        )
+    )
+    return Markup(html)
+
+
+def page(
+    request: Request, template: str, title: str, *, status: int = 200, at: str = "", **context: Any
+) -> HTMLResponse:
+    """A whole page; `at` is the entry of the menu that it belongs to."""
+    app: Dashboard = request.app
+    note = taken(request)
+    body = fragment(
+        request,
+        template,
+        title=title,
+        at=at,
+        pages=PAGES,
+        note=note,
+        stores=app.stores.shown(),
+        can_sign_out=app.can_sign_out and bool(request.scope.get("conquiet.who")),
+        version=our_version(),
+        **context,
+    )
+    response = HTMLResponse(body, status)
+    if note is not None:
+        forget(request, response)
+    return response

@@ -1,0 +1,103 @@
+"""Words: numbers, ages and payloads as a page shows them."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+
+_SHOWN_CHARS = 200_000
+"""Of a payload: a browser that is given more stands still."""
+_UNITS = ("B", "kB", "MB", "GB", "TB")
+
+
+def number(value: int | float | None) -> str:
+    """Digits in groups of three; a dash for what nobody knows.
+
+    >>> number(1234567), number(None)
+    ('1,234,567', '–')
+    """
+    return "–" if value is None else f"{value:,.0f}"
+
+
+def rate(value: float | None) -> str:
+    """Per second: a digit after the point while there is only one before it.
+
+    >>> rate(3.21), rate(1234.5), rate(None)
+    ('3.2', '1,234', '–')
+    """
+    return "–" if value is None else f"{value:,.1f}" if 0 < value < 10 else f"{value:,.0f}"
+
+
+def age(seconds: float | None) -> str:
+    """A time span by its two largest units.
+
+    >>> age(0.42), age(12), age(200), age(7500), age(100_000)
+    ('0.4 s', '12 s', '3 min 20 s', '2 h 5 min', '1 d 3 h')
+    """
+    if seconds is None:
+        return "–"
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3_600:
+        return f"{whole // 60} min {whole % 60} s"
+    if whole < 86_400:
+        return f"{whole // 3_600} h {whole % 3_600 // 60} min"
+    return f"{whole // 86_400} d {whole % 86_400 // 3_600} h"
+
+
+def size(count: int | None) -> str:
+    """Bytes.
+
+    >>> size(512), size(1_234_567), size(None)
+    ('512 B', '1.2 MB', '–')
+    """
+    if count is None:
+        return "–"
+    value, unit = float(count), 0
+    while value >= 1000 and unit < len(_UNITS) - 1:
+        value, unit = value / 1000, unit + 1
+    return f"{value:.0f} {_UNITS[unit]}" if unit == 0 else f"{value:.1f} {_UNITS[unit]}"
+
+
+def moment(text: str | None) -> str:
+    """An ISO time for the eye, in UTC.
+
+    >>> moment("2026-01-31T12:00:00.123Z"), moment("soon")
+    ('2026-01-31 12:00:00', 'soon')
+    """
+    try:
+        return datetime.fromisoformat(text or "").strftime("%Y-%m-%d %H:%M:%S")
+    except ValueError:
+        return text or "–"
+
+
+def payload(text: str | None) -> str:
+    """JSON over several lines; anything else as it is; not more than a page can take.
+
+    >>> print(payload('{"a": 1}'))
+    {
+      "a": 1
+    }
+    """
+    if text is None:
+        return ""
+    if len(text) <= _SHOWN_CHARS:
+        try:
+            text = json.dumps(json.loads(text), indent=2, ensure_ascii=False)
+        except (ValueError, RecursionError):
+            pass
+    if len(text) <= _SHOWN_CHARS:
+        return text
+    return f"{text[:_SHOWN_CHARS]}\n… {len(text) - _SHOWN_CHARS:,} characters more"
+
+
+def plural(count: int, one: str, many: str = "") -> str:
+    """A number and its noun.
+
+    >>> plural(1, "row"), plural(2, "row"), plural(0, "entry", "entries")
+    ('1 row', '2 rows', '0 entries')
+    """
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
