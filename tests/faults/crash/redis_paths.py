@@ -1,0 +1,116 @@
+"""Worker and relay over Redis."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import redis
+from tests.faults import invariants
+from tests.faults.crash.scenario import (
+    COMMANDS,
+    DEAD,
+    GROUP,
+    HOPELESS,
+    LEASE,
+    SENT,
+    Place,
+    Scenario,
+    commands_settled,
+    send_commands,
+    until,
+)
+from tests.faults.invariants import Event, Facts
+from tests.faults.seam import Seam
+
+from conquiet import Message, Router, Worker
+from conquiet.errors import PermanentError
+from conquiet.middleware import DeadLetter
+from conquiet.redis import (
+    Inbox,
+    Outbox,
+    StreamSink,
+    StreamSource,
+    Transaction,
+    commands,
+    outbox_source,
+)
+from conquiet.relay import Relay
+
+OUTBOX, EVENTS = "outbox", "events"
+
+
+class WorkerOverRedis(Scenario):
+    """Commands of a stream take effect in Redis, by one EXEC with inbox, outbox and ack."""
+
+    name = "worker over Redis"
+    lease = LEASE
+
+    def prepare(self, place: Place) -> None:
+        with place.client() as client:
+            send_commands(client)
+
+    def run(self, place: Place, seam: Seam, attempt: int) -> None:
+        client = redis.Redis.from_url(place.redis)
+        router = Router()
+        router.use(DeadLetter(StreamSink(client), topic=DEAD))
+        router.use(Transaction(client), Inbox("billing", lease=LEASE), Outbox(EVENTS, OUTBOX))
+
+        @router.raw(type="place.order", source="/shop", name="place_order")
+        def place_order(message: Message[bytes]) -> Message[Any]:
+            order = msgspec.json.decode(message.data)
+            commands(client).hincrby("effects", order["command"], 1)
+            if order["command"] in HOPELESS:
+                raise PermanentError("it never works")
+            return Message(order, {"type": "order.placed", "subject": order["key"]})
+
+        kind = until(StreamSource, commands_settled(place), seam)
+        source = kind(client, COMMANDS, GROUP, lease=LEASE, max_backoff=0.1)
+        Worker(source, router, batch_size=2).run()
+        client.close()
+
+    def facts(self, place: Place) -> Facts:
+        with place.client() as client:
+            facts = Facts(frozenset(SENT), HOPELESS, invariants.read_counts(client, "effects"))
+            facts.log = invariants.read_log(client, OUTBOX)
+            facts.unsettled = invariants.unsettled_entries(client, COMMANDS, GROUP)
+            facts.locked = invariants.held_leases(client)
+            dead = {fields[b"id"].decode() for _, fields in client.xrange(DEAD)}
+        facts.unsettled += [f"{c}, no dead letter," for c in HOPELESS - dead]
+        if len(facts.log) > len(SENT) - len(HOPELESS):
+            facts.unsettled.append(f"{len(facts.log)} events in the outbox: one twice, which")
+        return facts
+
+
+class RelayOverRedis(Scenario):
+    """Entries of an outbox stream are published to another stream, and deleted."""
+
+    name = "relay over Redis"
+
+    def prepare(self, place: Place) -> None:
+        with place.client() as client:
+            for number, (command, key) in enumerate(SENT.items()):
+                data = json.dumps({"command": command, "number": number})
+                about = {"specversion": "1.0", "id": f"e-{number}", "type": "placed"}
+                where = {"source": "/shop", "subject": key, ":topic": EVENTS}
+                client.xadd(OUTBOX, {**about, **where, "data": data})
+
+    def run(self, place: Place, seam: Seam, attempt: int) -> None:
+        client = redis.Redis.from_url(place.redis)
+        source = outbox_source(client, OUTBOX, batch_size=2)
+        source.__class__ = until(StreamSource, lambda: not place.client().xlen(OUTBOX), seam)
+        Relay(source, StreamSink(client), batch_size=2).run()
+        client.close()
+
+    def facts(self, place: Place) -> Facts:
+        facts = Facts()
+        with place.client() as client:
+            facts.log = invariants.read_log(client, EVENTS)
+            waiting = {event.id for event in invariants.read_log(client, OUTBOX)}
+            facts.unsettled = invariants.unsettled_entries(client, OUTBOX, "outbox-publisher")
+        facts.rows = [  # what was stored, and is gone from the outbox as soon as it is published
+            Event(f"e-{number}", command, key, number, published=f"e-{number}" not in waiting)
+            for number, (command, key) in enumerate(SENT.items())
+        ]
+        return facts

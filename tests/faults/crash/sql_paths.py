@@ -1,0 +1,221 @@
+"""Worker and relay over SQL, on PostgreSQL and on SQLite."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import msgspec
+import psycopg
+import redis
+from sqlalchemy import text
+from tests.faults import invariants
+from tests.faults.crash.scenario import (
+    COMMANDS,
+    DEAD,
+    GROUP,
+    HOPELESS,
+    LEASE,
+    SENT,
+    Place,
+    Scenario,
+    commands_settled,
+    send_commands,
+    until,
+)
+from tests.faults.invariants import Facts
+from tests.faults.seam import Seam
+
+from conquiet import Message, Router, Worker
+from conquiet.errors import PermanentError
+from conquiet.middleware import DeadLetter
+from conquiet.redis import StreamSink, StreamSource
+from conquiet.relay import Relay
+from conquiet.sql import Inbox, Outbox, OutboxSource, Transaction, connection, engine, schema
+
+EVENTS = "events"
+UPSERT = text(
+    "INSERT INTO orders (id, amount) VALUES (:id, 1)"
+    " ON CONFLICT (id) DO UPDATE SET amount = orders.amount + 1"
+)
+ORDERS = "CREATE TABLE orders (id TEXT PRIMARY KEY, amount INTEGER NOT NULL)"
+INSERT = (
+    'INSERT INTO outbox (topic, event_type, event_id, "key", content_type, data, attributes)'
+    " VALUES (?, ?, ?, ?, ?, ?, ?)"
+)
+
+
+@cache
+def ddl(dialect: str) -> str:
+    return schema.ddl(dialect) + "\n" + ORDERS
+
+
+class OnPostgres:
+    """The stores of a scenario in a schema of its own."""
+
+    needs_postgres = True
+
+    def open(self, place: Place) -> Any:
+        return psycopg.connect(place.postgres, autocommit=True)
+
+    def create(self, place: Place) -> Any:
+        opened = self.open(place)
+        opened.execute("CREATE SCHEMA " + opened.execute("SHOW search_path").fetchone()[0])
+        opened.execute(ddl("postgresql"))
+        return opened
+
+    def engine(self, place: Place) -> Any:
+        return engine(place.postgres)
+
+    def locked(self, place: Place) -> list[str]:
+        return []  # looked for once all are done: the sessions of a database are everybody's
+
+    def fill(self, opened: Any, row: tuple[Any, ...]) -> None:
+        opened.execute(INSERT.replace("?", "%s"), row)
+
+
+class OnSqlite:
+    """The stores of a scenario in a file of its own."""
+
+    def open(self, place: Place) -> Any:
+        return sqlite3.connect(place.sqlite, isolation_level=None)
+
+    def create(self, place: Place) -> Any:
+        opened = self.open(place)
+        opened.execute("PRAGMA journal_mode=WAL")
+        opened.executescript(ddl("sqlite"))
+        return opened
+
+    def engine(self, place: Place) -> Any:
+        return engine(f"sqlite:///{place.sqlite}")
+
+    def locked(self, place: Place) -> list[str]:
+        return invariants.locks_left(place.sqlite)
+
+    def fill(self, opened: Any, row: tuple[Any, ...]) -> None:
+        opened.execute(INSERT, row)
+
+
+class WorkerOverSql(Scenario):
+    """Commands of a stream take effect in a table, and leave events in the outbox."""
+
+    lease = LEASE
+    store: Any
+
+    def prepare(self, place: Place) -> None:
+        self.store.create(place).close()
+        with place.client() as client:
+            send_commands(client)
+
+    def run(self, place: Place, seam: Seam, attempt: int) -> None:
+        made = self.store.engine(place)
+        client = redis.Redis.from_url(place.redis)
+        router = Router()
+        router.use(DeadLetter(StreamSink(client), topic=DEAD))
+        router.use(Transaction(made), Inbox("billing"), Outbox(EVENTS))
+
+        @router.raw(type="place.order", source="/shop", name="place_order")
+        def place_order(message: Message[bytes]) -> Message[Any]:
+            order = msgspec.json.decode(message.data)
+            with connection(made) as found:
+                found.execute(UPSERT, {"id": order["command"]})
+            if order["command"] in HOPELESS:
+                raise PermanentError("it never works")
+            return Message(order, {"type": "order.placed", "subject": order["key"]})
+
+        kind = until(StreamSource, commands_settled(place), seam)
+        source = kind(client, COMMANDS, GROUP, lease=LEASE)
+        worker = Worker(source, router, batch_size=2)
+        worker.run()
+        made.dispose()
+        client.close()
+
+    def facts(self, place: Place) -> Facts:
+        facts = Facts(frozenset(SENT), HOPELESS, Counter())
+        opened = self.store.open(place)
+        invariants.read_sql(opened, facts)
+        opened.close()
+        with place.client() as client:
+            facts.unsettled = invariants.unsettled_entries(client, COMMANDS, GROUP)
+            dead = {fields[b"id"].decode() for _, fields in client.xrange(DEAD)}
+        stored = Counter(event.command for event in facts.rows)
+        facts.unsettled += [
+            f"{command}, which has {stored[command]} events in the outbox,"
+            for command in set(SENT) - HOPELESS
+            if stored[command] != 1
+        ]
+        facts.unsettled += [f"{c}, no dead letter," for c in HOPELESS - dead]
+        facts.locked = self.store.locked(place)
+        return facts
+
+
+class RelayOverSql(Scenario):
+    """Rows of the outbox are published to a stream."""
+
+    store: Any
+    ordered = False
+    read_seconds = 0.02
+
+    def prepare(self, place: Place) -> None:
+        opened = self.store.create(place)
+        for number, (command, key) in enumerate(SENT.items()):
+            data = json.dumps({"command": command, "number": number}).encode()
+            about = {"id": f"e-{number}", "type": "placed", "source": "/shop", "subject": key}
+            row = (EVENTS, "placed", f"e-{number}", key, "application/json", data)
+            self.store.fill(opened, (*row, json.dumps(about)))
+        opened.close()
+
+    def run(self, place: Place, seam: Seam, attempt: int) -> None:
+        def drained() -> bool:
+            facts = Facts()
+            opened = self.store.open(place)
+            invariants.read_sql(opened, facts)
+            opened.close()
+            return all(event.published for event in facts.rows)
+
+        made = self.store.engine(place)
+        client = redis.Redis.from_url(place.redis)
+        kind = until(OutboxSource, drained, seam, self.read_seconds)
+        source = kind(made, poll=1.0, ordered=self.ordered)
+        Relay(source, StreamSink(client), batch_size=2, ordered=self.ordered).run()
+        made.dispose()
+        client.close()
+
+    def facts(self, place: Place) -> Facts:
+        facts = Facts(ordered=self.ordered)
+        opened = self.store.open(place)
+        invariants.read_sql(opened, facts)
+        opened.close()
+        with place.client() as client:
+            facts.log = invariants.read_log(client, EVENTS)
+        facts.locked = self.store.locked(place)
+        return facts
+
+
+class WorkerOverPostgres(OnPostgres, WorkerOverSql):
+    name = "worker over PostgreSQL"
+
+
+class WorkerOverSqlite(OnSqlite, WorkerOverSql):
+    name = "worker over SQLite"
+
+
+class RelayOverPostgres(OnPostgres, RelayOverSql):
+    name = "relay over PostgreSQL"
+    read_seconds = 0.2  # also a slow machine comes to LISTEN within it
+
+
+class RelayOverSqlite(OnSqlite, RelayOverSql):
+    name = "relay over SQLite"
+
+
+class OrderedRelayOverPostgres(RelayOverPostgres):
+    name = "relay over PostgreSQL, ordered"
+    ordered = True
+
+
+for _kind in (WorkerOverSql, RelayOverSql):
+    _kind.store = property(lambda self: self)
