@@ -26,7 +26,7 @@ def asking(what: str) -> Iterator[None]:
 
 def told(error: Exception, what: str) -> ConquietError:
     text = str(error)
-    if text.startswith("WRONGTYPE"):
+    if "WRONGTYPE" in text:  # a script says where it happened first
         return NotFound(
             f"{what}: this key holds something else than a stream; conquiet streams list shows"
             " which there are"

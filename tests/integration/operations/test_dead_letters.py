@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -158,6 +160,37 @@ def test_where_a_letter_cannot_go_it_stays(redis_client, bury, letters) -> None:
     assert redis_client.xlen("dead") == 1
 
 
+REPLAY = """
+import os, sys, redis
+from conquiet.operations import StreamLetters, Wanted, replay
+with redis.Redis.from_url(sys.argv[1]) as client:
+    replay(StreamLetters(client, "dead"), Wanted(), tell=lambda done: print(done, flush=True))
+"""
+
+
+def test_a_replay_that_is_killed_has_lost_nothing_and_sent_nothing_twice(
+    redis_client, redis_url, letters
+) -> None:
+    about = {"deadreason": "no", "deadstream": "orders", "deadtopic": "orders"}
+    StreamSink(redis_client, "dead").publish(numbered(3_000, **about))
+    process = subprocess.Popen(
+        [sys.executable, "-c", REPLAY, redis_url], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if int(line) >= 100:
+            process.kill()
+            break
+    process.stdout.close()
+    assert process.wait(30) == -9
+    left = [fields[b"id"] for _, fields in redis_client.xrange("dead")]
+    sent = [fields[b"id"] for _, fields in redis_client.xrange("orders")]
+    assert 100 <= len(sent) < 3_000
+    assert sorted(left + sent) == sorted(b"m-%d" % n for n in range(3_000))
+    replay(letters, Wanted())
+    assert redis_client.xlen("orders") == 3_000
+
+
 def test_drop_deletes_what_is_wanted_and_leaves_the_rest(redis_client, bury, letters) -> None:
     bury(3)
     assert len(drop(letters, Wanted(("m-1",)), dry_run=True).done) == 1
@@ -211,6 +244,29 @@ def test_letters_of_a_file_are_replayed_and_their_lines_blanked(file, redis_clie
     assert show(letters, "x").reason == "no"
     assert len(drop(letters, Wanted(("m-0", "x"))).done) == 2
     assert [letter.event_id for letter in find(letters, Wanted(type="sold"))] == ["m-2"]
+
+
+def test_a_replay_of_a_file_that_is_killed_keeps_what_it_had_not_blanked(file, tmp_path) -> None:
+    code = """
+import os, sys
+from conquiet.jsonlines import LinesSink
+from conquiet.operations import FileLetters, Wanted, replay
+
+class Deadly(LinesSink):
+    def publish(self, messages):
+        super().publish(messages)
+        if messages[0].id == "m-1":
+            os._exit(9)  # published, and not blanked yet
+        return [None]
+
+replay(FileLetters(sys.argv[1], Deadly(open(sys.argv[2], "ab"))), Wanted(type="sold"))
+"""
+    sent = tmp_path / "sent.jsonl"
+    run = subprocess.run([sys.executable, "-c", code, str(file), str(sent)], timeout=60)
+    assert run.returncode == 9
+    assert [json.loads(line)["id"] for line in sent.read_text().splitlines()] == ["m-0", "m-1"]
+    left = [letter.event_id for letter in find(FileLetters(file), Wanted(type="sold"))]
+    assert left == ["m-1", "m-2"]
 
 
 def test_a_file_without_a_place_to_replay_to_keeps_its_letters(file) -> None:
