@@ -41,6 +41,28 @@ def test_doctor_reaches_the_servers_that_are_named(
     checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
     assert "postgresql" in checks["database"]["detail"]
     assert "version" in checks["redis server"]["detail"]
+    for clock in ("redis clock", "database clock"):
+        assert checks[clock]["status"] == "ok"
+    assert checks["dead letters"]["detail"] == "no stream holds any"
+
+
+def test_doctor_notices_dead_letters_and_memory_that_forgets(
+    redis_url: str, redis_client: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    letter = {"id": "e-1", "type": "sold", "source": "/", "deadreason": "no"}
+    StreamSink(redis_client, "failed").publish([Message(b"", letter)])
+    before = redis_client.config_get("maxmemory*")
+    redis_client.config_set("maxmemory", "1gb")
+    redis_client.config_set("maxmemory-policy", "allkeys-lru")
+    try:
+        assert main(["doctor", "--redis-url", redis_url]) == 0
+    finally:
+        for name in ("maxmemory", "maxmemory-policy"):
+            redis_client.config_set(name, before[name])
+    out = capsys.readouterr().out
+    assert "1 in failed" in out
+    assert "→ conquiet dead-letters list failed says why" in out
+    assert "allkeys-lru deletes streams" in out
 
 
 APP = """

