@@ -191,7 +191,7 @@ class Inspection:
         """What follows a row, compared by the database: SQLite has moments in several forms."""
         seen = self._table.alias("seen")
         columns = [seen.c[column.key] for column in order]
-        key = _uuid(id_) if self.is_events else int(id_) if id_.isdecimal() else None
+        key = _uuid(id_) if self.is_events else int(id_) if _is_key(id_) else None
         one = select(*columns).where(seen.c.id == key).scalar_subquery()
         here = tuple_(*order)
         return here < one if newest else here > one
@@ -278,6 +278,10 @@ _NOTHING: ColumnElement[Any] = cast("", Text).label("aggregate_type")
 
 def cast_payload(payload: ColumnElement[Any]) -> ColumnElement[Any]:
     return cast(payload, Text) if isinstance(payload.type, Text) else payload
+
+
+def _is_key(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) < 19  # fits a bigint
 
 
 def _uuid(text: str) -> UUID | None:

@@ -1,0 +1,196 @@
+"""Retry, replay and drop: what they do, who may, and what they tell."""
+
+from __future__ import annotations
+
+import re
+
+from starlette.routing import Route
+
+from conquiet.web import Token
+from tests.web.browsing import Browser
+
+
+def form_of(answer, action: str) -> dict[str, str]:
+    """The hidden fields of the form that goes to `action`, as a browser would send them."""
+    assert answer.status_code == 200, answer.text
+    html = re.search(rf'<form[^>]*action="{re.escape(action)}".*?</form>', answer.text, re.S)[0]
+    found = re.findall(r'<input type="hidden" name="([^"]+)" value="([^"]*)"', html)
+    return {name: value.replace("&#34;", '"').replace("&amp;", "&") for name, value in found}
+
+
+def test_a_parked_row_gets_new_attempts(client, shop, ids) -> None:
+    page = client.get("/outbox/row", params={"id": ids["parked"]})
+    done = client.post("/outbox/retry", data=form_of(page, "/outbox/retry"))
+    assert done.history[0].status_code == 303
+    assert f"{ids['parked']} has new attempts" in done.text
+    assert "has new attempts" not in client.get("/outbox").text  # told once
+    assert client.get("/outbox?state=parked").text.count("/outbox/row?id=") == 2
+    again = client.post("/outbox/retry", data=form_of(page, "/outbox/retry"))
+    assert "is not parked any more; nothing was done" in again.text
+
+
+def test_all_parked_rows_are_retried_after_a_question(client, ids) -> None:
+    page = client.get("/outbox/retry-all")
+    assert "Give 3 parked rows new attempts?" in page.text
+    done = client.post("/outbox/retry-all", data=form_of(page, "/outbox/retry-all"))
+    assert "3 rows got new attempts" in done.text
+    assert "There is nothing to do" in client.get("/outbox/retry-all").text
+
+
+def test_one_dead_letter_is_replayed_where_it_came_from(client, shop, ids) -> None:
+    page = client.get("/dead-letters/letter", params={"stream": "dead", "id": ids["published"]})
+    done = client.post("/dead-letters/replay", data=form_of(page, "/dead-letters/replay"))
+    assert "1 message sent again." in done.text
+    assert shop.client.xlen("dead") == 2
+    [(_, fields)] = shop.client.xrevrange("orders", count=1)
+    assert fields[b"id"].decode() == ids["published"]
+    assert b"deadreason" not in fields
+
+
+def test_letters_are_replayed_by_filter_after_a_preview(client, shop, ids) -> None:
+    shop.publish(["other"], stream="carts", type_="cart.left")
+    shop.bury(1, stream="carts")
+    page = client.get("/dead-letters/replay", params={"stream": "dead", "type": "order.*"})
+    assert "Replay 3 dead letters of dead?" in page.text
+    form = form_of(page, "/dead-letters/replay")
+    shop.publish(["late"], stream="late")
+    shop.bury(1, stream="late")  # dies after the question, and is not what was asked about
+    assert "3 messages sent again." in client.post("/dead-letters/replay", data=form).text
+    left = [fields[b"id"] for _, fields in shop.client.xrange("dead")]
+    assert left == [b"other", b"late"]
+
+
+def test_letters_may_go_to_another_stream(client, shop, ids) -> None:
+    page = client.get("/dead-letters/replay", params={"stream": "dead"})
+    form = {**form_of(page, "/dead-letters/replay"), "to": "elsewhere"}
+    assert "3 messages sent again." in client.post("/dead-letters/replay", data=form).text
+    assert shop.client.xlen("elsewhere") == 3
+
+
+def test_what_cannot_be_replayed_stays_and_says_why(client, shop) -> None:
+    letter = {"specversion": "1.0", "id": "e", "type": "t", "source": "/s", "deadreason": "x"}
+    shop.client.xadd("dead", letter)
+    page = client.get("/dead-letters/replay", params={"stream": "dead"})
+    done = client.post("/dead-letters/replay", data=form_of(page, "/dead-letters/replay"))
+    assert "1 message could not be, and stayed" in done.text
+    assert "does not say where it came from" in done.text
+    assert shop.client.xlen("dead") == 1
+
+
+def test_dropping_asks_first_and_tells(client, shop, ids) -> None:
+    page = client.get("/dead-letters/drop", params={"stream": "dead", "id": ids["published"]})
+    assert "Drop 1 dead letter of dead?" in page.text
+    assert "cannot be brought back" in page.text
+    assert shop.client.xlen("dead") == 3
+    form = form_of(page, "/dead-letters/drop")
+    assert "1 message dropped." in client.post("/dead-letters/drop", data=form).text
+    assert shop.client.xlen("dead") == 2
+    assert "No dead letter fits any more" in client.post("/dead-letters/drop", data=form).text
+
+
+# --- who may ------------------------------------------------------------------------------------
+
+
+def actions(app) -> list[str]:
+    return [
+        route.path
+        for route in app.routes
+        if isinstance(route, Route) and "POST" in route.methods and route.path != "/login"
+    ]
+
+
+EVERYTHING = {"stream": "dead", "id": ""}
+
+
+FOREIGN = [
+    ({"csrf": ""}, {}),
+    ({"csrf": "0" * 64}, {}),
+    ({}, {"origin": "https://evil.example"}),
+    ({}, {"origin": "null"}),
+    ({}, {"origin": "http://127.0.0.1.evil.example"}),
+    ({}, {"sec-fetch-site": "cross-site"}),
+    ({}, {"sec-fetch-site": "same-site"}),
+]
+
+
+def test_no_action_is_taken_for_another_site(make, shop, ids) -> None:
+    app = make()
+    client = Browser(app)
+    page = client.get("/outbox/row", params={"id": ids["parked"]})
+    form = {**form_of(page, "/outbox/retry"), **EVERYTHING}
+    paths = actions(app)
+    assert len(paths) == 4
+    for path in paths:
+        for change, headers in FOREIGN:
+            answer = client.post(path, data={**form, **change}, headers=headers)
+            assert answer.status_code == 403, (path, change, headers)
+    assert shop.client.xlen("dead") == 3
+    assert client.get("/outbox?state=parked").text.count("/outbox/row?id=") == 3
+
+
+def test_the_token_of_a_form_is_that_of_one_session(make, ids) -> None:
+    app = make(auth=Token("a-token-that-is-long-enough"))
+    ann, bob = Browser(app), Browser(app)
+    for client in (ann, bob):
+        client.get("/login", params={"token": "a-token-that-is-long-enough"})
+    form = form_of(ann.get("/outbox/retry-all"), "/outbox/retry-all")
+    assert bob.post("/outbox/retry-all", data=form).status_code == 403
+    assert ann.post("/outbox/retry-all", data=form).status_code == 200
+
+
+def test_actions_are_not_taken_by_a_link(make, shop, ids) -> None:
+    client = Browser(make())
+    for path in ("/outbox/retry", "/logout"):
+        assert client.get(path).status_code in (404, 405)
+    for path in ("/dead-letters/drop?stream=dead", "/dead-letters/replay?stream=dead"):
+        client.get(path)
+    assert shop.client.xlen("dead") == 3
+
+
+def test_a_dashboard_that_only_reads_refuses_every_action_and_offers_none(make, shop, ids) -> None:
+    app = make(read_only=True)
+    client = Browser(app)
+    token = app.signer.digest("form", "anybody")
+    for path in actions(app):
+        answer = client.post(path, data={"csrf": token, **EVERYTHING})
+        assert answer.status_code == 403
+        assert "--read-only" in answer.text
+    assert shop.client.xlen("dead") == 3
+    letter = {"stream": "dead", "id": ids["published"]}
+    for path, params in (
+        ("/outbox", {"state": "parked"}),
+        ("/outbox/row", {"id": ids["parked"]}),
+        ("/dead-letters", {}),
+        ("/dead-letters/letter", letter),
+        ("/dead-letters/drop", letter),
+        ("/outbox/retry-all", {}),
+    ):
+        text = client.get(path, params=params).text
+        assert 'method="post"' not in text
+        assert "read-only" in text
+
+
+NO_FORMS = [
+    (b"{}", "application/json", 415),
+    (b"a=1", "multipart/form-data; boundary=x", 415),
+    (b"a" * 70_000, "application/x-www-form-urlencoded", 413),
+    (b"&".join(b"a%d=1" % n for n in range(50)), "application/x-www-form-urlencoded", 400),
+    (b"\xff\xfe", "application/x-www-form-urlencoded", 400),
+    (b"", "application/x-www-form-urlencoded", 403),
+]
+
+
+def test_what_is_no_form_is_refused(client) -> None:
+    for body, kind, status in NO_FORMS:
+        answer = client.post("/outbox/retry-all", content=body, headers={"content-type": kind})
+        assert answer.status_code == status, (kind, body[:20])
+
+
+def test_actions_are_logged_with_who_took_them(client, ids, caplog) -> None:
+    page = client.get("/outbox/row", params={"id": ids["parked"]})
+    form = form_of(page, "/outbox/retry")
+    with caplog.at_level("INFO", logger="conquiet.web"):
+        client.post("/outbox/retry", data=form)
+    assert "/outbox/retry" in caplog.text
+    assert "by anybody from 127.0.0.1" in caplog.text
+    assert form["csrf"] not in caplog.text

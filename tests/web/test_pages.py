@@ -1,0 +1,279 @@
+"""Every page, without a browser: what it shows, and what it says if there is nothing."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from conquiet.web.look import Look
+from conquiet.web.pulse import Pulse
+from conquiet.web.stores import Stores
+from tests.web.browsing import Browser
+
+
+def text_of(answer) -> str:
+    """The words of a page."""
+    assert answer.status_code == 200, answer.text
+    return " ".join(re.sub(r"<[^>]*>", " ", answer.text).split())
+
+
+def test_the_overview_counts_and_says_what_needs_somebody(client, ids) -> None:
+    text = text_of(client.get("/"))
+    assert "3 rows of the outbox used up the attempts" in text
+    assert "3 dead letters in dead" in text
+    assert "Outbox waiting 4 rows" in text
+    assert "Lag 8 entries unread" in text
+    assert "In hand 5 entries unacked" in text
+    assert "Workers alive 2 of 2" in text
+
+
+def test_an_empty_shop_says_so_on_every_page(client, shop) -> None:
+    assert "Nothing needs attention" in text_of(client.get("/"))
+    assert "No group reads a stream yet" in text_of(client.get("/"))
+    assert "No stream is called" in text_of(client.get("/streams"))
+    assert "Nothing waits" in text_of(client.get("/outbox"))
+    assert "No row is parked" in text_of(client.get("/outbox?state=parked"))
+    assert "No stream holds dead letters" in text_of(client.get("/dead-letters"))
+    assert "No worker has joined" in text_of(client.get("/processes"))
+
+
+def test_streams_and_groups_show_who_has_what(client, ids) -> None:
+    text = text_of(client.get("/streams"))
+    assert re.search(r"orders 8 8 [\d.]+ kB .* billing 3 5 1 of 1 shipping 5 0 1 of 1", text)
+    text = text_of(client.get("/stream", params={"name": "orders"}))
+    assert ids["published"] in text
+    text = text_of(client.get("/group", params={"stream": "orders", "name": "billing"}))
+    assert re.search(r"billing-1 alive 5 ", text)
+    assert "Delivered, and not acked" in text
+
+
+def test_long_lists_are_paged(client, shop) -> None:
+    shop.publish([f"e-{n}" for n in range(120)])
+    shop.take(120)
+    shop.write(120)
+
+    def pages(path: str, pattern: str) -> list[str]:
+        seen, count = [], 0
+        while path:
+            answer = client.get(path)
+            seen += re.findall(pattern, answer.text)
+            found = re.search(r'href="([^"]+)">Next page', answer.text)
+            path = found[1].replace("&amp;", "&") if found else ""
+            count += 1
+        assert count == 3
+        return seen
+
+    entries = pages("/stream?name=orders", r"<code>(e-\d+)</code>")
+    assert entries == [f"e-{n}" for n in reversed(range(120))]
+    pending = pages("/group?stream=orders&name=billing", r"<code>(\d+-\d+)</code></a></th>")
+    assert len(pending) == len(set(pending)) == 120
+    rows = pages("/outbox", r'href="/outbox/row\?id=(\d+)"')
+    assert rows == [str(n) for n in range(1, 121)]
+    newest = pages("/outbox?state=any&type=order.*", r'href="/outbox/row\?id=(\d+)"')
+    assert newest == rows[::-1]
+
+
+def test_dead_letters_are_paged_too(client, shop) -> None:
+    shop.publish([f"e-{n}" for n in range(60)])
+    shop.bury(60)
+    first = client.get("/dead-letters").text
+    found = re.search(r'href="([^"]+)">Next page', first)[1].replace("&amp;", "&")
+    seen = re.findall(r"<code>(e-\d+)</code>", first + client.get(found).text)
+    assert seen == [f"e-{n}" for n in range(60)]
+
+
+def test_an_entry_shows_its_payload_and_attributes(client, shop, ids) -> None:
+    [(entry, _)] = shop.client.xrange("orders", count=1)
+    text = text_of(client.get("/entry", params={"stream": "orders", "id": entry.decode()}))
+    assert "&#34;amount&#34;: 4200" in text
+    assert "specversion 1.0" in text
+    shop.client.xadd("plain", {b"a": b"\xff", "data": b"\x00\xff"}, id="5-1")
+    text = text_of(client.get("/entry", params={"stream": "plain", "id": "5-1"}))
+    assert "no CloudEvent" in text
+    assert "Not text: shown as base64" in text
+
+
+SEARCHES = [
+    ({}, 7),
+    ({"state": "parked"}, 3),
+    ({"state": "published"}, 8),
+    ({"state": "any", "type": "order.p*"}, 11),
+    ({"error": "TOO LARGE"}, 3),
+    ({"attempts": "10"}, 3),
+    ({"aggregate": "o-3"}, 1),
+    ({"state": "nonsense", "attempts": "x"}, 7),
+    ({"id": "nobody"}, 0),
+]
+
+
+def test_rows_of_the_outbox_are_searched(client, ids) -> None:
+    for search, count in SEARCHES:
+        answer = client.get("/outbox", params=search)
+        assert answer.status_code == 200
+        assert answer.text.count("/outbox/row?id=") == count, search
+
+
+def test_a_row_shows_its_payload_and_error(client, ids) -> None:
+    text = text_of(client.get("/outbox/row", params={"id": ids["parked"]}))
+    assert "message too large" in text
+    assert "&#34;currency&#34;: &#34;EUR&#34;" in text
+    assert "Retry" in text
+    assert "Retry" not in text_of(client.get("/outbox/row", params={"id": ids["waiting"]}))
+
+
+FILTERS = [
+    ({}, 3),
+    ({"type": "order.*", "source": "/sh?p"}, 3),
+    ({"error": "lookuperror"}, 3),
+    ({"error": "timeout"}, 0),
+    ({"since": "2020-01-01T00:00"}, 3),
+    ({"until": "2020-01-01T00:00", "since": "nonsense"}, 0),
+]
+
+
+def test_dead_letters_are_filtered(client, ids) -> None:
+    for search, count in FILTERS:
+        answer = client.get("/dead-letters", params={"stream": "dead", **search})
+        assert answer.text.count("/dead-letters/letter?") == count, search
+
+
+def test_a_dead_letter_shows_payload_and_traceback(client, ids) -> None:
+    params = {"stream": "dead", "id": ids["published"]}
+    text = text_of(client.get("/dead-letters/letter", params=params))
+    assert "LookupError: no such customer" in text
+    assert "Traceback (most recent call last)" in text
+    assert "&#34;amount&#34;: 4200" in text
+
+
+def test_one_event_is_traced_from_the_outbox_to_its_consumers(client, ids) -> None:
+    text = text_of(client.get("/trace", params={"id": ids["published"]}))
+    for word in ("order.placed in outbox", "in orders", "billing pending billing-1", "in dead"):
+        assert word in text
+    text = text_of(client.get("/trace", params={"id": "nobody"}))
+    assert "Nothing was found of nobody" in text
+    assert client.get("/trace", params={"id": "nobody", "full": "1"}).status_code == 200
+
+
+def test_relays_are_seen_by_their_sessions(make, database_url) -> None:
+    from conquiet.sql import engine
+
+    made = engine(database_url, connect_args={"application_name": "conquiet-relay"})
+    with made.connect():
+        text = text_of(Browser(make(database=database_url)).get("/processes"))
+    made.dispose()
+    assert "conquiet-relay" in text
+    assert "conquiet-dashboard" not in text
+
+
+def test_relays_are_asked_for_their_health(make, shop) -> None:
+    from conquiet.relay.health import Check, Health, HealthServer
+
+    check = Check(dict, timeout=1)
+    health = Health({"database": check}, alive=lambda: None, metrics=lambda: b"")
+    server = HealthServer(health, "127.0.0.1", 0)
+    addresses = [f"http://127.0.0.1:{server.port}", "http://127.0.0.1:1"]
+    text = text_of(Browser(make(relays=addresses)).get("/processes"))
+    server.close()
+    assert f"http://127.0.0.1:{server.port} alive yes database: ok" in text
+    assert "http://127.0.0.1:1 silent no" in text
+
+
+def test_a_store_out_of_reach_is_told_with_the_remedy_and_the_rest_works(make, shop) -> None:
+    client = Browser(make(redis="redis://127.0.0.1:1/0"))
+    text = text_of(client.get("/"))
+    assert "Redis does not answer" in text
+    assert "conquiet doctor" in text
+    assert client.get("/outbox").status_code == 200
+    answer = client.get("/streams")
+    assert answer.status_code == 503
+    assert "127.0.0.1:1" in answer.text
+
+
+def test_a_database_without_tables_or_file_names_the_command(make, tmp_path) -> None:
+    missing = tmp_path / "none.sqlite"
+    answer = Browser(make(database=f"sqlite:///{missing}")).get("/outbox")
+    assert answer.status_code == 503
+    assert "conquiet outbox migrate" in answer.text
+    assert not missing.exists()
+    missing.touch()
+    answer = Browser(make(database=f"sqlite:///{missing}")).get("/outbox")
+    assert answer.status_code == 503
+    assert "conquiet outbox migrate" in answer.text
+
+
+def test_a_store_that_was_not_named_says_how_to_name_it(make) -> None:
+    client = Browser(make(database=None, redis=None))
+    assert client.get("/").status_code == 200
+    assert "--database" in client.get("/outbox").text
+    assert "--redis" in client.get("/streams").text
+    assert "--redis" in client.get("/processes").text
+    assert client.get("/trace?id=x").status_code == 400
+
+
+ODD = [
+    ("/nothing", 404),
+    ("/stream?name=nowhere", 404),
+    ("/stream", 404),
+    ("/group?stream=orders&name=nobody", 404),
+    ("/entry?stream=orders&id=1-1", 404),
+    ("/entry?stream=orders&id=x", 400),
+    ("/stream?name=orders&before=x", 400),
+    ("/outbox/row?id=nobody", 404),
+    ("/outbox/row?id=%00", 404),
+    ("/outbox?id=%00&type=%25&error=%27", 200),
+    ("/outbox?after=x", 200),
+    ("/outbox?after=99999999999999999999999", 200),
+    ("/dead-letters/letter?stream=dead&id=x", 404),
+    ("/dead-letters?stream=nowhere", 200),
+    ("/static/nothing.js", 404),
+    ("/static/../app.py", 404),
+    ("/static/%2e%2e/app.py", 404),
+]
+
+
+def test_what_is_not_there_is_told_in_a_page(client, ids) -> None:
+    for path, status in ODD:
+        answer = client.get(path)
+        assert answer.status_code == status, path
+        assert "Traceback" not in answer.text
+
+
+def test_an_error_of_our_own_is_a_page_without_its_traceback(make, shop, monkeypatch) -> None:
+    def broken(*_):
+        raise RuntimeError("secret detail")
+
+    monkeypatch.setattr("conquiet.relay.inspection.Inspection.figures", broken)
+    answer = Browser(make(), raise_server_exceptions=False).get("/outbox")
+    assert answer.status_code == 500
+    assert "secret detail" not in answer.text
+    assert "RuntimeError" in answer.text
+
+
+def test_rates_are_what_changed_between_two_samples(shop, monkeypatch) -> None:
+    pulse = Pulse(Stores(None, shop.redis))
+    monkeypatch.setattr("conquiet.web.pulse._GAP_SECONDS", 1e9)
+    shop.publish(["a", "b"])
+    messages = shop.take(2)
+    pulse._take()
+    assert pulse.history[-1].coming is None
+    shop.publish([f"e-{n}" for n in range(10)])
+    shop.publish(["x"], stream="new")  # what was not there before is no traffic
+    for message in messages:
+        message.ack()
+    assert pulse._stores.client.xpending("orders", "billing")["pending"] == 0
+    pulse._last = type(pulse._last)(**{**vars(pulse._last), "at": pulse._last.at - 10})
+    before = pulse._last.at
+    pulse._take()
+    seconds = pulse._last.at - before
+    assert pulse.history[-1].coming == pytest.approx(10 / seconds)
+    assert pulse.history[-1].handled == pytest.approx(2 / seconds)
+    assert pulse.history[-1].lag == 10
+
+
+def test_a_look_is_taken_once_however_many_ask() -> None:
+    taken = []
+    look = Look(lambda: taken.append(1), seconds=60)
+    for _ in range(5):
+        look()
+    assert taken == [1]
