@@ -109,6 +109,31 @@ def test_a_steady_stream_is_split_without_counting(wire, redis_client, monkeypat
     assert max(sizes(redis_client, splitting.split(wire, piece, 2))) < 1800
 
 
+BURSTS = [
+    f"{1_700_000_000_000 + 1_000 * burst + ms}-{number}"
+    for burst in range(12)
+    for ms in range(5)
+    for number in range(50)
+]
+
+
+def test_bursts_with_much_in_a_millisecond_are_split_without_counting(
+    wire, redis_client, monkeypatch
+) -> None:
+    monkeypatch.setattr(splitting, "_COUNTED_ANYWAY", 0)
+    monkeypatch.setattr(splitting, "walk", None)
+    piece = fill(redis_client, "orders", BURSTS)
+    assert max(sizes(redis_client, splitting.split(wire, piece, 3))) <= 1250
+
+
+def test_bursts_are_split_where_scripts_are_not_allowed(wire, redis_client, monkeypatch) -> None:
+    monkeypatch.setattr(splitting, "_COUNTED_ANYWAY", 0)
+    monkeypatch.setattr(splitting, "_PROBE", b"no script")
+    monkeypatch.setattr(counting, "_WALK", b"no script")
+    piece = fill(redis_client, "orders", BURSTS)
+    assert max(sizes(redis_client, splitting.split(wire, piece, 3))) <= 1250
+
+
 def test_small_streams_share_a_task_and_a_large_one_has_several(wire, redis_client) -> None:
     large = fill(redis_client, "large", STEADY)
     small = [Piece(f"small:{n}", "0-0", "9-9", 10) for n in range(50)]

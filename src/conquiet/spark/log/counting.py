@@ -36,7 +36,7 @@ while walked < wanted do
   walked = walked + #entries
   marks[#marks + 1] = entries[#entries][1]
   from = '(' .. marks[#marks]
-  if #entries < count then break end
+  if #entries < count or marks[#marks] == ARGV[2] then break end
 end
 return {marks, walked}
 """
@@ -120,6 +120,6 @@ def _read_instead(wire: Wire, one: Walk, error: Exception) -> tuple[list[bytes],
         walked += len(page)
         marks.append(page[-1][0])
         first = id_after(page[-1][0])
-        if len(page) < count:
+        if len(page) < count or marks[-1] == until:  # nothing can follow the largest id
             break
     return marks, walked

@@ -2,7 +2,8 @@
 
 The time between ids says nothing about how many entries there are: one burst can outweigh a day.
 So the density is probed at many places, and the sum of what that promises is compared with the
-number of entries, which is known. If they agree, the probes were good enough; else it is counted.
+number of entries, which is known. If they agree, the probes were good enough; else it is counted,
+unless counting would take longer than parts that are not even.
 """
 
 from __future__ import annotations
@@ -16,13 +17,33 @@ from conquiet.redis.delivery import id_after
 from conquiet.redis.wire import Wire
 from conquiet.spark.log.asking import ask
 from conquiet.spark.log.counting import Walk, walk
-from conquiet.spark.log.piece import Piece, id_of, parts
+from conquiet.spark.log.piece import LARGEST, Piece, id_of, parts
 
 _COUNTED_ANYWAY = 20_000
 """So few entries are counted in no time."""
-_PROBES_PER_PART, _PROBE_ENTRIES = 64, 8
-_BELIEVABLE = 0.75, 1.33
-"""How far the sum of the probes may be from the truth."""
+_MANY = 200_000
+"""So many take longer to count than parts cost that are somewhat uneven."""
+_PROBES_PER_PART, _MOST_PROBES = 64, 512
+_PROBED_ENTRIES = 64_000
+"""Of all probes together; a burst has hundreds of entries in a millisecond."""
+_PROBES_PER_CALL = 16
+_PLAIN_PROBE_ENTRIES = 8
+"""Of one probe, where its entries must be sent."""
+_BELIEVABLE, _BELIEVABLE_OF_MANY = 4 / 3, 2.5
+"""By which factor the sum of the probes may be off the truth."""
+
+# KEYS[1]  the stream
+# ARGV     how many entries at most, then the first and the last id of each probe
+# Answers with how many entries there were, and the last of their ids, for each.
+_PROBE = b"""
+local found = {}
+for at = 2, #ARGV, 2 do
+  local entries = redis.call('XRANGE', KEYS[1], ARGV[at], ARGV[at + 1], 'COUNT', ARGV[1])
+  local last = entries[#entries]
+  found[#found + 1] = {#entries, last and last[1] or ''}
+end
+return found
+"""
 
 
 def split(wire: Wire, piece: Piece, count: int, way: Walk | None = None) -> list[Piece]:
@@ -79,18 +100,18 @@ def _with_firsts(wire: Wire, pieces: Sequence[Piece]) -> list[Piece]:
 def _probed(wire: Wire, piece: Piece, count: int) -> list[str]:
     """Where to cut, by the density of ids; nothing if the probes cannot be believed."""
     first, last = max(parts(piece.after)[0], _first_ms(wire, piece)), parts(piece.until)[0]
-    step = (last - first) // (_PROBES_PER_PART * count)
+    step = (last - first) // min(_PROBES_PER_PART * count, _MOST_PROBES)
     if step < 1:
         return []
-    places = list(range(first, last, step))
+    places = list(range(first, last + 1, step))
     weights = _weights(wire, piece, places, step)
     total = sum(weights)
-    if piece.entries is not None:
-        low, high = _BELIEVABLE
-        if not low * piece.entries <= total <= high * piece.entries:
-            return []
     if not total:
         return []
+    if piece.entries is not None:
+        factor = _BELIEVABLE if piece.entries < _MANY else _BELIEVABLE_OF_MANY
+        if not piece.entries / factor <= total <= piece.entries * factor:
+            return []
     reached = list(accumulate(weights))
     cuts: list[str] = []
     for number in range(1, count):
@@ -102,27 +123,40 @@ def _probed(wire: Wire, piece: Piece, count: int) -> list[str]:
 
 
 def _first_ms(wire: Wire, piece: Piece) -> int:
-    found = _ask(wire, piece, [parts(piece.after)[0]], 1)
-    return parts(found[0][0])[0] if found[0] else 0
+    start = id_of(parts(piece.after)[0]).encode()
+    [found] = _ids(wire, piece.stream, [(start, piece.until.encode())], 1)
+    return parts(found[0])[0] if found else 0
 
 
 def _weights(wire: Wire, piece: Piece, places: Sequence[int], step: int) -> list[float]:
     """About how many entries there are from each place to the next."""
-    weights = []
-    for place, ids in zip(places, _ask(wire, piece, places, _PROBE_ENTRIES), strict=True):
-        inside = [ms for ms, _ in map(parts, ids) if ms < place + step]
-        if len(inside) < _PROBE_ENTRIES:
-            weights.append(float(len(inside)))
-        else:
+    most = max(_PLAIN_PROBE_ENTRIES, _PROBED_ENTRIES // len(places))
+    weights: list[float] = []
+    for start in range(0, len(places), _PROBES_PER_CALL):
+        some = places[start : start + _PROBES_PER_CALL]
+        ranges = [(b"%d-0" % place, b"%d" % min(place + step - 1, LARGEST)) for place in some]
+        limit, found = most, _probe(wire, piece.stream, ranges, most)
+        if found is None:
+            limit = _PLAIN_PROBE_ENTRIES
+            pages = _ids(wire, piece.stream, ranges, limit)
+            found = [(len(ids), ids[-1] if ids else "") for ids in pages]
+        for place, (entries, last) in zip(some, found, strict=True):
             # From the place itself, not from the first entry: the gap before it counts.
-            weights.append(step * len(inside) / max(1, inside[-1] - place + 1))
+            share = 1.0 if entries < limit else step / (parts(last)[0] - place + 1)
+            weights.append(entries * share)
     return weights
 
 
-def _ask(wire: Wire, piece: Piece, places: Sequence[int], count: int) -> list[list[str]]:
-    """The ids of the first entries after each place."""
-    until = piece.until.encode()
-    return _ids(wire, piece.stream, [(b"%d-0" % place, until) for place in places], count)
+def _probe(
+    wire: Wire, stream: str, ranges: Sequence[tuple[bytes, bytes]], most: int
+) -> list[tuple[int, str]] | None:
+    """How many entries each range has, up to so many, and their last id; None without scripts."""
+    key = stream.encode()
+    ends = [end for pair in ranges for end in pair]
+    [reply] = ask(wire, [(key, (b"EVAL", _PROBE, 1, key, most, *ends))])
+    if isinstance(reply, Exception):
+        return None
+    return [(entries, last.decode()) for entries, last in reply]
 
 
 def _ids(

@@ -16,7 +16,8 @@ from conquiet.spark.log.splitting import split
 
 WORTH_A_TASK = 20_000
 """Entries that are read in about the time that it takes to start a task."""
-MOST_PER_TASK = 250_000
+MOST_PER_TASK = 2_000_000
+"""What a task that failed does again, at the most, and the longest that it is silent."""
 _UNKNOWN = 10_000
 """Entries of a piece of which nobody knows how many it has."""
 _UNEVEN = 1.25
