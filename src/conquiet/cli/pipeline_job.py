@@ -26,7 +26,7 @@ def run_tables(options: Namespace, source: dict[str, str], config: dict[str, str
         raise ConfigError("--remote is for --tables raw_events: tables are committed by the driver")
     if options.checkpoint is not None:
         raise ConfigError("--checkpoint is for --tables raw_events: others keep it in the lake")
-    is_silver_only = _is_silver_only(options.tables)
+    tables = _tables(options.tables)
     has_domain_rows = options.origin == "outbox" and options.table == DOMAIN_EVENTS
     if has_domain_rows and not options.once:
         raise ConfigError(f"{DOMAIN_EVENTS} is read as a whole, since it is no log: add --once")
@@ -46,7 +46,7 @@ def run_tables(options: Namespace, source: dict[str, str], config: dict[str, str
             once=options.once,
             trigger_seconds=options.trigger_seconds or 0.0,
             refresh_seconds=options.refresh_seconds,
-            is_silver_only=is_silver_only,
+            tables=tables,
             outbox=outbox_at(spark, options.outbox_url),
         )
         try:
@@ -62,13 +62,11 @@ def run_tables(options: Namespace, source: dict[str, str], config: dict[str, str
     return OK
 
 
-def _is_silver_only(text: str) -> bool:
-    from conquiet.marketplace.pipeline.tables import RAW, VIEWS, checked
+def _tables(text: str) -> list[str]:
+    from conquiet.marketplace.pipeline.tables import NAMES, checked
 
     names = [name.strip() for name in text.split(",")]
-    if names == ["all"]:
-        return False
-    return all(checked(name) in (RAW, *VIEWS) for name in names)
+    return list(NAMES) if names == ["all"] else [checked(name) for name in names]
 
 
 def _events(spark: SparkSession, origin: str, source: dict[str, str]) -> DataFrame:
@@ -85,7 +83,11 @@ def _events(spark: SparkSession, origin: str, source: dict[str, str]) -> DataFra
 def _run_stream(job: Job, events: DataFrame, progress: Progress) -> bool:
     from conquiet.spark.query import run_query
 
-    return run_query(job.start(events), on_look=progress.look)
+    def look(query: Any) -> None:
+        progress.look(query)
+        job.catch_up()
+
+    return run_query(job.start(events), on_look=look)
 
 
 def outbox_at(spark: SparkSession, url: str | None) -> Callable[[], DataFrame | None]:

@@ -170,7 +170,7 @@ class Opinion(Facts):
                 len(events) - len(foreign),
                 len(events),
                 sum(map(len, events)),
-                *(silver, len(events) - silver, [], foreign[:100], not foreign),
+                *(silver, len(events) - silver, [], foreign[:100], [], not foreign),
             )
 
     def delivery(self):

@@ -22,6 +22,15 @@ def test_no_code_of_the_pipeline_and_no_server_is_needed(room):
     assert f"conquiet.marketplace.{room}" in names
 
 
+def test_the_oracle_and_the_pipeline_share_no_module_of_the_marketplace():
+    judge = loaded("import conquiet.marketplace.oracle, conquiet.marketplace.generator")
+    judged = loaded("import conquiet.marketplace.pipeline")
+    shared = {name for name in judge & judged if name.startswith("conquiet.marketplace")}
+    assert shared == {"conquiet.marketplace"}  # which is empty
+    assert "conquiet.marketplace.pipeline.refresh" in judged
+    assert "conquiet.marketplace.oracle.orders" in judge
+
+
 GENERATOR = """
 from conquiet.marketplace.generator import Generator
 next(Generator(orders=1).entries())

@@ -84,7 +84,7 @@ class LogTables:
                         hour.taken,
                         hour.refused,
                     ),
-                    *([], foreign, not foreign),
+                    *([], foreign, [], not foreign),
                 )
             )
 

@@ -176,7 +176,7 @@ TABLES: dict[str, Table] = {
         """
         ts hour
         bigint outbox_count log_count entry_count silver_count quarantine_count
-        strings missing_ids foreign_ids
+        strings missing_ids foreign_ids lost_ids
         boolean complete
         """,
     ),

@@ -7,9 +7,10 @@ log ──▶ take ──▶ raw_events, silver        each micro-batch, once
 from __future__ import annotations
 
 import math
+import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from datetime import date
 from typing import Any
 
@@ -22,7 +23,7 @@ from conquiet.marketplace.catalog import CATALOG
 from conquiet.marketplace.pipeline.lake import Lake
 from conquiet.marketplace.pipeline.refresh import refresh
 from conquiet.marketplace.pipeline.state import State
-from conquiet.marketplace.pipeline.tables import SILVER
+from conquiet.marketplace.pipeline.tables import NAMES, SILVER, with_sources
 from conquiet.marketplace.pipeline.taking import days_between, retake, take, take_rows
 from conquiet.spark.bronze import raw_events
 from conquiet.spark.tables.writing import query_of
@@ -37,9 +38,19 @@ def no_outbox() -> DataFrame | None:
     return None
 
 
+@dataclass
+class _Pace:
+    """When tables were last brought up to silver, and whether silver has gone on since."""
+
+    refreshed: float = field(default_factory=time.monotonic)
+    is_behind: bool = False
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    """Silver must not change under a refresh."""
+
+
 @dataclass(frozen=True)
 class Job:
-    """A lake, and how often it is written. All tables, or silver alone."""
+    """A lake, which of its tables are made, and how often."""
 
     lake: Lake
     once: bool = False
@@ -47,9 +58,11 @@ class Job:
     refresh_seconds: float | None = None
     """At least so long from one refresh of facts and marts to the next; a minute, unless said.
     With `once` and nothing said there is one, at the end."""
-    is_silver_only: bool = False
+    tables: Collection[str] = NAMES
+    """Those that are made, with those that they are made of: names of the contract."""
     catalog: Catalog = CATALOG
     outbox: Outbox = no_outbox
+    _pace: _Pace = field(default_factory=_Pace, init=False, repr=False, compare=False)
 
     @property
     def checkpoint(self) -> str:
@@ -65,22 +78,25 @@ class Job:
         if not self.once:
             trigger = {"processingTime": f"{self.trigger_seconds:g} seconds"}
         writing = writing.trigger(**trigger).option("checkpointLocation", self.checkpoint)
-        return writing.foreachBatch(self._taking()).start()
+        return writing.foreachBatch(self._take).start()
 
-    def _taking(self) -> Callable[[DataFrame, int], None]:
-        refreshed = time.monotonic()
+    def _take(self, batch: DataFrame, number: int) -> None:
+        with self._pace.lock:
+            take(self.lake, batch, query_of(batch), number, self.catalog)
+            self._pace.is_behind = True
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        """Refresh if it is time to and anything was taken since; call it while a stream runs.
+
+        Batches do it too, but after the last of them there may be none for a long time.
+        """
         pause = self.refresh_seconds
         if pause is None:
             pause = math.inf if self.once else _REFRESH_SECONDS
-
-        def on_batch(batch: DataFrame, number: int) -> None:
-            nonlocal refreshed
-            take(self.lake, batch, query_of(batch), number, self.catalog)
-            if time.monotonic() - refreshed >= pause:
-                self.finish()
-                refreshed = time.monotonic()
-
-        return on_batch
+        pace = self._pace
+        if pace.is_behind and time.monotonic() - pace.refreshed >= pause:
+            self.finish()
 
     def take_outbox(self, rows: DataFrame) -> int:
         """Take in rows of `outbox_events` that are not there yet, in place of a log; how many."""
@@ -88,9 +104,13 @@ class Job:
 
     def finish(self) -> int:
         """Bring facts, marts and reconciliation up to silver; how many days had changed."""
-        if self.is_silver_only or not self.lake.has(SILVER):
+        if not with_sources(self.tables) or not self.lake.has(SILVER):
             return 0
-        return refresh(self.lake, self.outbox())
+        with self._pace.lock:
+            self._pace.is_behind = False
+            changed = refresh(self.lake, self.outbox(), self.tables)
+            self._pace.refreshed = time.monotonic()
+        return changed
 
 
 def read_files(spark: SparkSession, path: str, **options: str) -> DataFrame:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from pyspark.sql import functions as f
 from conquiet.errors import ConfigError
 from conquiet.marketplace.pipeline.silver import events, events_quarantine
 from conquiet.marketplace.pipeline.tables import SILVER, STORED, VIEWS, checked
+from conquiet.spark.tables.files import partition_at
 from conquiet.spark.tables.reading import read_table, table_files
 from conquiet.spark.tables.writing import replace_partitions
 
@@ -49,7 +51,8 @@ class Lake:
             checked(name)
         if not self.has(name):
             raise ConfigError(
-                f"{self.root} has no table {name}: make it by conquiet pipeline run --once"
+                f"{self.root} has no table {name}: make it by"
+                f" conquiet pipeline run --tables {name} --once"
             )
         if name in _VIEWS:
             return _VIEWS[name](self.read(SILVER))
@@ -61,6 +64,11 @@ class Lake:
         if not self.has(name):
             return []
         return [os.path.relpath(path, folder) for path in table_files(folder)]
+
+    def days(self, name: str) -> set[date]:
+        """The days that the files of a table are grouped by."""
+        values = [partition_at(file)[0][1] for file in self.files(name)]
+        return {date.fromisoformat(value) for value in values if value is not None}
 
     # --- writing --------------------------------------------------------------------------------
 
@@ -79,15 +87,23 @@ class Lake:
     def replace_all(self, frame: DataFrame, name: str) -> None:
         """Rows in place of the whole table."""
         column = STORED[name].partition_by
+        is_kept = frame.is_cached
         frame = frame.persist()
         values = frame.select(column)
         if self.has(name):
             values = values.union(self.read(name).select(column))
         self.replace(frame, name, distinct(values, column))
-        frame.unpersist()
+        if not is_kept:
+            frame.unpersist()
 
-    def replace_keys(self, frame: DataFrame, name: str, keys: DataFrame) -> None:
-        """Rows in place of those that have one of the keys; partitions without any stay alone."""
+    def replace_keys(self, frame: DataFrame, name: str, keys: DataFrame | None) -> None:
+        """Rows in place of those that have one of the keys; partitions without any stay alone.
+
+        Without keys, in place of all.
+        """
+        if keys is None:
+            self.replace_all(frame, name)
+            return
         column = STORED[name].partition_by
         if not self.has(name):
             self.replace(frame, name, distinct(frame, column))

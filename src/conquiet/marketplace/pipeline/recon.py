@@ -5,6 +5,8 @@ A mismatch is a row that names the events.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as f
 
@@ -13,43 +15,73 @@ from conquiet.marketplace.pipeline.facts import COLLECTIONS
 from conquiet.marketplace.pipeline.refusal import is_telemetry
 
 MOST_NAMED = 100
+COUNTS = ("log_count", "entry_count", "silver_count", "quarantine_count")
 MONEY = ("order_created", *COLLECTIONS, "vendor_payout_recorded")
 
 
-def recon_completeness(raw: DataFrame, silver: DataFrame, outbox: DataFrame | None) -> DataFrame:
+def hourly_counts(raw: DataFrame, silver: DataFrame, outbox: DataFrame | None) -> DataFrame:
     """Per hour: the outbox, the log as it was taken in, and what silver and quarantine made of it.
 
     `raw` is bronze and `outbox` a batch of `conquiet-outbox`; the counts come from both ends, so a
-    row that got lost between them shows. Entries without an id count one by one.
+    row that got lost between them shows: in `agrees`, which also compares a digest of the ids.
+    Entries without an id count one by one.
     """
     log = _log(raw)
     per_hour = log.groupBy("hour").agg(
-        f.count(f.lit(1)).alias("log_count"), f.sum("entries").alias("entry_count")
+        f.count(f.lit(1)).alias("log_count"),
+        f.sum("entries").alias("entry_count"),
+        f.bit_xor(f.xxhash64("id")).alias("log_digest"),
     )
     kept = (
-        silver.where(~is_telemetry(f.col("stream")))
-        .groupBy(_hour_of_silver())
+        _kept(silver)
+        .groupBy("hour")
         .agg(
             f.sum((f.col("kind") == "event").cast("bigint")).alias("silver_count"),
             f.sum((f.col("kind") == "refused").cast("bigint")).alias("quarantine_count"),
+            f.bit_xor(f.xxhash64("id")).alias("kept_digest"),
         )
     )
     found = per_hour.join(kept, "hour", "outer").join(_strays(log, outbox), "hour", "outer")
-    counts = ("log_count", "entry_count", "silver_count", "quarantine_count")
-    filled = found.select(
+    return found.select(
         "hour",
         (f.lit(None).cast("bigint") if outbox is None else _or_zero("outbox_count")).alias(
             "outbox_count"
         ),
-        *(_or_zero(name).alias(name) for name in counts),
+        *(_or_zero(name).alias(name) for name in COUNTS),
         *(_or_none(name).alias(name) for name in ("missing_ids", "foreign_ids")),
+        (
+            f.col("log_digest").eqNullSafe(f.col("kept_digest"))
+            & (_or_zero("log_count") == _or_zero("silver_count") + _or_zero("quarantine_count"))
+        ).alias("agrees"),
     )
-    is_complete = (
-        (f.col("log_count") == f.col("silver_count") + f.col("quarantine_count"))
-        & (f.size("missing_ids") == 0)
-        & (f.size("foreign_ids") == 0)
+
+
+def lost_ids(raw: DataFrame, silver: DataFrame, hours: Sequence[int]) -> DataFrame:
+    """What is in the log and in neither silver nor quarantine, or the reverse, of some hours.
+
+    An hour is given by the seconds of its begin.
+    """
+    of_hours = f.unix_seconds("hour").isin(list(hours))
+    log, kept = _log(raw).where(of_hours), _kept(silver).where(of_hours)
+    lost = log.join(kept, "id", "left_anti").select("hour", "id")
+    strange = kept.join(log, "id", "left_anti").select("hour", "id")
+    return lost.union(strange).groupBy("hour").agg(_named(f.col("id")).alias("lost_ids"))
+
+
+def recon_completeness(counts: DataFrame, lost: DataFrame | None = None) -> DataFrame:
+    """The counts of `hourly_counts`, with the events that are lost where they do not agree."""
+    if lost is None:
+        lost = counts.select("hour", f.array().cast("array<string>").alias("lost_ids")).limit(0)
+    rows = counts.join(lost, "hour", "left")
+    strays = ("missing_ids", "foreign_ids")
+    is_complete = f.col("agrees")
+    for name in strays:
+        is_complete = is_complete & (f.size(name) == 0)
+    return rows.select(
+        *("hour", "outbox_count", *COUNTS, *strays),
+        _or_none("lost_ids").alias("lost_ids"),
+        is_complete.alias("complete"),
     )
-    return filled.withColumn("complete", is_complete)
 
 
 def _log(raw: DataFrame) -> DataFrame:
@@ -66,8 +98,11 @@ def _log(raw: DataFrame) -> DataFrame:
     )
 
 
-def _hour_of_silver() -> Column:
-    return hour(f.coalesce(f.col("created_at"), f.col("first_seen_at"))).alias("hour")
+def _kept(silver: DataFrame) -> DataFrame:
+    """The events of the domain's topic in silver and quarantine."""
+    at = hour(f.coalesce(f.col("created_at"), f.col("first_seen_at")))
+    rows = silver.where(~is_telemetry(f.col("stream")))
+    return rows.select(f.col("delivery_id").alias("id"), at.alias("hour"), "kind")
 
 
 def _strays(log: DataFrame, outbox: DataFrame | None) -> DataFrame:

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 from urllib.parse import unquote
+
+from conquiet.marketplace.pipeline.tables import STORED
 
 
 @dataclass
@@ -24,6 +27,8 @@ class State:
     """Of silver, when all tables were last made from it."""
     days: set[date] = field(default_factory=set)
     """Of the marts, that a refresh began with and did not finish."""
+    tables: set[str] = field(default_factory=lambda: set(STORED))
+    """Which tables that is true of; others may be older, or not there."""
 
     @classmethod
     def at(cls, root: Path) -> State:
@@ -31,7 +36,14 @@ class State:
         if not path.exists():
             return cls(path)
         said = json.loads(path.read_text())
-        return cls(path, set(said["files"]), {date.fromisoformat(day) for day in said["days"]})
+        days = {date.fromisoformat(day) for day in said["days"]}
+        return cls(path, set(said["files"]), days, set(said.get("tables", STORED)))
+
+    def choose(self, tables: Collection[str]) -> None:
+        """Have some tables made from here on: anew, if it is not known what they were made from."""
+        if not self.tables.issuperset(tables):
+            self.files = set()
+        self.tables = set(tables)
 
     def changed_days(self, files: set[str]) -> set[date | None]:
         """The days of silver that were written since."""
@@ -44,7 +56,11 @@ class State:
 
     def write(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        said = {"files": sorted(self.files), "days": sorted(map(str, self.days))}
+        said = {
+            "files": sorted(self.files),
+            "days": sorted(map(str, self.days)),
+            "tables": sorted(self.tables),
+        }
         new = self.path.with_suffix(".new")
         with new.open("w") as file:
             json.dump(said, file)

@@ -37,3 +37,16 @@ def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
 def test_rows_without_a_time_have_no_day() -> None:
     assert day_of(name("__HIVE_DEFAULT_PARTITION__", "a")) is None
     assert day_of(name(FIRST, "a")) == FIRST
+
+
+def test_tables_that_were_not_made_from_the_same_files_are_made_anew(tmp_path: Path) -> None:
+    state = State.at(tmp_path)
+    state.files = {name(FIRST, "a")}
+    state.choose({"fact_order", "zip_daily"})  # fewer: what is known of them holds
+    assert state.files == {name(FIRST, "a")}
+    state.write()
+    again = State.at(tmp_path)
+    assert again.tables == {"fact_order", "zip_daily"}
+    again.choose({"fact_order", "ad_touches"})
+    assert again.files == set()
+    assert again.changed_days({name(FIRST, "a")}) == {FIRST}
