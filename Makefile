@@ -7,7 +7,7 @@ TESTS ?= tests
 export WORKERS
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run run-outbox-publisher build test test-slow test-compat lint format bench clean
+.PHONY: help setup run run-outbox-publisher build test test-slow test-compat lint format bench docs docs-serve clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1|/p' Makefile | while IFS='|' read -r name text; do \
@@ -56,7 +56,14 @@ format: setup ## let ruff format and fix
 bench: setup ## every benchmark, short, collected into docs/performance.md
 	@$(BIN)/python bench/collect.py
 
+docs: setup ## the docs as a site, into site/; a broken link or a missing page fails
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "site/index.html"
+
+docs-serve: setup ## the site on http://127.0.0.1:8000, made anew whenever a page changes
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --strict
+
 clean: ## remove everything that make has made, .venv included
 	rm -rf .venv .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .hypothesis \
-		.import_linter_cache dist build spark-warehouse metastore_db derby.log
+		.import_linter_cache dist build site spark-warehouse metastore_db derby.log
 	find src tests bench examples -name __pycache__ -type d -prune -exec rm -rf {} +
