@@ -16,6 +16,7 @@ from conquiet.message import Message
 from conquiet.redis import Topic
 from conquiet.redis.entry import to_fields
 from conquiet.spark.columns import ARROW_SCHEMA
+from conquiet.spark.log.rows import RowBuilder
 from conquiet.spark.log.writer_options import WriteOptions
 from conquiet.spark.log.writer_rows import RowEncoder
 
@@ -103,6 +104,43 @@ def test_a_partitioned_topic_gets_rows_by_key_in_order(items) -> None:
     assert found == expected
 
 
+keys = st.sampled_from(["partitionkey", "subject", "time", "x1", "specversion"])
+events = st.dictionaries(keys, st.sampled_from(["1.0", "2026-01-31T12:00:00Z", "c-7"]))
+
+
+@given(st.lists(events, min_size=1, max_size=6), st.booleans())
+def test_what_is_read_from_a_log_is_written_as_it_stood(found, has_data) -> None:
+    entries = [
+        {"id": "1", "type": "t", "source": "/s"}
+        | event
+        | {"specversion": "1.0", "time": "2026-01-31T12:00:00Z"}
+        | ({"data": "{}"} if has_data else {})
+        for event in found
+    ]
+    reader = RowBuilder()
+    for number, entry in enumerate(entries):
+        fields = [text.encode() for pair in entry.items() for text in pair]
+        reader.add("orders", b"1-%d" % number, fields)
+    columns = reader.take()
+    batch = pa.RecordBatch.from_arrays(list(columns.values()), list(columns))
+    encoder = RowEncoder(batch.schema.names, WriteOptions.of(URL | {"topic": "copy"}))
+    for entry, command in zip(entries, commands_of(encoder, batch), strict=True):
+        fields = [text.decode() for text in command[3:]]
+        written = dict(zip(fields[::2], fields[1::2], strict=True))
+        assert written.pop("time").startswith("2026-01-31T12:00:00.000000")
+        assert written == {name: text for name, text in entry.items() if name != "time"}
+
+
+def test_another_key_takes_the_place_of_the_one_that_was_read() -> None:
+    item = {"event_id": "1", "type": "t", "source": "/s", "key": "new"}
+    batch = batch_of([item | {"attributes": {"partitionkey": "old", "a": "1"}}])
+    encoder = RowEncoder(batch.schema.names, WriteOptions.of(URL | {"topic": "orders"}))
+    [command] = commands_of(encoder, batch)
+    assert command[command.index(b"partitionkey") + 1] == b"new"
+    assert b"old" not in command
+    assert b"a" in command
+
+
 def test_a_slice_of_a_batch_keeps_its_attributes() -> None:
     item = {"event_id": "1", "type": "t", "source": "/s"}
     items = [item | {"attributes": {"a": str(number)}} for number in range(4)]
@@ -173,6 +211,7 @@ def test_a_wrong_option_is_refused(options, said) -> None:
         ({"event_id": ""}, "has no event_id"),
         ({"attributes": {"No": "1"}}, "attribute 'No' cannot be written"),
         ({"attributes": {"id": "1"}}, "belongs there"),
+        ({"attributes": {"partitionkey": "1"}}, "belongs there"),
     ],
 )
 def test_a_row_that_is_no_event_is_named(change, said) -> None:

@@ -41,6 +41,7 @@ _OF_THE_READER = {"entry_id", "entry_time", MALFORMED}
 """What a source adds to say where an event stood; it stands elsewhere once it is written."""
 _KNOWN = {*_ATTRIBUTES, *_OF_THE_READER, "attributes", "data", "topic", "stream"}
 _VERSION = "specversion"
+_KEY = _ATTRIBUTES["key"]
 
 _attribute_name = re.compile(r"[a-z0-9]+")
 
@@ -201,7 +202,7 @@ class RowEncoder:
                 counts = pc.add(counts, _append(parts, attribute, value))
         counts = pc.add(counts, _append(parts, _VERSION, pa.scalar(SPEC_VERSION.encode())))
         if "attributes" in names:
-            piece, many = _extensions(batch.column("attributes"))
+            piece, many = _extensions(batch.column("attributes"), has_key="key" in names)
             parts.append(piece)
             counts = pc.add(counts, many)
         if "data" in names:
@@ -244,6 +245,9 @@ def _value(column: str, batch: pa.RecordBatch) -> Any:
     if column == "key" and "subject" in batch.schema.names:
         subject = batch.column("subject")
         same = pc.fill_null(pc.equal(value, subject), False)
+        if "attributes" in batch.schema.names:  # an event that was read with both keeps both
+            told = pc.map_lookup(batch.column("attributes"), pa.scalar(_KEY), "first")
+            same = pc.and_(same, pc.is_null(told))
         return pc.if_else(same, pa.scalar(None, value.type), value)
     return value
 
@@ -270,10 +274,16 @@ def _append(parts: list[Any], name: str, value: Any) -> Any:
     return pc.if_else(pc.is_valid(value), two, pa.scalar(0, pa.int64()))
 
 
-def _extensions(column: Any) -> tuple[Any, Any]:
-    """The fields of a map's attributes, row by row, and how many strings they are."""
+def _extensions(column: Any, *, has_key: bool) -> tuple[Any, Any]:
+    """The fields of a map's attributes, row by row, and how many strings they are.
+
+    Sources leave the key there too; where it has its column, that is what is written.
+    """
     names, values = column.keys, column.items
+    elsewhere = {_VERSION} | ({_KEY} if has_key else set())
     for name in pc.unique(names).to_pylist():
+        if name in elsewhere:
+            continue
         if not _attribute_name.fullmatch(name) or name in (*_ATTRIBUTES.values(), "data"):
             raise InvalidMessage(
                 f"attribute {name!r:.60} cannot be written: names consist of a-z and 0-9, and what"
@@ -284,7 +294,8 @@ def _extensions(column: Any) -> tuple[Any, Any]:
         b"$", _decimal(pc.binary_length(names)), b"\r\n", names,
         b"\r\n$", _decimal(pc.binary_length(values)), b"\r\n", values, b"\r\n",
     )  # fmt: skip
-    dropped = pc.or_(pc.equal(names, _scalar(_VERSION.encode())), pc.is_null(values))
+    left_out = pa.array([name.encode() for name in sorted(elsewhere)], pa.binary())
+    dropped = pc.or_(pc.is_in(names, left_out), pc.is_null(values))
     pieces = pc.if_else(dropped, _scalar(b""), pieces)
     grouped = pa.ListArray.from_arrays(column.offsets, pieces)
     joined = pc.fill_null(pc.binary_join(grouped, _scalar(b"")), b"")
