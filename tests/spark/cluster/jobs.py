@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.spark.router.redis_shop import redis_shop
 from tests.spark.router.shop import orders, shop
 
 
@@ -27,8 +28,65 @@ def route(settings: dict[str, Any], url: str, notes: str, rows: int, **behaviour
 
     spark = _session(settings)
     router = shop(url, notes=Path(notes), **behaviour)
-    counted = SparkWorker(router, orders(spark, 0, rows, 4), slice_rows=20).run()
-    return {row["outcome"]: row["count"] for row in counted.collect()}
+    return _counts(SparkWorker(router, orders(spark, 0, rows, 4), slice_rows=20).run())
+
+
+def route_in_redis(settings: dict[str, Any], url: str, notes: str, rows: int, dies_at: int) -> Any:
+    """The same with effects, inbox and outbox in Redis; the process dies after a commit."""
+    from conquiet.spark import SparkWorker
+
+    spark = _session(settings)
+    router = redis_shop(url, notes=Path(notes), dies_at=dies_at, lease=2.0)
+    return _counts(SparkWorker(router, orders(spark, 0, rows, 4), slice_rows=20).run())
+
+
+def route_log(settings: dict[str, Any], url: str, log: str, notes: str, **behaviour: Any) -> Any:
+    """Orders of the log through the shop's router, as a stream, in small micro-batches."""
+    from conquiet.spark import SparkWorker
+
+    spark = _session(settings)
+    options = {"url": log, "streams": "orders", "startingOffsets": "earliest"}
+    options |= {"maxOffsetsPerTrigger": "100", "minPartitions": "2"}
+    frame = spark.readStream.format("conquiet").options(**options).load()
+    router = shop(url, notes=Path(notes), **behaviour)
+    place, trigger = f"{notes}/checkpoint", {"availableNow": True}
+    worker = SparkWorker(router, frame, slice_rows=20, checkpoint=place, trigger=trigger)
+    return _counts(worker.run())
+
+
+def route_twice(settings: dict[str, Any], url: str, notes: str, rows: int) -> Any:
+    """One task of four waits until Spark has started a second attempt of it."""
+    from conquiet.spark import SparkWorker
+
+    speculation = {
+        "spark.speculation": "true",
+        "spark.speculation.interval": "100ms",
+        "spark.speculation.quantile": "0.5",
+        "spark.speculation.multiplier": "1.1",
+        "spark.speculation.minTaskRuntime": "500ms",
+    }
+    spark = _session(settings | speculation)
+    router = shop(url, notes=Path(notes), straggles_at=rows - 1)
+    return _counts(SparkWorker(router, orders(spark, 0, rows, 4), slice_rows=20).run())
+
+
+def through(settings: dict[str, Any], url: str, log: str, notes: str) -> Any:
+    """Source, router and sink, one after the other: the log, its handlers, and a copy of it."""
+    from conquiet.spark import SparkWorker
+
+    spark = _session(settings)
+    options = {"url": log, "streams": "orders", "startingOffsets": "earliest"}
+    frame = spark.readStream.format("conquiet").options(**options, minPartitions="2").load()
+    place, trigger = f"{notes}/checkpoint", {"availableNow": True}
+    counted = SparkWorker(shop(url), frame, checkpoint=place, trigger=trigger).run()
+    copying = frame.drop("stream").writeStream.format("conquiet").trigger(availableNow=True)
+    copying.options(url=log, topic="copy", checkpointLocation=f"{notes}/copy")
+    copying.start().awaitTermination()
+    return _counts(counted)
+
+
+def _counts(frame: Any) -> dict[str, int]:
+    return {row["outcome"]: row["count"] for row in frame.collect()}
 
 
 def where(settings: dict[str, Any], more: dict[str, str]) -> Any:

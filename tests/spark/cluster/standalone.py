@@ -23,20 +23,20 @@ _START_SECONDS = 90.0
 class Daemon:
     """A JVM of Spark; `spark-class` becomes it, so its pid is ours to kill."""
 
-    def __init__(self, directory: Path, name: str, kind: str, *arguments: str) -> None:
+    def __init__(self, directory: Path, name: str, kind: str, host: str, *arguments: str) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.log = directory / f"{name}.log"
         environment = {
             **{key: value for key, value in os.environ.items() if not key.startswith("SPARK_")},
             "SPARK_HOME": str(_SPARK_HOME),
-            "SPARK_LOCAL_IP": "127.0.0.1",
+            "SPARK_LOCAL_IP": host,
             "SPARK_LOCAL_DIRS": str(directory / "local"),
             "SPARK_DAEMON_MEMORY": "256m",
         }
         command = [str(_SPARK_HOME / "bin" / "spark-class"), f"org.apache.spark.deploy.{kind}"]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [*command, *arguments],
+                [*command, "--host", host, *arguments],
                 env=environment,
                 cwd=directory,
                 stdin=subprocess.DEVNULL,
@@ -62,15 +62,18 @@ class Daemon:
 
 
 class Cluster:
-    """One master, and workers with one core each."""
+    """One master, and workers with one core each.
+
+    Every worker is a host of its own: Spark runs no second attempt of a task on the same one.
+    """
 
     def __init__(self, directory: Path, workers: int = 2) -> None:
         self._directory = directory
         port = free_port()
         self.url = f"spark://127.0.0.1:{port}"
         self.master = Daemon(
-            directory / "master", "master", "master.Master",
-            "--host", "127.0.0.1", "--port", str(port), "--webui-port", str(free_port()),
+            directory / "master", "master", "master.Master", "127.0.0.1",
+            "--port", str(port), "--webui-port", str(free_port()),
         )  # fmt: skip
         self.workers: list[Daemon] = []
         self._wait(self.master, "I have been elected leader")
@@ -81,8 +84,8 @@ class Cluster:
         name = f"worker-{len(self.workers)}"
         place = self._directory / name
         worker = Daemon(
-            place, name, "worker.Worker",
-            "--host", "127.0.0.1", "--cores", "1", "--memory", "1g",
+            place, name, "worker.Worker", f"127.0.0.{1 + len(self.workers)}",
+            "--cores", "1", "--memory", "1g",
             "--work-dir", str(place / "work"), "--webui-port", str(free_port()), self.url,
         )  # fmt: skip
         self.workers.append(worker)
@@ -100,10 +103,10 @@ class Cluster:
             daemon.stop()
 
 
-def settings(cluster: Cluster, directory: Path) -> dict[str, Any]:
+def settings(cluster: Cluster | None, directory: Path) -> dict[str, Any]:
     """For a driver on this machine: little memory, loopback, and nothing left behind."""
     return {
-        "spark.master": cluster.url,
+        "spark.master": "local-cluster[2,1,1024]" if cluster is None else cluster.url,
         "spark.driver.host": "127.0.0.1",
         "spark.driver.bindAddress": "127.0.0.1",
         "spark.driver.memory": "512m",
@@ -120,7 +123,10 @@ def settings(cluster: Cluster, directory: Path) -> dict[str, Any]:
 class Job:
     """A driver in a process of its own, running one function of `jobs`."""
 
-    def __init__(self, cluster: Cluster, directory: Path, name: str, **arguments: Any) -> None:
+    def __init__(
+        self, cluster: Cluster | None, directory: Path, name: str, **arguments: Any
+    ) -> None:
+        """Without a cluster, on one that Spark makes of two processes for this job."""
         import json
 
         self.out = directory / f"{name}.out"
