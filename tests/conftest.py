@@ -122,17 +122,20 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give all Spark tests to one worker, so that there is one JVM.
+    """Give all Spark tests to one worker, so that there is one JVM; and those with a browser.
 
     By their path, since xdist 3.8 ignores the mark xdist_group on pytest 9.2 (pytest-xdist #1386).
     """
     from xdist.scheduler import LoadGroupScheduling
 
-    class SparkTogether(LoadGroupScheduling):
+    class Together(LoadGroupScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "spark" if nodeid.startswith("tests/spark/") else super()._split_scope(nodeid)
+            for beginning in ("tests/spark/", "tests/web/test_browser.py"):
+                if nodeid.startswith(beginning):
+                    return beginning
+            return super()._split_scope(nodeid)
 
-    return SparkTogether(config, log)
+    return Together(config, log)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -24,6 +24,25 @@ made.dispose()
 """
 
 
+SHOWS = """
+import asyncio, sys
+import httpx
+import conquiet
+from conquiet.web import Open, dashboard
+
+assert conquiet.__file__.startswith(sys.argv[1]), conquiet.__file__
+app = dashboard(auth=Open())
+names = ("/", "/static/dashboard.css", "/static/dashboard.js", "/static/htmx.min.js")
+
+async def ask():
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        return [(await client.get(name)).status_code for name in (*names, "/static/icon.svg")]
+
+assert asyncio.run(ask()) == [200] * 5
+"""
+
+
 def pip(*arguments: str | Path) -> None:
     options = ("--quiet", "--no-deps", "--no-index", "--disable-pip-version-check")
     command = [sys.executable, "-m", "pip", *map(str, arguments), *options]
@@ -55,12 +74,15 @@ def test_every_file_of_the_package_is_in_the_wheel(wheel: Path) -> None:
     assert b"Requires-Dist: msgspec" in ZipFile(wheel).read(metadata)
 
 
-def test_migrations_run_from_an_installed_wheel(wheel: Path, tmp_path: Path) -> None:
+def test_migrations_and_the_dashboard_run_from_an_installed_wheel(
+    wheel: Path, tmp_path: Path
+) -> None:
     target = tmp_path / "site"
     pip("install", "--target", target, wheel)
     database = f"sqlite:///{tmp_path / 'fresh.sqlite'}"
-    command = [sys.executable, "-c", MIGRATES, str(target), database]
-    done = subprocess.run(
-        command, cwd=tmp_path, env={"PYTHONPATH": str(target)}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    for program in (MIGRATES, SHOWS):
+        command = [sys.executable, "-c", program, str(target), database]
+        done = subprocess.run(
+            command, cwd=tmp_path, env={"PYTHONPATH": str(target)}, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
