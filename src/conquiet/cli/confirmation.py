@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser
 
+from conquiet.cli.progress import end_waiting
 from conquiet.errors import ConfigError
 
 
@@ -18,6 +19,7 @@ def confirmed(what: str, yes: bool) -> bool:
         return True
     if not sys.stdin.isatty():
         raise ConfigError(f"this would {what}; --yes says that you mean it")
+    end_waiting()
     try:
         answer = input(f"{what}? [y/N] ")
     except EOFError:

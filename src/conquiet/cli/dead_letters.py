@@ -14,7 +14,7 @@ from conquiet.cli.numbers import count, moment
 from conquiet.cli.progress import Progress
 from conquiet.cli.servers import add_redis, redis_at
 from conquiet.cli.table import print_facts, print_table
-from conquiet.cli.terminal import FAILED, OK, dim, green, one_line, print_json, red
+from conquiet.cli.terminal import FAILED, OK, dim, green, one_line, print_json, printable, red
 from conquiet.cli.verbs import Verb, add_group, add_verb
 from conquiet.errors import ConfigError
 
@@ -72,17 +72,18 @@ def _list(options: Namespace) -> int:
 
     with _letters(options) as letters:
         found = find(letters, _wanted(options), options.limit or 100)
+        is_there = bool(found) or letters.exists()
     if options.json:
         print_json([asdict(letter) for letter in found])
         return OK
     for letter in found:
-        print(
-            f"{letter.id}  {letter.time}  {letter.event_type}  {letter.event_id}"
-            f"  {letter.attempts} attempts".rstrip()
-        )
+        about = f"{letter.id}  {letter.time}  {letter.event_type}  {letter.event_id}"
+        print(printable(f"{about}  {letter.attempts} attempts"))
         print(dim(f"    {one_line(letter.reason):.{_SHOWN}}", sys.stdout))
     if not found:
         print(green("no dead letters", sys.stdout))
+        if not is_there:
+            print(f"{letters.name}: is not there, or not yet", file=sys.stderr)
     return OK
 
 
@@ -230,7 +231,7 @@ _VERBS = (
             "conquiet dead-letters list orders-dead --type 'order.*' --error timeout --since 2h",
             "conquiet dead-letters list file:failed.jsonl --json | jq '.[].reason'",
         ),
-        "0 listed; 1 the place is not there, or Redis is out of reach; 2 wrong usage or settings",
+        "0 listed; 1 a file is not there, or Redis is out of reach; 2 wrong usage or settings",
         _list,
         _PLACES,
     ),

@@ -15,7 +15,7 @@ from conquiet.cli.numbers import age, count
 from conquiet.cli.progress import Progress
 from conquiet.cli.servers import database_at
 from conquiet.cli.table import print_facts
-from conquiet.cli.terminal import FAILED, OK, dim, green, one_line, print_json, yellow
+from conquiet.cli.terminal import FAILED, OK, dim, green, one_line, print_json, printable, yellow
 from conquiet.errors import ConfigError
 
 _VERBS: tuple[tuple[str, str, str, str], ...] = (
@@ -135,10 +135,11 @@ def _list(options: Namespace) -> int:
         return OK
     for entry in entries:
         about = " ".join(filter(None, (entry.aggregate_type, entry.aggregate_id)))
-        print(
-            f"{entry.event_id}  {entry.state:<7}  {entry.attempts:>3} attempts"
-            f"  {entry.created_at}  {entry.event_type}  {about}".rstrip()
+        line = (
+            f"{entry.event_id}  {entry.state:<9}  {entry.attempts:>3} attempts"
+            f"  {entry.created_at}  {entry.event_type}  {about}"
         )
+        print(printable(line.rstrip()))
         if entry.last_error:
             print(dim(f"    {one_line(entry.last_error):.200}", sys.stdout))
     if not entries:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import threading
 import time
 from types import TracebackType
 from typing import TextIO
@@ -12,6 +13,7 @@ from conquiet.cli.terminal import dim
 
 _AFTER_SECONDS = 2.0
 _EVERY_SECONDS = 0.1
+_TICK_SECONDS = 0.5
 _CELLS = 30
 
 
@@ -44,6 +46,7 @@ class Progress:
         self._has_drawn = False
 
     def __enter__(self) -> Progress:
+        end_waiting()
         return self
 
     def __exit__(
@@ -101,6 +104,65 @@ class Progress:
             f"[{'#' * full}{'.' * (_CELLS - full)}] {part:4.0%}  "
             f"{self.done:,} of {self.total:,}{ends}"
         )
+
+
+class Waiting:
+    """Says that something is still under way, from the third second on, until it is left.
+
+    In a thread of its own: whatever it waits for has the main one.
+    """
+
+    def __init__(
+        self, what: str, *, after: float = _AFTER_SECONDS, stream: TextIO | None = None
+    ) -> None:
+        self.what = what
+        self._after = after
+        self._stream = stream or sys.stderr
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Waiting:
+        if self._stream.isatty():
+            self._thread = threading.Thread(target=self._run, name="conquiet-waiting", daemon=True)
+            self._thread.start()
+            _waiting.append(self)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Take it away, for good."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+            _waiting.remove(self)
+
+    def _run(self) -> None:
+        began = time.monotonic()
+        wait = self._after
+        while not self._ended.wait(wait):
+            wait = _TICK_SECONDS
+            self._stream.write(f"\r\x1b[K{self.what}  {_clock(time.monotonic() - began)}")
+            self._stream.flush()
+        if wait != self._after:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
+
+
+_waiting: list[Waiting] = []
+
+
+def end_waiting() -> None:
+    """Before somebody is asked, or a bar is drawn."""
+    for waiting in _waiting:
+        waiting.end()
 
 
 def _clock(seconds: float) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from conquiet.cli.numbers import count, span
 from conquiet.cli.servers import add_redis, redis_at
 from conquiet.cli.table import print_facts, print_table
-from conquiet.cli.terminal import FAILED, OK, dim, green, one_line, print_json, yellow
+from conquiet.cli.terminal import FAILED, OK, dim, green, one_line, print_json, printable, yellow
 from conquiet.cli.verbs import Verb, add_group, add_verb
 
 _DATA_SHOWN = 200
@@ -168,12 +168,13 @@ def _peek(options: Namespace) -> int:
         print_json([asdict(entry) for entry in found])
         return OK
     for entry in found:
-        print(f"{entry.id}  {entry.time}  {entry.event_type}  {entry.event_id}".rstrip())
+        about = f"{entry.id}  {entry.time}  {entry.event_type}  {entry.event_id}"
+        print(printable(about.rstrip()))
         if options.whole:
             print_facts([(f"  {name}", value) for name, value in entry.attributes.items()])
         data = entry.data if options.whole else f"{one_line(entry.data):.{_DATA_SHOWN}}"
         if data:
-            print(dim(f"    {data}", sys.stdout))
+            print(dim(printable(f"    {data}"), sys.stdout))
     if not found:
         print("no entries")
     return OK

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from conquiet.cli.progress import Waiting
 from conquiet.errors import ConfigError, StoreError
 
 REDIS_VARIABLE = "CONQUIET_REDIS_URL"
@@ -49,7 +50,7 @@ def redis_at(given: str | None, option: str = "--url") -> Iterator[Any]:
 
         raise ConfigError(f"{option} {where}: {trouble(error, url)}") from None
     try:
-        with client:
+        with Waiting(f"asking {where}"), client:
             if client.info("cluster").get("cluster_enabled"):
                 with redis.RedisCluster.from_url(plain) as whole:
                     yield whole
@@ -112,7 +113,7 @@ def database_url(given: str | None, *, option: str = "--url", must_exist: bool =
 def database_at(given: str | None, option: str = "--url") -> Iterator[Any]:
     """An engine, disposed at the end."""
     url = database_url(given, option=option, must_exist=True)
-    with Reached(url):
+    with Reached(url), Waiting(f"asking {url.set(query={}).render_as_string()}"):
         from conquiet.sql import engine as make_engine
 
         patience = {}

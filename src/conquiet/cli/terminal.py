@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable
@@ -38,7 +39,15 @@ class Parser(ArgumentParser):
 
 
 def one_line(text: str) -> str:
-    return " ".join(text.split())
+    return printable(" ".join(text.split()))
+
+
+def printable(text: str) -> str:
+    """Control characters written out: what a message holds must not steer somebody's terminal."""
+    return _steering.sub(lambda found: repr(found[0])[1:-1], text)
+
+
+_steering = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def has_colour(stream: TextIO) -> bool:
@@ -58,4 +67,6 @@ red, green, yellow, dim = (_painter(code) for code in (31, 32, 33, 2))
 def print_json(value: Any, stream: TextIO | None = None) -> None:
     import json
 
-    print(json.dumps(value, ensure_ascii=False), file=stream or sys.stdout)
+    text = json.dumps(value, ensure_ascii=False)
+    text = _steering.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    print(text, file=stream or sys.stdout)

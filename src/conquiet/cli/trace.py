@@ -11,7 +11,17 @@ from typing import Any
 
 from conquiet.cli.numbers import age
 from conquiet.cli.servers import REDIS_VARIABLE, add_redis, database_at, redis_at
-from conquiet.cli.terminal import FAILED, OK, dim, green, one_line, print_json, red, yellow
+from conquiet.cli.terminal import (
+    FAILED,
+    OK,
+    dim,
+    green,
+    one_line,
+    print_json,
+    printable,
+    red,
+    yellow,
+)
 from conquiet.cli.verbs import Verb, add_verb
 from conquiet.errors import ConfigError
 
@@ -81,22 +91,21 @@ def _print(found: Any) -> None:
     for row in found.written:
         paint = {"published": green, "parked": red}.get(row.state, yellow)
         print(
-            f"outbox   {row.table} row {row.id}: {paint(row.state, sys.stdout)}, {row.event_type},"
-            f" written {row.created_at}, published {row.published_at or '-'},"
-            f" {row.attempts} attempts"
+            f"outbox   {row.table} row {row.id}: {paint(row.state, sys.stdout)},"
+            f" {printable(row.event_type)}, written {row.created_at},"
+            f" published {row.published_at or '-'}, {row.attempts} attempts"
         )
         if row.last_error:
             print(dim(f"           {one_line(row.last_error):.200}", sys.stdout))
     for entry in found.logged:
-        print(f"log      {entry.stream} {entry.id}, added {entry.time}")
+        print(f"log      {printable(entry.stream)} {entry.id}, added {entry.time}")
         for taker in entry.takers:
-            print(f"           {taker.name}: {_state(taker)}")
+            print(f"           {printable(taker.name)}: {_state(taker)}")
     for letter in found.buried:
         print(red(f"dead     {letter.stream} {letter.id}: {one_line(letter.reason)}", sys.stdout))
     for item in found.remembered:
-        print(
-            f"inbox    {item.subscriber}: {item.state} {item.time}  {dim(item.where, sys.stdout)}"
-        )
+        where = dim(printable(item.where), sys.stdout)
+        print(f"inbox    {printable(item.subscriber)}: {item.state} {item.time}  {where}")
     for part in found.searched:
         print(f"{part.stream} was read from {part.begin} to {part.end} only", file=sys.stderr)
     for note in found.notes:
@@ -108,7 +117,7 @@ def _print(found: Any) -> None:
 def _state(taker: Any) -> str:
     if taker.state == "pending":
         since = f"idle {taker.idle_seconds:,.1f} s, delivery {taker.deliveries}"
-        return f"{yellow('pending', sys.stdout)} with {taker.consumer}, {since}"
+        return f"{yellow('pending', sys.stdout)} with {printable(taker.consumer)}, {since}"
     paint = yellow if taker.state == "unread" else green
     return paint(taker.state, sys.stdout)
 

@@ -96,6 +96,9 @@ class Letters(Protocol):
 
     name: str
 
+    def exists(self) -> bool:
+        """Whether the place is there at all; a stream comes into being with its first letter."""
+
     def scan(self, wanted: Wanted) -> Iterator[tuple[Letter, Any]]:
         """Those that are there now, the oldest first, each with what `send` needs of it.
 

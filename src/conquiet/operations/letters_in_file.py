@@ -36,6 +36,9 @@ class FileLetters:
         self.name = f"file {str(self.path)!r}"
         self._sink = sink
 
+    def exists(self) -> bool:
+        return self.path.exists()
+
     def scan(self, wanted: Wanted) -> Iterator[tuple[Letter, Any]]:
         try:
             with self.path.open("rb") as lines:

@@ -32,6 +32,10 @@ class KombuLetters:
         self._client = client
         self._wire = Wire(client)
 
+    def exists(self) -> bool:
+        with asking(self.name):
+            return bool(self._wire.call(self._key, b"EXISTS", self._key))
+
     def scan(self, wanted: Wanted) -> Iterator[tuple[Letter, Any]]:
         with asking(self.name):
             last = self._wire.call(self._key, b"XREVRANGE", self._key, LAST, FIRST, b"COUNT", 1)

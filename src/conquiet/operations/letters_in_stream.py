@@ -49,6 +49,10 @@ class StreamLetters:
         self._key = stream.encode()
         self._wire = Wire(client)
 
+    def exists(self) -> bool:
+        with asking(self.name):
+            return bool(self._wire.call(self._key, b"EXISTS", self._key))
+
     def scan(self, wanted: Wanted) -> Iterator[tuple[Letter, Any]]:
         with asking(self.name):
             # Only what is there now: a message that dies again comes back at the end.

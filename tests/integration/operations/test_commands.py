@@ -11,6 +11,7 @@ from sqlalchemy import insert
 from tests.integration.operations.conftest import numbered
 
 from conquiet.cli import main
+from conquiet.message import Message
 from conquiet.redis import StreamSink
 from conquiet.sql import engine as make_engine
 from conquiet.sql import schema
@@ -194,6 +195,35 @@ def test_dead_letters_of_a_file_go_to_a_stream(tmp_path, told, said, redis_clien
     assert redis_client.xlen("orders") == 1
     assert told("dead-letters", "list", f"file:{path}") == []
     said("dead-letters", "list", "file:/nonexistent/x", code=1)
+
+
+def test_a_place_that_is_not_there_yet_holds_none_and_says_so(said) -> None:
+    out, err = said("dead-letters", "list", "nowhere")
+    assert "no dead letters" in out
+    assert "stream 'nowhere': is not there, or not yet" in err
+
+
+STEERING = "\x1b]0;owned\x07\x9b31m"
+
+
+def test_what_a_message_holds_does_not_steer_the_terminal(redis_client, said, told) -> None:
+    attributes = {"id": f"e{STEERING}", "type": f"t{STEERING}", "source": "/"}
+    about = {"deadreason": f"r{STEERING}", "deadstream": "orders"}
+    data = STEERING.encode()
+    StreamSink(redis_client, "dead").publish([Message(data, {**attributes, **about})])
+    StreamSink(redis_client, f"orders{STEERING}").publish([Message(data, attributes)])
+    for command in (
+        ("dead-letters", "list", "dead"),
+        ("dead-letters", "show", "dead", attributes["id"]),
+        ("dead-letters", "replay", "dead", "--all", "--to", "dead"),
+        ("queue", "peek", "dead", "--whole"),
+        ("streams", "list"),
+        ("streams", "list", "--json"),
+        ("trace", attributes["id"], "--full"),
+        ("queue", "stats", f"nowhere{STEERING}"),
+    ):
+        out, err = said(*command, code=int(command[-1].startswith("nowhere")))
+        assert not {"\x1b", "\x07", "\x9b"} & set(out + err), command
 
 
 # --- trace ----------------------------------------------------------------------------------

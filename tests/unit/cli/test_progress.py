@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 
-from conquiet.cli.progress import Progress
+from tests.waiting import eventually
+
+from conquiet.cli.progress import Progress, Waiting, end_waiting
 
 
 class Terminal(io.StringIO):
@@ -47,3 +49,20 @@ def test_a_pipe_sees_nothing_of_it() -> None:
         progress.draw()
         progress.line("a word")
     assert pipe.getvalue() == ""
+
+
+def test_waiting_says_what_for_and_is_taken_away() -> None:
+    screen = Terminal()
+    with Waiting("asking redis://localhost", after=0.0, stream=screen):
+        eventually(lambda: "asking redis://localhost  0:0" in screen.getvalue())
+    assert screen.getvalue().endswith("\r\x1b[K")
+
+
+def test_waiting_ends_when_somebody_is_asked_and_is_silent_before_its_time() -> None:
+    screen = Terminal()
+    with Waiting("asking", stream=screen):
+        end_waiting()
+    with Waiting("asking", after=0.0, stream=io.StringIO()) as piped:
+        end_waiting()
+    assert screen.getvalue() == ""
+    assert piped._stream.getvalue() == ""
