@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from conquiet.marketplace.oracle import TABLES, Oracle
 from conquiet.marketplace.pipeline import Job, Lake, read_files
+from conquiet.marketplace.pipeline.tables import STORED
 
 
 def rows_of(frame: Any) -> list[dict[str, Any]]:
@@ -42,3 +44,18 @@ def contents(lake: Lake) -> dict[str, list[str]]:
 
 def columns(name: str) -> list[str]:
     return list(TABLES[name].columns)
+
+
+def digests(lake: Path) -> dict[str, str]:
+    """Every file of every fact, mart and table of reconciliation, and what is in it."""
+    return {
+        str(path.relative_to(lake)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for name in STORED
+        for path in (lake / name).glob("*/*.parquet")
+    }
+
+
+def taken(lake: Lake) -> list[tuple[str, str, str]]:
+    """The entries of the log that are in bronze; one that was taken twice is there twice."""
+    rows = lake.read("raw_events").select("stream", "entry_id", "event_id").collect()
+    return sorted((row.stream, row.entry_id, row.event_id or "") for row in rows)
