@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from conquiet.marketplace.pipeline import Lake
 
 _REPLAY = """\
-Make days again from `raw_events`, by what the catalog says now, and every table that follows from
-them. What was refused and can now be read leaves the quarantine. With nothing changed, every row
+Make days again from `raw_events`, by what the catalog says now, and every table there is that
+follows from them. What was refused and can now be read leaves the quarantine. With nothing changed, every row
 stays as it is.
 """
 _REPLAY_EPILOG = """\
@@ -104,7 +104,7 @@ def _verb(
         name, help=help, description=description, parents=[common]
     )
     verb.set_defaults(run=run)
-    verb.add_argument("--to", required=True, metavar="DIR", help="where the tables are")
+    verb.add_argument("--to", default="lake", metavar="DIR", help="where the tables are (lake)")
     verb.add_argument("--master", metavar="URL", help="local[*] (default), spark://…")
     return verb
 
@@ -152,8 +152,11 @@ def _replay(options: Namespace) -> int:
     with _lake(options, writes=True) as lake:
         from conquiet.cli.pipeline_job import outbox_at
         from conquiet.marketplace.pipeline import Job, replay
+        from conquiet.marketplace.pipeline.tables import NAMES
 
-        job = Job(lake, once=True, outbox=outbox_at(lake.spark, options.outbox_url))
+        there = [name for name in NAMES if lake.has(name)]
+        outbox = outbox_at(lake.spark, options.outbox_url)
+        job = Job(lake, once=True, tables=there, outbox=outbox)
         days = replay(job, options.since, options.until)
     if options.json:
         print_json({"days": days})
