@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 _REPLAY = """\
 Make days again from `raw_events`, by what the catalog says now, and every table there is that
-follows from them. What was refused and can now be read leaves the quarantine. With nothing changed, every row
-stays as it is.
+follows from them. What was refused and can now be read leaves the quarantine. With nothing changed,
+every row stays as it is.
 """
 _REPLAY_EPILOG = """\
 examples:
