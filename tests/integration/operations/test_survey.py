@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import asdict
@@ -12,6 +13,7 @@ from redis.cluster import ClusterNode
 from tests.integration.operations.conftest import numbered
 from tests.integration.redis.servers import cluster
 
+from conquiet.cli import main
 from conquiet.operations import (
     NotFound,
     StreamLetters,
@@ -118,7 +120,7 @@ def test_a_survey_can_be_written_as_json(redis_client, publish, source) -> None:
     assert b'"lag":1' in text
 
 
-def test_a_cluster_is_asked_node_by_node() -> None:
+def test_a_cluster_is_asked_node_by_node(capsys) -> None:
     with cluster() as ports:
         nodes = [ClusterNode("127.0.0.1", port) for port in ports]
         with redis.RedisCluster(startup_nodes=nodes) as client:
@@ -134,6 +136,9 @@ def test_a_cluster_is_asked_node_by_node() -> None:
             assert len(replay(StreamLetters(client, "dead"), Wanted(("m-90",))).done) == 1
             assert peek(client, "orders:{1}", limit=1, newest=True)[0].event_id == "m-90"
             assert letter_streams(client) == {"dead": 1}
+        for port in ports:  # whichever node is named, all of them are meant
+            assert main(["streams", "list", "--json", "--url", f"redis://127.0.0.1:{port}"]) == 0
+            assert len(json.loads(capsys.readouterr().out)) == 7
 
 
 def test_the_room_is_imported_without_packages() -> None:
