@@ -74,9 +74,7 @@ def test_every_file_of_the_package_is_in_the_wheel(wheel: Path) -> None:
     assert b"Requires-Dist: msgspec" in ZipFile(wheel).read(metadata)
 
 
-def test_migrations_and_the_dashboard_run_from_an_installed_wheel(
-    wheel: Path, tmp_path: Path
-) -> None:
+def test_an_installed_wheel_migrates_and_shows(wheel: Path, tmp_path: Path) -> None:
     target = tmp_path / "site"
     pip("install", "--target", target, wheel)
     database = f"sqlite:///{tmp_path / 'fresh.sqlite'}"

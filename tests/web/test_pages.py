@@ -23,8 +23,8 @@ def test_the_overview_counts_and_says_what_needs_somebody(client, ids) -> None:
     assert "3 rows of the outbox used up the attempts" in text
     assert "3 dead letters in dead" in text
     assert "Outbox waiting 4 rows" in text
-    assert "Lag 8 entries unread" in text
-    assert "In hand 5 entries unacked" in text
+    assert "Lag 8 unread" in text
+    assert "In hand 5 unacked" in text
     assert "Workers alive 2 of 2" in text
 
 

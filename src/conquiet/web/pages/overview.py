@@ -106,7 +106,7 @@ def _flow(request: Request, sample: Sample, pulse: Pulse) -> list[Tile]:
         Tile(
             "Lag",
             words.number(now.lag) if exact else f"≥ {words.number(now.lag)}",
-            "entries unread",
+            "unread",
             f"oldest {words.age(behind)}" if behind else "",
             path(lambda point: point.lag),
             streams,
@@ -115,7 +115,7 @@ def _flow(request: Request, sample: Sample, pulse: Pulse) -> list[Tile]:
         Tile(
             "In hand",
             words.number(now.pending),
-            "entries unacked",
+            "unacked",
             "",
             path(lambda point: point.pending),
             streams,
