@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import re
+import os
+import shutil
 import subprocess
 import sys
 import types
@@ -12,6 +13,7 @@ import zlib
 from pathlib import Path
 
 import pytest
+from tests import needs
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "conquiet"
@@ -48,25 +50,56 @@ def documented(site: Path) -> set[str]:
     return {line.split(" ")[0] for line in zlib.decompress(packed).decode().splitlines()}
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_it_builds_fetches_nothing_from_elsewhere_and_documents_every_public_name(
-    tmp_path: Path,
-) -> None:
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
         cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
         text=True,
         timeout=280,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    named = documented(tmp_path)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.xdist_group("site")
+def test_it_builds_strictly_and_documents_every_public_name(site: Path) -> None:
+    named = documented(site)
     # A function that is called as its module is documented under the name of both.
     twice = {name for name in public_names() if f"{name}.{name.rpartition('.')[2]}" in named}
     assert public_names() - named - twice == set()
-    for style in tmp_path.rglob("*.css"):
-        assert not re.search(r"(?:@import|url\()\s*[\"']?(?:https?:)?//", style.read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.xdist_group("site")
+def test_from_a_folder_its_search_finds_and_nothing_is_fetched_from_elsewhere(site: Path) -> None:
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        needs.missing("chromium", "apt-get install chromium")
+    from playwright.sync_api import sync_playwright  # slow to import, and only here of use
+
+    asked: list[str] = []
+    complaints: list[str] = []
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = browser.new_page()
+        page.on("request", lambda request: asked.append(request.url))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("console", lambda said: complaints.append(said.text))
+        for name in ("index.html", "how-to/django.html"):
+            page.goto((site / name).as_uri())
+            page.locator(".md-search__input").click()
+            page.keyboard.type("outbox")
+            page.wait_for_selector(".md-search-result__item", timeout=60_000)
+        browser.close()
+    assert complaints == []
+    assert [url for url in asked if not url.startswith("file:")] == []
 
 
 @pytest.mark.parametrize(
