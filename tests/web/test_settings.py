@@ -142,6 +142,18 @@ def test_the_command_serves_until_a_signal_even_with_a_page_open(shop, kind) -> 
         run.communicate()
 
 
+def test_settings_are_printed_without_secrets(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("CONQUIET_DASHBOARD_TOKEN", TOKEN)
+    arguments = ["dashboard", "--print-settings", "--redis", "redis://:hunter2@h/0", "--read-only"]
+    assert main(arguments) == 0
+    told = capsys.readouterr().out
+    assert "CONQUIET_DASHBOARD_READ_ONLY     = true" in told
+    assert "hunter2" not in told
+    assert TOKEN not in told
+    assert main([*arguments, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["CONQUIET_REDIS_URL"] == "redis://:***@h/0"
+
+
 def test_the_token_is_told_unless_somebody_set_it(capsys: pytest.CaptureFixture[str]) -> None:
     from conquiet.cli.dashboard import _tell
 

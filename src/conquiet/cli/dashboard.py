@@ -63,12 +63,25 @@ def register(commands: Any, common: ArgumentParser) -> None:
         default=SUPPRESS,
         help="let in whoever asks, on loopback alone",
     )
-    parser.add_argument("--json", action="store_true", help="say where it is in JSON")
+    parser.add_argument(
+        "--print-settings", action="store_true", help="say what it would run with, and end"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="say where it is, or --print-settings, in JSON"
+    )
 
 
 def _run(options: Namespace) -> int:
     names = [setting.name for setting in SETTINGS]
     settings = load({name: getattr(options, name) for name in names if hasattr(options, name)})
+    if options.print_settings:
+        shown = settings.shown()
+        if options.json:
+            print_json(shown)
+        else:
+            width = max(map(len, shown))
+            print("\n".join(f"{name:<{width}} = {value}" for name, value in shown.items()))
+        return OK
     level = logging.DEBUG if getattr(options, "debug", False) else logging.INFO
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)-7s %(message)s")
     for noisy in ("uvicorn", "asyncio"):

@@ -150,6 +150,19 @@ class Settings:
     secret: str
     """Of the environment; empty if it has none."""
 
+    def shown(self) -> dict[str, str]:
+        """Each variable and its value, without secrets."""
+        found = {setting.variable: _shown(setting, self) for setting in SETTINGS}
+        return {**found, TOKEN_VARIABLE: "set" if self.secret else ""}
+
+
+def _shown(setting: Setting, settings: Settings) -> str:
+    value = getattr(settings, setting.name)
+    if isinstance(value, bool):
+        return str(value).lower()
+    values = value if isinstance(value, tuple) else (str(value),)
+    return ",".join(masked(one) if setting.is_url else one for one in values)
+
 
 def load(
     flags: Mapping[str, str | None] | None = None, environ: Mapping[str, str] | None = None

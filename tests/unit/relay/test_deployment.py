@@ -13,9 +13,10 @@ import pytest
 
 from conquiet.cli import build_parser
 from conquiet.relay.settings import SETTINGS
+from conquiet.web import settings as web_settings
 
 ROOT = Path(__file__).resolve().parents[3]
-VARIABLES = {setting.variable for setting in SETTINGS} | {
+VARIABLES = {setting.variable for setting in (*SETTINGS, *web_settings.SETTINGS)} | {
     "CONQUIET_CONFIG",
     "CONQUIET_OUTBOX_CATALOG",
     "CONQUIET_REDIS_URL",
@@ -54,6 +55,7 @@ def test_there_are_relay_worker_and_migration_in_each_place() -> None:
     assert verbs.count("relay run") == 4
     assert verbs.count("outbox migrate") == 3
     assert verbs.count("worker run") == 1
+    assert verbs.count("dashboard") == 1
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -85,6 +85,7 @@ def _flow(request: Request, sample: Sample, pulse: Pulse) -> list[Tile]:
     exact = all(group.lag_is_exact for _, group in groups)
     oldest = sample.outbox.oldest_seconds if sample.outbox else 0.0
     streams = link(request, "/streams")
+    by = f"by {len(groups)} groups, each for itself" if len(groups) > 1 else ""
     return [
         Tile(
             "Outbox waiting",
@@ -100,7 +101,7 @@ def _flow(request: Request, sample: Sample, pulse: Pulse) -> list[Tile]:
             *(path(lambda point: point.coming), streams),
         ),
         Tile(
-            *("Handled", words.rate(now.handled), "events/s", ""),
+            *("Handled", words.rate(now.handled), "events/s", by),
             *(path(lambda point: point.handled), streams),
         ),
         Tile(
