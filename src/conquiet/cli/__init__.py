@@ -16,6 +16,7 @@ from conquiet.cli import (
     completion,
     dashboard,
     dead_letters,
+    demo,
     doctor,
     kombu,
     outbox,
@@ -30,6 +31,7 @@ from conquiet.cli.terminal import FAILED, INTERRUPTED, OK, USAGE, Parser, one_li
 from conquiet.errors import ConfigError, ConquietError
 
 GROUPS = (
+    demo,
     worker,
     relay,
     outbox,

@@ -28,7 +28,7 @@ def examine(options: Namespace) -> int:
         _python(),
         *_packages(),
         *server_checks(options.redis_url, options.database_url),
-        _java(),
+        java(),
         *_embedded(),
     ]
     checks = _needed(checks, options.need)
@@ -119,7 +119,7 @@ def _with_inherited(extra: str, extras: dict[str, set[str]]) -> set[str]:
 # --- programs -------------------------------------------------------------------------------
 
 
-def _java() -> Check:
+def java() -> Check:
     home = os.environ.get("JAVA_HOME")
     program = os.path.join(home, "bin", "java") if home else shutil.which("java")
     fix = "apt-get install default-jre-headless, or set JAVA_HOME"
