@@ -32,7 +32,10 @@ def events(answer: pa.RecordBatch, options: OutboxOptions) -> pa.RecordBatch:
     given = {name: answer.column(name) for name in answer.schema.names}
     columns = _domain(given, options) if options.has_domain_events else _generic(given)
     columns["entry_time"] = times(given["created_at"])
-    columns["attributes"] = attributes(given["attributes"])
+    if "attributes" in given:
+        columns["attributes"] = attributes(given["attributes"])
+    else:
+        columns["attributes"] = _of_aggregates(given["aggregate_type"])
     arrays = [_as(columns.get(field.name), field, answer.num_rows) for field in ARROW_SCHEMA]
     return pa.RecordBatch.from_arrays(arrays, schema=ARROW_SCHEMA)
 
@@ -119,6 +122,17 @@ def attributes(column: pa.Array) -> pa.Array:
     """JSON objects as maps of texts."""
     found = plain_maps(column)
     return _parsed_maps(column) if found is None else found
+
+
+def _of_aggregates(types: pa.Array) -> pa.Array:
+    """What every row of `outbox_events` has, in the order in which JSONB keeps names."""
+    rows = len(types)
+    turns = pa.array(np.arange(2 * rows).reshape(2, rows).T.ravel())
+    values = pa.concat_arrays([pa.repeat("1.0", rows), types.cast(pa.string())]).take(turns)
+    names = pa.array(["specversion", "aggregatetype"]).take(pa.array(np.arange(2 * rows) % 2))
+    return pa.MapArray.from_arrays(
+        pa.array(np.arange(0, 2 * rows + 1, 2, dtype=np.int32)), names, values
+    )
 
 
 def plain_maps(column: pa.Array) -> pa.Array | None:

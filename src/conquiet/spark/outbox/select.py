@@ -3,6 +3,8 @@
     entry_id, created_at, stream, key, event_id, type, source, subject, time, content_type,
     attributes (a JSON object of those that have no column), data
 
+Of `outbox_events`, aggregate_type alone instead of attributes, unless more of them are wanted.
+
 Every value is text, except data: ADBC guesses the types of SQLite from the rows it sees first, so
 nothing may be NULL there. What is empty means "not there".
 """
@@ -98,14 +100,16 @@ def _domain_columns(options: OutboxOptions, postgresql: bool) -> dict[str, str]:
         if postgresql
         else "json_object('specversion', '1.0', 'aggregatetype', o.aggregate_type)"
     )
-    return {
+    columns = {
         "entry_id": f"o.id{text}",
         "created_at": "o.created_at",
         "key": f"o.aggregate_id{text}",
         "type": f"o.event_type{text}",
-        "attributes": _with_delivery(rest, options, postgresql, "attempt_count"),
         "data": f"o.payload_json{text}",
     }
+    if not options.delivery:  # an object per row would cost the database more than the rest
+        return {**columns, "aggregate_type": f"o.aggregate_type{text}"}
+    return {**columns, "attributes": _with_delivery(rest, options, postgresql, "attempt_count")}
 
 
 def _with_delivery(rest: str, options: OutboxOptions, postgresql: bool, attempts: str) -> str:
