@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 
 from conquiet.cli import build_parser
 from conquiet.relay.health import Health
 from conquiet.relay.settings import SETTINGS
+from conquiet.web import Token, dashboard
+from conquiet.web.settings import SETTINGS as OF_DASHBOARD
 
 FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "kubernetes"
 FILES = sorted(FOLDER.glob("*.yaml"))
-OTHER_VARIABLES = {"CONQUIET_REDIS_URL", "CONQUIET_DASHBOARD_TOKEN"}
+TOKEN = "CONQUIET_DASHBOARD_TOKEN"  # a secret, and so no setting that is shown
 
 
 def documents() -> list[dict[str, Any]]:
@@ -40,7 +44,12 @@ def containers() -> dict[str, dict[str, Any]]:
 
 
 def test_there_is_a_manifest_for_each_process() -> None:
-    assert {"conquiet-relay", "conquiet-worker", "conquiet-migrate"} <= set(containers())
+    assert {name.removeprefix("conquiet-") for name in containers()} == {
+        "dashboard",
+        "migrate",
+        "relay",
+        "worker",
+    }
 
 
 @pytest.mark.parametrize("name", containers())
@@ -80,6 +89,21 @@ def test_the_relay_answers_its_probes(probe: str) -> None:
     assert health.respond(asked["path"])[0] == 200
 
 
+def test_the_dashboard_answers_its_probe_at_the_address_of_a_pod() -> None:
+    asked = containers()["conquiet-dashboard"]["readinessProbe"]["httpGet"]
+    headers = {header["name"]: header["value"] for header in asked["httpHeaders"]}
+    app = dashboard(redis="redis://127.0.0.1:1/0", auth=Token("t" * 20), allowed_hosts=["ops.me"])
+
+    async def ask(headers: dict[str, str]) -> int:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://10.0.0.7") as client:
+            return (await client.get(asked["path"], headers=headers)).status_code
+
+    assert asyncio.run(ask({})) == 400
+    assert asyncio.run(ask(headers)) == 200
+    app.close()
+
+
 def test_a_relay_has_time_to_finish_its_batch() -> None:
     [grace] = [setting.default for setting in SETTINGS if setting.name == "grace_s"]
     assert pods()["conquiet-relay"]["terminationGracePeriodSeconds"] > int(grace)
@@ -92,9 +116,13 @@ def test_secrets_and_settings_that_are_named_exist() -> None:
                 assert source["secretRef"]["name"] in of_kind("Secret")
             else:
                 assert source["configMapRef"]["name"] in of_kind("ConfigMap")
+        for item in container.get("env", []):
+            if "valueFrom" in item:
+                key = item["valueFrom"]["secretKeyRef"]
+                assert key["key"] in of_kind("Secret")[key["name"]]["stringData"]
 
 
 def test_variables_are_settings() -> None:
-    known = {setting.variable for setting in SETTINGS} | OTHER_VARIABLES
+    known = {setting.variable for setting in (*SETTINGS, *OF_DASHBOARD)} | {TOKEN}
     used = {name for path in FILES for name in re.findall(r"CONQUIET_[A-Z_]+", path.read_text())}
     assert used <= known
