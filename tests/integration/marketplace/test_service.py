@@ -5,16 +5,11 @@ from __future__ import annotations
 import json
 
 from sqlalchemy import func, select
-from tests.waiting import eventually
+from tests.integration.marketplace.services import handle_all, relay_all
 
-from conquiet.events import EventSource
 from conquiet.marketplace.generator import DOMAIN_TOPIC, Generator, commands
 from conquiet.marketplace.oracle import Oracle
-from conquiet.marketplace.service import marketplace_router
 from conquiet.marketplace.service.tables import LEDGER, LINES, ORDERS
-from conquiet.redis import StreamSink, StreamSource
-from conquiet.relay import Relay
-from conquiet.worker import Worker
 
 WORLDLY = ["partial_acceptance", "rollup_revisions"]
 WORLD = Generator(seed=11, orders=25, faults=WORLDLY, days=5)
@@ -29,28 +24,6 @@ def essence(type_, payload):
     return type_, json.dumps(envelope, sort_keys=True)
 
 
-def run(engine, client, messages):
-    """Send commands through a stream and a worker; ends when all are settled."""
-    StreamSink(client, "commands").publish(messages)
-    router = marketplace_router(engine, dead_letters=StreamSink(client, "dead-letters"))
-    source = StreamSource(client, "commands", group="marketplace")
-    worker = Worker(source, router, batch_size=50)
-    worker.start()
-    assert eventually(
-        lambda: worker.health().handled >= len(messages) and not worker.health().in_flight,
-        timeout=60,
-    )
-    assert worker.stop()
-    return worker.health()
-
-
-def relay_all(engine, client):
-    relay = Relay(EventSource(engine, cloudevents=True), StreamSink(client), batch_size=500)
-    while relay.run_once(0.0).published:
-        pass
-    relay.source.close()
-
-
 def counts(engine):
     with engine.connect() as connection:
         return [
@@ -63,7 +36,7 @@ def test_the_log_of_the_services_is_the_one_that_was_generated(engine, redis_cli
     oracle = Oracle()
     entries = list(WORLD.entries(oracle))
     asked = list(commands(entries))
-    health = run(engine, redis_client, asked)
+    health = handle_all(engine, redis_client, asked)
     assert health.failed == 0
     assert redis_client.xlen("dead-letters") == 0
     relay_all(engine, redis_client)
@@ -84,10 +57,10 @@ def test_the_log_of_the_services_is_the_one_that_was_generated(engine, redis_cli
 
 def test_commands_that_are_delivered_again_change_nothing(engine, redis_client):
     asked = list(commands(WORLD.entries()))[:150]
-    run(engine, redis_client, asked)
+    handle_all(engine, redis_client, asked)
     relay_all(engine, redis_client)
     before, events = counts(engine), redis_client.xlen(DOMAIN_TOPIC)
-    run(engine, redis_client, asked)
+    handle_all(engine, redis_client, asked)
     relay_all(engine, redis_client)
     assert counts(engine) == before
     assert redis_client.xlen(DOMAIN_TOPIC) == events
