@@ -88,7 +88,7 @@ def register(verbs: Any, common: ArgumentParser) -> None:
     show = _verb(verbs, common, "show", "print rows of a table", _SHOW, _show)
     show.epilog = _SHOW_EPILOG
     show.add_argument("table", nargs="?", metavar="TABLE")
-    show.add_argument("--sql", metavar="QUERY", help="instead of a table")
+    show.add_argument("--sql", metavar="QUERY", help="about any of the tables")
     show.add_argument("--limit", type=int, default=20, metavar="N", help="rows at most (20)")
     show.add_argument("--json", action="store_true", help="a line of JSON per row")
     report = _verb(verbs, common, "report", "a page with charts", _REPORT, _report)
@@ -194,13 +194,14 @@ def _text(value: Any) -> str:
 def _show(options: Namespace) -> int:
     from conquiet.marketplace.pipeline.tables import NAMES, checked
 
-    if (options.table is None) == (options.sql is None):
+    if options.table is None and options.sql is None:
         raise ConfigError(f"name a table, or ask by --sql; there are {', '.join(NAMES)}")
     if options.table is not None:
         checked(options.table)
     with _lake(options, writes=False) as lake:
+        table = None if options.table is None else lake.read(options.table)
         if options.sql is None:
-            frame = _ordered(lake.read(options.table), options.table)
+            frame = _ordered(table, options.table)
         else:
             for name in filter(lake.has, NAMES):
                 lake.read(name).createOrReplaceTempView(name)

@@ -46,7 +46,7 @@ from conquiet.cli import main
             "add --once",
         ),
         (["show"], "name a table, or ask by --sql"),
-        (["show", "store_daily", "--sql", "SELECT 1"], "name a table, or ask by --sql"),
+        (["show", "shop_daily", "--sql", "SELECT 1"], "no table 'shop_daily'"),
         (["show", "shop_daily"], "no table 'shop_daily'"),
         (["show", "store_daily"], "has no tables of the marketplace"),
         (["reconcile"], "has no tables of the marketplace"),
