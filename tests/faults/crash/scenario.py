@@ -22,7 +22,7 @@ READ_SECONDS = 0.02
 COMMANDS, GROUP, DEAD = "commands", "billing", "dead"
 HOPELESS = frozenset(("c-2",))
 SENT = {"c-1": "a", "c-2": "b", "c-3": "a"}
-"""The commands, each with the key of its event. Batches are of two: the first has a hopeless one."""
+"""Commands, with the keys of their events. Of the batches of two the first has a hopeless one."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,419 @@
+"""The world: servers, proxies before them, six processes, and somebody who sends commands."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import psycopg
+import redis
+from tests.faults import invariants
+from tests.faults.invariants import Facts
+from tests.faults.proxy import Proxy
+from tests.faults.world.service import (
+    CONSUMERS,
+    DEAD,
+    EVENTS,
+    GROUP,
+    TABLES,
+    commands_of,
+)
+
+from conquiet import embedded
+from conquiet.sql import schema
+
+SERVICE = Path(__file__).with_name("service.py")
+ROOT = Path(__file__).resolve().parents[3]
+PARTITIONS = 2
+KEYS = 500
+POISON_EVERY = 1_000
+SENT_AT_ONCE = 100
+MOST_AHEAD = 20_000
+"""Commands that may wait; the sender waits then."""
+ROLES = ("worker-0", "worker-1", "relay-0", "relay-1", "consumer-0", "consumer-1")
+VICTIMS = ("worker-0", "relay-0", "consumer-0")
+"""The others are never killed: their memory and open files are watched."""
+DURABLE = ("--appendonly", "yes", "--appendfsync", "always")
+CONNECTIONS = 40
+
+
+@dataclass
+class Process:
+    """A role, and the process that has it now."""
+
+    role: str
+    config: Path
+    folder: Path
+    log: Path
+    popen: subprocess.Popen[bytes] | None = None
+    killed_at: float | None = None
+    recoveries: list[float] = field(default_factory=list)
+    memory: list[float] = field(default_factory=list)
+    files: list[float] = field(default_factory=list)
+    ended: list[int] = field(default_factory=list)
+    """Exit codes of those that ended by themselves."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def start(self) -> None:
+        with self.log.open("ab") as log:
+            command = [sys.executable, str(SERVICE), self.role, str(self.config)]
+            self.popen = subprocess.Popen(
+                command, cwd=ROOT, stderr=log, stdout=log, env={**os.environ, "PYTHONPATH": "."}
+            )
+
+    def told(self) -> tuple[int, float, int] | None:
+        assert self.popen is not None
+        try:
+            handled, memory, files = (
+                (self.folder / f"{self.role}.{self.popen.pid}").read_text().split()
+            )
+        except (OSError, ValueError):
+            return None
+        return int(handled), float(memory), int(files)
+
+    def kill(self) -> None:
+        with self.lock:
+            assert self.popen is not None
+            self.popen.kill()
+            self.popen.wait()
+            self.killed_at = time.monotonic()
+            self.start()
+
+    def look(self, sample: bool) -> None:
+        """Start again what ended; note when what was killed is at work again."""
+        assert self.popen is not None
+        if self.popen.poll() is not None:
+            self.ended.append(self.popen.returncode)
+            self.start()
+        told = self.told()
+        if told is None:
+            return
+        if self.killed_at is not None and told[0]:
+            self.recoveries.append(time.monotonic() - self.killed_at)
+            self.killed_at = None
+        if sample:
+            self.memory.append(told[1])
+            self.files.append(told[2])
+
+
+class Sender:
+    """Sends commands, and knows which were accepted: all that were ever sent, in the end."""
+
+    def __init__(self, client: redis.Redis, rate: float, most: int | None) -> None:
+        self._client = client
+        self._rate = rate
+        self._most = most
+        self.sent = 0
+        self.stopping = threading.Event()
+        self._thread = threading.Thread(target=self._send, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self.stopping.set()
+        self._thread.join(120)
+        assert not self._thread.is_alive(), "the sender could not send its last batch"
+
+    @property
+    def is_done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def _send(self) -> None:
+        began = time.monotonic()
+        while not self.stopping.is_set() and (self._most is None or self.sent < self._most):
+            if self._rate and self.sent > (time.monotonic() - began) * self._rate:
+                time.sleep(0.02)
+                continue
+            if self._is_ahead():
+                time.sleep(0.1)
+                continue
+            self._send_batch(self.sent)
+            self.sent += SENT_AT_ONCE
+
+    def _is_ahead(self) -> bool:
+        if self.sent % (SENT_AT_ONCE * 20):
+            return False
+        with contextlib.suppress(redis.RedisError):
+            return waiting_commands(self._client) > MOST_AHEAD
+        return False
+
+    def _send_batch(self, first: int) -> None:
+        """Until it is confirmed: what was sent twice has the same id."""
+        while True:
+            try:
+                pipeline = self._client.pipeline(transaction=False)
+                for number in range(first, first + SENT_AT_ONCE):
+                    key = number % KEYS
+                    data = {"command": f"c-{number}", "key": f"k-{key}"}
+                    data["hopeless"] = is_hopeless(number)
+                    entry = {"specversion": "1.0", "id": f"c-{number}", "source": "/web"}
+                    entry |= {"type": "place.order", "data": json.dumps(data)}
+                    pipeline.xadd(commands_of(str(key % PARTITIONS)), entry)
+                pipeline.execute()
+                return
+            except redis.RedisError:
+                time.sleep(0.2)
+
+
+def is_hopeless(number: int) -> bool:
+    return number % POISON_EVERY == POISON_EVERY - 1
+
+
+def waiting_commands(client: redis.Redis) -> int:
+    """Roughly: what the workers have not read."""
+    waiting = 0
+    for partition in range(PARTITIONS):
+        stream = commands_of(str(partition))
+        for group in client.xinfo_groups(stream):
+            waiting += group["pending"] + (group.get("lag") or 0)
+    return waiting
+
+
+class World:
+    """Everything, from the first server to the verdict."""
+
+    def __init__(self, folder: Path, *, rate: float, messages: int | None, proxied: bool) -> None:
+        self.folder = folder
+        self._rate, self._messages, self._proxied = rate, messages, proxied
+        self._open = contextlib.ExitStack()
+        self.disk = self._small_disk()
+        self.postgres = embedded.postgres(
+            private=True,
+            options=("-c", f"max_connections={CONNECTIONS}", "-c", "deadlock_timeout=200ms"),
+        )
+        self.redis = embedded.redis(private=True, options=DURABLE)
+        self.proxies: dict[str, Proxy] = {}
+        self.processes: dict[str, Process] = {}
+        self._server_lock = threading.Lock()
+        self._looking = threading.Event()
+        self._samples = 0
+
+    # --- life ---------------------------------------------------------------------------------
+
+    def __enter__(self) -> World:
+        with self._open:
+            for server in (self.postgres, self.redis):
+                with _temporary(self.disk or self.folder):
+                    self._open.enter_context(server)
+            with psycopg.connect(self.postgres.url, autocommit=True) as connection:
+                connection.execute(schema.ddl("postgresql") + TABLES)
+            with self.client() as client:
+                for partition in range(PARTITIONS):
+                    stream = commands_of(str(partition))
+                    client.xgroup_create(stream, GROUP, id="0", mkstream=True)
+                client.xgroup_create(EVENTS, CONSUMERS, id="0", mkstream=True)
+            for role in ROLES:
+                self._start(role)
+            self._open.callback(self._kill_all)
+            self.sender = Sender(self.client(), self._rate, self._messages)
+            self._watch = threading.Thread(target=self._look, daemon=True)
+            self._watch.start()
+            self._open = self._open.pop_all()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.sender.stopping.set()
+        self._looking.set()
+        self._open.close()
+
+    def client(self) -> redis.Redis:
+        """Past the proxies."""
+        return redis.Redis(port=self.redis.port, socket_timeout=30.0)
+
+    def _small_disk(self) -> Path | None:
+        """A disk that can be filled; None if we may not mount one."""
+        disk = self.folder / "disk"
+        disk.mkdir()
+        disk.chmod(0o755)
+        mount = ["mount", "-t", "tmpfs", "-o", "size=8g,mode=0755", "tmpfs", str(disk)]
+        if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
+            return None
+        self._open.callback(subprocess.run, ["umount", "-l", str(disk)], check=False)
+        return disk
+
+    def _start(self, role: str) -> None:
+        urls = {"redis": self.redis.url, "postgres": self.postgres.url}
+        if self._proxied:
+            for kind, server in (("redis", self.redis), ("postgres", self.postgres)):
+                if role.startswith("consumer") and kind == "postgres":
+                    continue
+                name = f"{role.partition('-')[0]} {kind}"
+                if name not in self.proxies:
+                    self.proxies[name] = self._open.enter_context(Proxy(server.port))
+                port = self.proxies[name].port
+                urls[kind] = urls[kind].replace(f":{urlsplit(urls[kind]).port}/", f":{port}/")
+        config = self.folder / f"{role}.json"
+        config.write_text(json.dumps({**urls, "folder": str(self.folder)}))
+        process = Process(role, config, self.folder, self.folder / f"{role}.log")
+        self.processes[role] = process
+        process.start()
+
+    def _look(self) -> None:
+        while not self._looking.wait(0.05):
+            self._samples += 1
+            for process in self.processes.values():
+                with process.lock:
+                    process.look(sample=self._samples % 20 == 0)
+
+    def _kill_all(self) -> None:
+        self._looking.set()
+        self._watch.join(10)
+        for process in self.processes.values():
+            if process.popen is not None:
+                process.popen.kill()
+                process.popen.wait()
+
+    # --- servers ------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def server_down(self, kind: str) -> Iterator[None]:
+        """PostgreSQL by an immediate shutdown, Redis by SIGKILL; started again at the end."""
+        with self._server_lock:
+            if kind == "postgres":
+                self.postgres.stop(keep=True, mode="immediate")
+            elif self.redis.running:
+                self.redis.kill()
+            try:
+                yield
+            finally:
+                self.revive()
+
+    def revive(self) -> None:
+        for server in (self.postgres, self.redis):
+            if not server.running:
+                server.restart()
+
+    @contextlib.contextmanager
+    def full_disk(self) -> Iterator[None]:
+        """Until the end of the block nothing more can be written where the servers write."""
+        assert self.disk is not None
+        filler = self.disk / "filler"
+        with self._server_lock:
+            try:
+                _fill(filler)
+                yield
+            finally:
+                filler.unlink(missing_ok=True)
+                self.revive()
+
+    # --- the end ------------------------------------------------------------------------------
+
+    def drain(self, seconds: float) -> list[str]:
+        """Wait until nothing is left to do; gives what is left if that does not come."""
+        end = time.monotonic() + seconds
+        left = ["everything"]
+        while left and time.monotonic() < end:
+            time.sleep(0.5)
+            try:
+                left = self.left()
+            except (redis.RedisError, psycopg.Error) as error:
+                left = [f"the servers, which do not answer: {error}"]
+        return left
+
+    def left(self) -> list[str]:
+        with self.client() as client:
+            found = [
+                name
+                for partition in range(PARTITIONS)
+                for name in invariants.unsettled_entries(client, commands_of(str(partition)), GROUP)
+            ]
+            with psycopg.connect(self.postgres.url) as connection:
+                query = "SELECT count(*) FROM outbox WHERE published_at IS NULL"
+                [(rows,)] = connection.execute(query).fetchall()
+            found += [f"{rows} rows of the outbox"] if rows else []
+            return found + invariants.unsettled_entries(client, EVENTS, CONSUMERS)
+
+    def stop(self) -> list[str]:
+        """End all processes in good order; gives those that did not."""
+        self._looking.set()
+        self._watch.join(10)
+        wrong = []
+        processes = [p for p in self.processes.values() if p.popen is not None]
+        for process in processes:
+            process.popen.send_signal(signal.SIGCONT)  # type: ignore[union-attr]
+            process.popen.terminate()  # type: ignore[union-attr]
+        for process in processes:
+            try:
+                code = process.popen.wait(30)  # type: ignore[union-attr]
+            except subprocess.TimeoutExpired:
+                code = None
+            if code != 0:
+                tail = process.log.read_text(errors="replace")[-500:]
+                wrong.append(f"{process.role} ended with {code} when it was told to stop: {tail}")
+        return wrong
+
+    def facts(self) -> Facts:
+        """By raw drivers, when all processes have ended."""
+        sent = range(self.sender.sent)
+        hopeless = frozenset(f"c-{number}" for number in sent if is_hopeless(number))
+        facts = Facts(frozenset(f"c-{number}" for number in sent), hopeless, Counter())
+        facts.ordered = True
+        with psycopg.connect(self.postgres.url) as connection:
+            invariants.read_sql(connection, facts)
+            facts.locked = invariants.sessions_left(connection)
+        with self.client() as client:
+            facts.log = invariants.read_log(client, EVENTS)
+            facts.consumed = invariants.read_counts(client, "consumed")
+            facts.locked += invariants.held_leases(client)
+            dead = {fields[b"id"].decode() for _, fields in client.xrange(DEAD)}
+        facts.unsettled = self.left()
+        facts.unsettled += [f"{name}, a dead letter for no reason," for name in dead - hopeless]
+        facts.unsettled += [f"{name}, no dead letter," for name in hopeless - dead]
+        return facts
+
+    def growing(self) -> list[str]:
+        """Of those that were never killed, whose memory or open files grow."""
+        found = []
+        for role in sorted(set(ROLES) - set(VICTIMS)):
+            process = self.processes[role]
+            if process.ended:
+                continue
+            for what, series, slack in (
+                ("memory", process.memory, 0.25),
+                ("open files", process.files, 0.25),
+            ):
+                if not invariants.is_flat(series, slack):
+                    found.append(f"{what} of {role} grows: {series[:: max(1, len(series) // 12)]}")
+        return found
+
+
+@contextlib.contextmanager
+def _temporary(place: Path) -> Iterator[None]:
+    """Servers make their directories where the temporary ones are."""
+    before, tempfile.tempdir = tempfile.tempdir, str(place)
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
+
+
+def _fill(path: Path) -> None:
+    """Take all the room there is."""
+    with contextlib.suppress(OSError), path.open("wb") as file:
+        room = os.statvfs(path.parent)
+        with contextlib.suppress(OSError):
+            os.posix_fallocate(file.fileno(), 0, room.f_bavail * room.f_frsize)
+        while True:
+            file.write(b"\0" * 4096)
+            file.flush()
+
+
+def wait_for(condition: Callable[[], Any], seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return False

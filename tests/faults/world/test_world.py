@@ -1,0 +1,37 @@
+"""The world does its worst to worker, relay and consumer; nothing is lost, nothing happens twice.
+
+Every thousandth command is poison. Long: each fault has six processes and two servers to itself.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+from tests.faults.invariants import told, violations
+from tests.faults.world.faults import FAULTS, named
+from tests.faults.world.stack import World, wait_for
+
+ROUNDS = 3
+RATE = 300.0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("fault", FAULTS, ids=named)
+def test_every_command_takes_effect_once_and_every_event_arrives(fault, tmp_path, redis_server):
+    dice = random.Random(fault.__name__)
+    with World(tmp_path, rate=RATE, messages=None, proxied=True) as world:
+        assert wait_for(lambda: world.sender.sent > 300, 60)
+        for _ in range(ROUNDS):
+            print(named(fault), fault(world, dice))
+            time.sleep(0.5)
+        assert wait_for(lambda: world.sender.sent > 1_500, 60)
+        world.sender.stop()
+        left = world.drain(180)
+        assert not left, told(left)
+        stopped = world.stop()
+        assert not stopped, told(stopped)
+        found = violations(world.facts())
+        assert not found, told(found)
