@@ -17,11 +17,12 @@ class Browser:
         *,
         client: tuple[str, int] = ("127.0.0.1", 5000),
         raise_server_exceptions: bool = True,
+        root_path: str = "",
         **settings: Any,
     ) -> None:
         self.app = app
         transport = httpx.ASGITransport(
-            app, raise_app_exceptions=raise_server_exceptions, client=client
+            app, raise_app_exceptions=raise_server_exceptions, client=client, root_path=root_path
         )
         given = {"base_url": "http://127.0.0.1", "follow_redirects": True, **settings}
         self._client = httpx.AsyncClient(transport=transport, **given)

@@ -255,3 +255,22 @@ def test_a_server_that_went_away_is_told_and_found_again(window, served, shop) -
     served.app.live.stop()
     page.wait_for_selector("#live[data-state=offline]")
     eventually(lambda: served.app.live.open == 0)
+
+
+@pytest.mark.slow
+def test_an_outage_is_told_on_the_live_page_and_its_end_too(chromium, make, private_redis) -> None:
+    import redis
+
+    with redis.Redis.from_url(private_redis.url) as client:
+        client.xadd("orders", {"a": "1"})
+    with serving(make(redis=private_redis.url)) as served:
+        context = chromium.new_context()
+        window = Watched(context.new_page(), served.url)
+        page = window.go("/streams")
+        page.wait_for_selector("td:has-text('nobody')")
+        private_redis.kill()
+        page.wait_for_selector(".note.bad:has-text('Redis cannot be reached')")
+        private_redis.restart()
+        page.wait_for_selector("td:has-text('nobody')")
+        context.close()
+        assert window.complaints == []

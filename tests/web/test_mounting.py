@@ -48,6 +48,15 @@ def test_all_addresses_stay_within_the_mount(make, ids) -> None:
     assert "content-security-policy" not in client.get("/orders").headers
 
 
+def test_a_proxy_may_take_the_path_off(make, ids) -> None:
+    dashboard = make(auth=Token(TOKEN), public_url="https://ops.example.com/conquiet")
+    client = Browser(dashboard, root_path="/conquiet", base_url="https://ops.example.com/conquiet")
+    client.get("/login", params={"token": TOKEN})
+    assert client.get("/static/dashboard.css").status_code == 200
+    assert 'href="/conquiet/outbox"' in client.get("/").text
+    assert Browser(dashboard, root_path="/conquiet").get("/conquiet/outbox").status_code == 401
+
+
 def test_actions_lead_back_into_the_mount(make, ids) -> None:
     dashboard = make()
     client = Browser(Starlette(routes=[Mount("/c", dashboard)]))

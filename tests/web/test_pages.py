@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from conquiet.web.guard import HEADERS
 from conquiet.web.look import Look
 from conquiet.web.pulse import Pulse
 from conquiet.web.stores import Stores
@@ -72,6 +73,26 @@ def test_long_lists_are_paged(client, shop) -> None:
     assert rows == [str(n) for n in range(1, 121)]
     newest = pages("/outbox?state=any&type=order.*", r'href="/outbox/row\?id=(\d+)"')
     assert newest == rows[::-1]
+
+
+def test_streams_are_paged_and_the_rest_of_what_is_many_is_counted(client, shop) -> None:
+    pipe = shop.client.pipeline(transaction=False)
+    for n in range(230):
+        pipe.xadd(f"s-{n:03}", {"a": "1"})
+        pipe.xgroup_create(f"s-{n:03}", "group", "0")
+        pipe.xreadgroup("group", f"worker-{n:03}", {f"s-{n:03}": ">"}, count=1)
+        pipe.xadd(f"s-{n:03}", {"a": "2"})
+    pipe.execute()
+    seen = []
+    path = "/streams"
+    while path:
+        text = client.get(path).text
+        seen += re.findall(r'href="/stream\?name=(s-\d+)"', text)
+        found = re.search(r'href="([^"]+)">Next page', text)
+        path = found[1] if found else ""
+    assert seen == [f"s-{n:03}" for n in range(230)]
+    assert "30 workers more" in client.get("/processes").text
+    assert "218 groups more" in client.get("/").text
 
 
 def test_dead_letters_are_paged_too(client, shop) -> None:
@@ -247,6 +268,7 @@ def test_an_error_of_our_own_is_a_page_without_its_traceback(make, shop, monkeyp
     answer = Browser(make(), raise_server_exceptions=False).get("/outbox")
     assert answer.status_code == 500
     assert "secret detail" not in answer.text
+    assert {name: answer.headers[name] for name in HEADERS} == HEADERS
     assert "RuntimeError" in answer.text
 
 

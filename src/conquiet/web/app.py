@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Mount, Route
+from starlette.types import Receive, Scope, Send
 
 from conquiet.errors import ConfigError
 from conquiet.web import troubles
@@ -63,10 +63,14 @@ class Dashboard(Starlette):
                 Route("/healthz", _healthz),
                 Mount("/static", Assets(), name="static"),
             ],
-            middleware=[Middleware(Guard, access=access, signer=self.signer, hosts=hosts)],
             exception_handlers=troubles.handlers(),
             lifespan=_lifespan,
         )
+        # Around all of it, so that the page of an unexpected error is protected too.
+        self._guard = Guard(super().__call__, access, self.signer, hosts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._guard(scope, receive, send)
 
     def close(self) -> None:
         self.live.stop()

@@ -12,6 +12,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from conquiet.errors import ConquietError
+from conquiet.web.advice import advice
+from conquiet.web.rendering import fragment
+
 Part: TypeAlias = Callable[[Request], str]
 """The HTML of a part, as the page has it."""
 
@@ -47,7 +51,7 @@ class Live:
         try:
             passed = 0.0
             while passed < _LONGEST_SECONDS:
-                html = await run_in_threadpool(part, request)
+                html = await run_in_threadpool(_or_trouble, part, request)
                 yield "".join(f"data: {line}\n" for line in html.splitlines()) + "\n"
                 waited = 0.0
                 while waited < self._seconds:
@@ -58,3 +62,11 @@ class Live:
                 passed += waited
         finally:
             self.open -= 1
+
+
+def _or_trouble(part: Part, request: Request) -> str:
+    """The part, or in its place what is wrong: the next look may find it mended."""
+    try:
+        return part(request)
+    except ConquietError as error:
+        return fragment(request, "trouble_part.html", what=str(error), fix=advice(str(error)))

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from conquiet.errors import ConfigError
 from conquiet.operations.errors import NotFound
-from conquiet.web.pages.overview import advice
+from conquiet.web.advice import advice
 from conquiet.web.rendering import page
 
 if TYPE_CHECKING:

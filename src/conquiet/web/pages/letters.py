@@ -110,8 +110,9 @@ def _ask(verb: str) -> Callable[[Request], Response]:
         app: Dashboard = request.app
         name = asked(request, "stream")
         said = {word: asked(request, word) for word in ("id", *_FILTER)}
-        # What dies after the question was asked is not what was asked about.
-        said["until"] = said["until"] or datetime.now(UTC).isoformat(timespec="milliseconds")
+        if not said["id"] and not said["until"]:
+            # What dies after the question was asked is not what was asked about.
+            said["until"] = datetime.now(UTC).isoformat(timespec="milliseconds")
         place, wanted = _place(app, name), wanted_of(said)
         act = replay if verb == "replay" else drop
         count = len(act(place, wanted, limit=MOST, dry_run=True).done)

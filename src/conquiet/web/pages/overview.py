@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from conquiet.web import words
+from conquiet.web.advice import advice
 from conquiet.web.place import link
 from conquiet.web.pulse import POINTS, Point, Pulse, Sample
 from conquiet.web.rendering import fragment, page
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from conquiet.web.app import Dashboard
 
 _MOST_GROUPS = 12
+_MOST_CONCERNS = 10
 _LONG_SECONDS = 60.0
 """What waits for longer than this is worth a word."""
 
@@ -60,13 +62,15 @@ def _overview(request: Request) -> Response:
 def _part(request: Request) -> str:
     app: Dashboard = request.app
     sample = app.pulse.sample()
+    found = concerns(request, sample)
     groups = sorted(sample.groups(), key=lambda pair: (-pair[1].lag, -pair[1].pending))
     return fragment(
         request,
         "overview_part.html",
         flow=_flow(request, sample, app.pulse),
         trouble=_trouble(request, sample),
-        concerns=concerns(request, sample),
+        concerns=found[:_MOST_CONCERNS],
+        more_concerns=max(0, len(found) - _MOST_CONCERNS),
         groups=groups[:_MOST_GROUPS],
         more=max(0, len(groups) - _MOST_GROUPS),
         has_redis=app.stores.has_redis,
@@ -195,15 +199,3 @@ def concerns(request: Request, sample: Sample) -> list[Concern]:
             )
         )
     return found
-
-
-def advice(why: str) -> str:
-    """What to do about an error of a store."""
-    text = why.lower()
-    if "no such table" in text or "does not exist" in text or "no file" in text:
-        return "Make the tables with: conquiet outbox migrate"
-    if "password" in text or "auth" in text or "wrongpass" in text:
-        return "Check user and password in the URL that the dashboard was started with."
-    if "timeout" in text or "canceling statement" in text:
-        return "It is slow or busy. Narrow the search, or try again in a while."
-    return "Is it running, and can this machine reach it? conquiet doctor tells."

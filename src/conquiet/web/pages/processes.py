@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from conquiet.web.app import Dashboard
     from conquiet.web.stores import Stores
 
+_MOST_WORKERS = 200
 _SELF = "conquiet-dashboard"
 
 
@@ -70,7 +71,8 @@ def _part(request: Request) -> str:
     return fragment(
         request,
         "processes_part.html",
-        workers=workers,
+        workers=workers[:_MOST_WORKERS],
+        more=max(0, len(workers) - _MOST_WORKERS),
         relays=app.relays(),
         named=bool(app.stores.relays),
         has_redis=app.stores.has_redis,

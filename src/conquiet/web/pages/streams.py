@@ -12,12 +12,14 @@ from conquiet.errors import StoreError
 from conquiet.operations.errors import NotFound
 from conquiet.redis.delivery import split_id
 from conquiet.web.forms import asked, asked_entry
+from conquiet.web.place import link
 from conquiet.web.rendering import fragment, page
 
 if TYPE_CHECKING:
     from conquiet.web.app import Dashboard
 
 _PAGE = 50
+_STREAMS = 100
 
 
 def routes(app: Dashboard) -> list[BaseRoute]:
@@ -31,7 +33,9 @@ def routes(app: Dashboard) -> list[BaseRoute]:
 
 
 def _streams(request: Request) -> Response:
-    return page(request, "streams.html", "Streams", at="/streams", part=_part(request))
+    after = asked(request, "after")
+    live = link(request, "/live/streams", after=after)
+    return page(request, "streams.html", "Streams", at="/streams", part=_part(request), live=live)
 
 
 def _part(request: Request) -> str:
@@ -40,10 +44,15 @@ def _part(request: Request) -> str:
     sample = app.pulse.sample()
     if sample.streams is None:
         raise StoreError(sample.troubles.get("Redis", "Redis does not answer"))
+    after = asked(request, "after")
+    found = [one for one in sample.streams if one.name > after]
     return fragment(
         request,
         "streams_part.html",
-        streams=sample.streams,
+        streams=found[:_STREAMS],
+        count=len(sample.streams),
+        after=after,
+        next=found[_STREAMS - 1].name if len(found) > _STREAMS else "",
         letters=sample.letters or {},
         pattern=app.stores.streams,
     )

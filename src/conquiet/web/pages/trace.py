@@ -36,4 +36,13 @@ def _trace(request: Request) -> Response:
             full=full,
         )
     title = f"Trace {id_}" if id_ else "Trace"
-    return page(request, "trace.html", title, at="/trace", id=id_, full=full, trace=found)
+    return page(
+        request,
+        "trace.html",
+        title,
+        at="/trace",
+        id=id_,
+        full=full,
+        trace=found,
+        table=stores.table,
+    )
