@@ -16,6 +16,7 @@ from conquiet.errors import ConfigError
 
 _LINE_SECONDS = 10.0
 """How often a line is written where it cannot be written over."""
+_ENDS_OF_QUERIES = "org.apache.spark.sql.execution.streaming.runtime.MicroBatchExecution"
 _URL_VARIABLES = {"log": "CONQUIET_REDIS_URL", "outbox": "CONQUIET_DATABASE_URL"}
 
 
@@ -28,18 +29,28 @@ def run(options: Namespace) -> int:
         import pyspark  # noqa: F401
     except ImportError as error:
         raise ConfigError(f"{error}: pip install 'conquiet[spark]'") from error
+    _check_source(options.origin, source)
     if options.tables != "raw_events":
         from conquiet.cli.pipeline_job import run_tables
 
         return run_tables(options, source, config)
-    from conquiet.spark.bronze import Bronze, read_events, start_bronze
+    return _carry(options, source, config)
+
+
+def _carry(options: Namespace, source: dict[str, str], config: dict[str, str]) -> int:
+    """Into the table `raw_events`."""
+    from conquiet.spark.bronze import Bronze, is_whole_table
     from conquiet.spark.checkpoint import held
-    from conquiet.spark.query import run_query
     from conquiet.spark.session import session
 
     table = Bronze(
         options.to, options.format, options.checkpoint, options.once, options.trigger_seconds
     )
+    table.check()
+    is_whole = is_whole_table(options.origin, source)
+    if is_whole:
+        _check_whole(options)
+    debug = getattr(options, "debug", False)
     logging.basicConfig(
         level=logging.INFO if debug else logging.WARNING, format="%(levelname)s %(message)s"
     )
@@ -50,14 +61,57 @@ def run(options: Namespace) -> int:
             "conquiet pipeline", master=options.master, remote=options.remote, config=config
         )
         stack.callback(spark.stop)
-        query = start_bronze(read_events(spark, options.origin, source), table)
+        if not debug and options.remote is None:
+            _leave_the_last_word_to_us(spark)
         progress = stack.enter_context(telling(options.json))
         try:
-            stopped = run_query(query, on_look=progress.look)
+            if is_whole:
+                stopped = _take_whole(spark, source, table, progress)
+            else:
+                stopped = _take_stream(spark, options.origin, source, table, progress)
+        except ConfigError:
+            raise
         except Exception as error:  # noqa: BLE001 - Spark's own, with pages of Java behind it
             return failed(error, debug)
         progress.end(table.path, stopped)
     return OK
+
+
+def _take_stream(
+    spark: Any, origin: Any, source: dict[str, str], table: Any, progress: Progress
+) -> bool:
+    from conquiet.spark.bronze import read_events, start_bronze
+    from conquiet.spark.query import run_query
+
+    query = start_bronze(read_events(spark, origin, source), table)
+    return run_query(query, on_look=progress.look)
+
+
+def _take_whole(spark: Any, source: dict[str, str], table: Any, progress: Progress) -> bool:
+    from conquiet.spark.bronze import take_whole
+
+    progress.take_whole(take_whole(spark, source, table))
+    return False
+
+
+def _check_whole(options: Namespace) -> None:
+    """A table that is no log is read to its end, and its rows are added in one commit."""
+    if not options.once:
+        raise ConfigError("outbox_events is read as a whole, since it is no log: add --once")
+    if options.remote is not None:
+        raise ConfigError(
+            "--remote cannot take outbox_events: its rows are committed by the driver"
+        )
+    if options.starting != "earliest" or options.max_events is not None:
+        raise ConfigError(
+            "outbox_events has no positions: choose its rows by --option since=… and until=…"
+        )
+
+
+def _leave_the_last_word_to_us(spark: Any) -> None:
+    """What ends a query is told by `failed`, in a line; Spark's pages about it are for --debug."""
+    log4j = spark._jvm.org.apache.logging.log4j
+    log4j.core.config.Configurator.setLevel(_ENDS_OF_QUERIES, log4j.Level.OFF)
 
 
 # --- settings -------------------------------------------------------------------------------
@@ -82,6 +136,19 @@ def source_options(options: Namespace) -> dict[str, str]:
     if options.max_events is not None:
         found["maxOffsetsPerTrigger"] = str(options.max_events)
     return found | dict(options.option)
+
+
+def _check_source(origin: str, source: dict[str, str]) -> None:
+    """What a source would refuse, before Spark is started for it."""
+    if origin == "log":
+        from conquiet.spark.log.options import ReadOptions, schema_of
+
+        ReadOptions.of(source, streaming=True)
+        schema_of(source)
+    elif origin == "outbox":
+        from conquiet.spark.outbox.options import OutboxOptions
+
+        OutboxOptions.of(source)
 
 
 def _address(options: Namespace) -> dict[str, str]:
@@ -208,6 +275,12 @@ class Progress:
             self._told = time.monotonic()
             print(text, file=sys.stderr, flush=True)
 
+    def take_whole(self, events: int) -> None:
+        """Of a table that was taken as one batch."""
+        self.batches, self.events = 1, events
+        if self._as_json:
+            print_json({"batch": 0, "events": events})
+
     def clear(self) -> None:
         if self._over and self.batches and not self._as_json:
             print("\r\x1b[K", end="", file=sys.stderr)
@@ -229,7 +302,9 @@ def failed(error: Exception, debug: bool) -> int:
         import traceback
 
         traceback.print_exception(error)
-    text = str(error).partition("JVM stacktrace:")[0].partition("\n\tat ")[0]
+    from conquiet.spark.query import own_words
+
+    text = own_words(error) or str(error).partition("JVM stacktrace:")[0].partition("\n\tat ")[0]
     mark = red("conquiet: error:", sys.stderr)
     print(f"{mark} the query failed: {one_line(text)[:1500]}", file=sys.stderr)
     return FAILED

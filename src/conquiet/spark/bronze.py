@@ -45,6 +45,14 @@ class Bronze:
         if self.once and self.trigger_seconds is not None:
             raise ConfigError("once and trigger_seconds exclude each other: once ends by itself")
 
+    def check(self) -> None:
+        """Refuse to write one format to a table of the other."""
+        if local_directory(self.to) is not None:
+            from conquiet.spark.tables.commits import commits_of
+            from conquiet.spark.tables.files import table_path
+
+            commits_of(table_path(self.path), self.format)
+
     @property
     def path(self) -> str:
         return f"{self.to.rstrip('/')}/{TABLE}"
@@ -100,6 +108,45 @@ def start_bronze(events: DataFrame, table: Bronze) -> StreamingQuery:
     )
     assert query is not None, "events are a stream"
     return query
+
+
+def is_whole_table(origin: str, options: Mapping[str, str]) -> bool:
+    """Whether the events lie in a table that is no log, and can only be read as a whole."""
+    from conquiet.events.table import EVENTS_TABLE
+
+    given = {name.lower(): value for name, value in options.items()}
+    return origin == "outbox" and given.get("table", "").rpartition(".")[2] == EVENTS_TABLE
+
+
+def take_whole(spark: SparkSession, options: Mapping[str, str], table: Bronze) -> int:
+    """Add those rows of `outbox_events` that the table does not have yet, in one commit; how many.
+
+    They are told by their ids: to repeat a run, or what it was killed in, adds no row twice.
+    """
+    from conquiet.events.table import EVENTS_TABLE
+    from conquiet.spark.tables.commits import commits_of
+    from conquiet.spark.tables.files import table_path
+    from conquiet.spark.tables.reading import read_table
+    from conquiet.spark.tables.writing import append_once
+
+    given = {name: value for name, value in options.items() if name != "startingOffsets"}
+    rows = raw_events(spark.read.format(FORMATS["outbox"]).options(**given).load())
+    commits = commits_of(table_path(table.path), table.format)
+    before = 0
+    if commits.schema() is not None:
+        there = read_table(spark, table.path)
+        before = there.count()
+        rows = rows.join(there.select("event_id"), "event_id", "left_anti").select(*rows.columns)
+    batch = commits.applied(EVENTS_TABLE) + 1
+    append_once(
+        rows,
+        table.path,
+        query=EVENTS_TABLE,
+        batch=batch,
+        format=table.format,
+        partition_by=[INGEST_DATE],
+    )
+    return read_table(spark, table.path).count() - before
 
 
 def _is_remote() -> bool:

@@ -47,10 +47,16 @@ def _has_ended(query: Any) -> bool:
     try:
         return bool(query.awaitTermination(_LOOK_SECONDS))
     except Exception as error:
-        found = _own.findall(str(error))
-        if not found:
+        found = own_words(error)
+        if found is None:
             raise
-        raise QueryFailed(found[-1]) from error
+        raise QueryFailed(found) from error
+
+
+def own_words(error: Exception) -> str | None:
+    """What an error of conquiet said that Spark has wrapped; None if it is another's."""
+    found = _own.findall(str(error))
+    return found[-1] if found else None
 
 
 def _stop(query: Any, grace: float, hurry: Callable[[], bool]) -> None:

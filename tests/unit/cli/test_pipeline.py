@@ -32,6 +32,24 @@ def no_servers(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--from", "outbox", "--url", "sqlite://", "--streams", "s"], "--streams is for"),
         (["--url", "redis://h", "--streams", "s", "--archive", "none.zip"], "pipeline package"),
         (["--url", "u", "--streams", "s", "--once", "--trigger-seconds", "1"], "exclude each"),
+        (["--url", "u", "--streams", "s", "--option", "maxOffsetPerTrigger=1"], "did you mean"),
+        (["--url", "u", "--streams", "s", "--starting", "yesterday"], "a time (2026-01-31T12"),
+        (["--from", "outbox", "--url", "sqlite:///x", "--option", "until=never"], "until"),
+        (["--from", "outbox", "--url", "u", "--table", "outbox_events"], "add --once"),
+        (
+            [
+                "--from",
+                "outbox",
+                "--url",
+                "u",
+                "--table",
+                "app.outbox_events",
+                "--once",
+                "--max-events",
+                "5",
+            ],
+            "has no positions",
+        ),
         (
             ["--url", "u", "--streams", "s", "--remote", "sc://h", "--format", "delta"],
             "its commits are made on the driver",
@@ -49,7 +67,9 @@ def test_what_cannot_work_is_told_before_spark_starts(
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["--conf", "nothing"], ["--max-events", "0"], []])
+@pytest.mark.parametrize(
+    "arguments", [["--conf", "nothing"], ["--max-events", "0"], ["--from", "kafka"]]
+)
 def test_wrong_usage_is_refused(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["pipeline", "run", *arguments])
