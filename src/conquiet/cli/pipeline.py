@@ -17,13 +17,18 @@ They come from the event log (Redis Streams), from an outbox, or from Parquet fi
 columns of the log. Where it stopped, the next run goes on; that is kept in the checkpoint, by
 default beside the table.
 
+The table `outbox_events` is no log: it is read as a whole, with --once, and its rows are added
+that are not there yet, be they from an earlier run or from the log.
+
 With --tables, the tables of the marketplace are made of them, after every batch or so; of those a
-table is made of, all are made. `outbox_events` is read as a whole: with --once.
+table is made of, all are made.
 """
 _RUN_EPILOG = """\
 examples:
   conquiet pipeline run --url redis://localhost/0 --streams 'events:*' --to lake --once
   conquiet pipeline run --from outbox --url postgresql://app@localhost/shop --to lake
+  conquiet pipeline run --from outbox --url sqlite:///shop.sqlite --table outbox_events \\
+      --to lake --once
   conquiet pipeline run --from files --path log --to lake --tables all --once
   conquiet pipeline run --streams 'pf-*' --to lake --tables all \\
       --outbox-url postgresql://app@localhost/shop
