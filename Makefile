@@ -7,7 +7,7 @@ TESTS ?= tests
 export WORKERS
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run run-outbox-publisher build test test-slow test-compat lint format bench docs docs-serve clean
+.PHONY: help setup run run-outbox-publisher build test test-slow test-compat soak lint format bench docs docs-serve clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1|/p' Makefile | while IFS='|' read -r name text; do \
@@ -42,6 +42,10 @@ test-slow: setup ## the long tests: kills by the dozen, other projects' suites, 
 test-compat: setup ## the tests that talk to servers, on the other servers of this machine
 	@scripts/compat.sh
 
+soak: setup ## faults at random for MINUTES=30, or kills while MESSAGES=1000000 pass; a report in soak/
+	@$(BIN)/python scripts/soak.py \
+		$(if $(MESSAGES),--messages $(MESSAGES),--minutes $(or $(MINUTES),30)) $(SOAK)
+
 lint: setup ## ruff, mypy and import-linter; changes nothing
 	@echo "==> lint and types"
 	@$(BIN)/ruff check .
@@ -65,5 +69,5 @@ docs-serve: setup ## the site on http://127.0.0.1:8000, made anew whenever a pag
 
 clean: ## remove everything that make has made, .venv included
 	rm -rf .venv .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .hypothesis \
-		.import_linter_cache dist build site spark-warehouse metastore_db derby.log
+		.import_linter_cache dist build site soak spark-warehouse metastore_db derby.log
 	find src tests bench examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -19,13 +19,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+PAGE = 10_000
 STATEMENTS = {
     "effects": "SELECT id, amount FROM orders",
     "outbox": 'SELECT event_id, "key", data, published_at, parked_at FROM outbox ORDER BY id',
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Event:
     """An event, in an outbox or in a log."""
 
@@ -202,16 +203,24 @@ def read_sql(connection: Any, facts: Facts) -> None:
 
 def read_log(client: Any, stream: str) -> list[Event]:
     """The entries of a stream, in order."""
-    found = []
-    for _, fields in client.xrange(stream):
-        known = json.loads(fields[b"data"])
-        key = fields.get(b"subject", b"").decode()
-        found.append(Event(fields[b"id"].decode(), known["command"], key, known["number"]))
+    found: list[Event] = []
+    after = b"-"
+    while page := client.xrange(stream, after, "+", PAGE):
+        for entry, fields in page:
+            if entry == after:  # the last of the page before
+                continue
+            known = json.loads(fields[b"data"])
+            key = fields.get(b"subject", b"").decode()
+            found.append(Event(fields[b"id"].decode(), known["command"], key, known["number"]))
+        if len(page) < PAGE:
+            break
+        after = page[-1][0]
     return found
 
 
 def read_counts(client: Any, key: str) -> Counter[str]:
-    return Counter({name.decode(): int(count) for name, count in client.hgetall(key).items()})
+    found = client.hscan_iter(key, count=PAGE)
+    return Counter({name.decode(): int(count) for name, count in found})
 
 
 def unsettled_entries(client: Any, stream: str, group: str) -> list[str]:
@@ -227,13 +236,14 @@ def unsettled_entries(client: Any, stream: str, group: str) -> list[str]:
 
 def held_leases(client: Any) -> list[str]:
     """Inbox keys of messages that are said to be in progress, though nobody is at work."""
-    keys = list(client.scan_iter("conquiet:inbox:*"))
-    values = client.mget(keys) if keys else []
-    return [
-        f"{key.decode()} ({value.decode()})"
-        for key, value in zip(keys, values, strict=True)
-        if value is not None and value != b"done"
-    ]
+    keys = sorted(client.scan_iter("conquiet:inbox:*", count=PAGE))
+    held = []
+    for first in range(0, len(keys), PAGE):
+        some = keys[first : first + PAGE]
+        for key, value in zip(some, client.mget(some), strict=True):
+            if value is not None and value != b"done":
+                held.append(f"{key.decode()} ({value.decode()})")
+    return held
 
 
 def sessions_left(connection: Any) -> list[str]:
