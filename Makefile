@@ -16,8 +16,8 @@ help: ## list the targets
 setup: ## virtual environment, packages and Java; nothing to do when nothing changed
 	@scripts/setup.sh
 
-run: setup ## the tour: one event from a command to the next service
-	@$(BIN)/python examples/tour.py
+run: setup ## the demo: orders, workers (one is killed), relays, Spark, verdict, report
+	@$(BIN)/conquiet demo
 
 run-outbox-publisher: setup ## the relay: publishes an outbox; settings in docs/outbox.md
 	@if [ -z "$$CONQUIET_DATABASE_URL$$CONQUIET_CONFIG" ]; then \

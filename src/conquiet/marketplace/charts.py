@@ -10,10 +10,10 @@ from html import escape
 from math import floor, log10
 from typing import NamedTuple
 
-WIDTH, HEIGHT = 720, 230
-LEFT, RIGHT, TOP, BOTTOM = 62, 16, 22, 34
-ROW = 27
-_NAMES = 210
+WIDTH, HEIGHT = 720, 280
+LEFT, RIGHT, TOP, BOTTOM = 66, 22, 34, 50
+ROW = 31
+_NAMES = 250
 """How much of the width the names beside bars have."""
 _MOST_LABELS = 8
 
@@ -93,18 +93,18 @@ def bars(title: str, points: Sequence[Point], *, unit: str = "", note: str = "")
     if not points:
         return figure(title, _nothing(), note=note)
     top = max(*(value for _, value in points), 0) or 1.0
-    room = WIDTH - _NAMES - 110
+    room = WIDTH - _NAMES - 125
     drawn = ""
     for place, point in enumerate(points):
         name, value = point
         y, width = place * ROW + 4, max(value, 0) / top * room
         told = number_text(value) + (f" {unit}" if unit else "")
         drawn += (
-            f'<text class="name" x="{_NAMES - 10}" y="{y + 15}" text-anchor="end">'
+            f'<text class="name" x="{_NAMES - 10}" y="{y + 17}" text-anchor="end">'
             f"{escape(_short(name))}<title>{escape(name)}</title></text>"
             f'<rect class="s0" x="{_NAMES}" y="{y}" height="{ROW - 8}" width="{width:.1f}" rx="2">'
             f"<title>{_said(point)}</title></rect>"
-            f'<text x="{_NAMES + width + 6:.1f}" y="{y + 15}">{escape(told)}</text>'
+            f'<text x="{_NAMES + width + 6:.1f}" y="{y + 17}">{escape(told)}</text>'
         )
     rows = [[name, number_text(value)] for name, value in points]
     height = len(points) * ROW + 6
@@ -230,7 +230,7 @@ def _grid(top: float) -> str:
             f'<line class="{kind}" x1="{LEFT}" y1="{y:.1f}" x2="{WIDTH - RIGHT}" y2="{y:.1f}"/>'
         )
         drawn += (
-            f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{_tick(top * part)}</text>'
+            f'<text x="{LEFT - 8}" y="{y + 5:.1f}" text-anchor="end">{_tick(top * part)}</text>'
         )
     return drawn
 
@@ -243,11 +243,11 @@ def _names_below(names: Sequence[str], x: str, *, centred: bool = False) -> str:
         at = _x(place, len(names))
         if centred:
             at = LEFT + (place + 0.5) * (WIDTH - LEFT - RIGHT) / len(names)
-        name = escape(names[place])
-        drawn += f'<text x="{at:.1f}" y="{HEIGHT - 16}" text-anchor="middle">{name}</text>'
+        name = escape(_of_axis(names[place]))
+        drawn += f'<text x="{at:.1f}" y="{HEIGHT - 28}" text-anchor="middle">{name}</text>'
     if x:
         drawn += (
-            f'<text class="muted" x="{WIDTH - RIGHT}" y="{HEIGHT - 2}" text-anchor="end">'
+            f'<text class="muted" x="{WIDTH - RIGHT}" y="{HEIGHT - 8}" text-anchor="end">'
             f"{escape(x)}</text>"
         )
     return drawn
@@ -270,7 +270,7 @@ def _mark(mark: Mark, count: int) -> str:
     side = "end" if x > WIDTH * 0.7 else "start"
     at = x - 6 if side == "end" else x + 6
     return (
-        f'<line class="mark" x1="{x:.1f}" y1="{TOP - 8}" x2="{x:.1f}" y2="{HEIGHT - BOTTOM}"/>'
+        f'<line class="mark" x1="{x:.1f}" y1="{TOP - 12}" x2="{x:.1f}" y2="{HEIGHT - BOTTOM}"/>'
         f'<text class="mark" x="{at:.1f}" y="{TOP + 2}" text-anchor="{side}">'
         f"{escape(mark.text)}</text>"
     )
@@ -280,10 +280,10 @@ def _legend(names: Sequence[str]) -> str:
     drawn, at = "", float(LEFT)
     for number, name in enumerate(names):
         drawn += (
-            f'<rect class="s{number}" x="{at:.0f}" y="1" width="10" height="10" rx="2"/>'
-            f'<text x="{at + 15:.0f}" y="10">{escape(name)}</text>'
+            f'<rect class="s{number}" x="{at:.0f}" y="1" width="12" height="12" rx="2"/>'
+            f'<text x="{at + 18:.0f}" y="12">{escape(name)}</text>'
         )
-        at += 34 + 6.6 * len(name)
+        at += 44 + 8 * len(name)
     return drawn
 
 
@@ -304,6 +304,11 @@ def _tick(value: float) -> str:
 
 def _said(point: Point) -> str:
     return f"{escape(point[0])}: {number_text(point[1])}"
+
+
+def _of_axis(name: str) -> str:
+    """Days without their year, which would not fit; the table has it."""
+    return name[5:] if len(name) == 10 and name[4] == name[7] == "-" else name
 
 
 def _short(name: str) -> str:

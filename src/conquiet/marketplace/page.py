@@ -22,7 +22,8 @@ figure p { font-size: .88rem; margin: 0 0 .5rem } a { color: var(--s0) }
 figure, .card { margin: 0; padding: 1rem 1.1rem; background: var(--card); min-width: 0;
   border: 1px solid var(--rule); border-radius: 10px }
 figcaption { font-weight: 650; margin-bottom: .15rem }
-svg { width: 100%; height: auto; font-size: 12px; display: block } svg text { fill: var(--ink) }
+svg { width: 100%; height: auto; font-size: 15px; display: block } .wide svg { font-size: 13px }
+svg text { fill: var(--ink) }
 svg text.muted, svg .grid + text { fill: var(--muted) }
 .grid { stroke: var(--rule) } .axis { stroke: var(--muted) }
 .s0 { fill: var(--s0) } .s1 { fill: var(--s1) } .s2 { fill: var(--s2) }
@@ -32,7 +33,7 @@ line.mark { stroke: var(--bad); stroke-width: 1.5; stroke-dasharray: 4 3 }
 svg text.mark { fill: var(--bad); font-weight: 600 }
 .box { fill: var(--paper); stroke: var(--rule) } .wide { grid-column: 1 / -1 }
 .arrow { stroke: var(--muted); stroke-width: 1.5; fill: none } .tip { fill: var(--muted) }
-svg text.aside { fill: var(--s1) } svg text.big { font-size: 17px; font-weight: 650 }
+svg text.aside { fill: var(--s1) } svg text.big { font-size: 19px; font-weight: 650 }
 details { margin-top: .6rem } summary { cursor: pointer; color: var(--muted); font-size: .88rem }
 .scrolls { overflow: auto; max-height: 22rem } .scrolls.all { max-height: none }
 table { border-collapse: collapse; width: 100%; font-size: .9rem;

@@ -96,6 +96,6 @@ def business_by_sql(servers: Servers) -> Business:
     return Business(
         "from the business tables of PostgreSQL, since Spark was left out",
         [(day, float(cents) / 100) for day, cents in revenue],
-        [(id_, float(cents) / 100) for id_, cents in products],
+        [(f"product {id_[:8]}", float(cents) / 100) for id_, cents in products],
         [(name, sum(states.get(one, 0) for one in names)) for name, names in _STATES.items()],
     )

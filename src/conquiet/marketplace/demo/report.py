@@ -20,11 +20,10 @@ def report(story: Story) -> str:
     return page(
         "conquiet demo",
         _head(story),
-        _verdict(story),
         section("The way of the events", _wide(_flow(story))),
+        _verdict(story),
         section("This run, by the clock", *_run(story)),
-        section("The business, in its own thirty days", *_business(story)),
-        section("What was refused", _quarantine(story)),
+        section("The marketplace, in its own thirty days", *_business(story), _quarantine(story)),
     )
 
 

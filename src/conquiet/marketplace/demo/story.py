@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, NamedTuple, Protocol
 
@@ -68,7 +68,10 @@ class Story:
 
     def as_json(self) -> dict[str, Any]:
         """What a script would read."""
-        kill = self.kill and {**asdict(self.kill), "at": _ms(self.kill.at)}
+        kill = None
+        if self.kill is not None:
+            after = round(self.kill.replaced_at - self.kill.at, 2)
+            kill = {"pid": self.kill.pid, "replaced_by": self.kill.replaced_by, "after": after}
         return {
             **self.verdict.as_json(),
             "orders": self.settings.orders,
@@ -78,7 +81,3 @@ class Story:
             "stages": {stage.name: round(stage.ended - stage.began, 2) for stage in self.stages},
             "kill": kill,
         }
-
-
-def _ms(seconds: float) -> int:
-    return round(seconds * 1_000)
