@@ -67,6 +67,26 @@ def test_letters_may_go_to_another_stream(client, shop, ids) -> None:
     assert shop.client.xlen("elsewhere") == 3
 
 
+def test_dead_letters_of_celery_are_shown_and_replayed_too(make, shop) -> None:
+    from conquiet.kombu.keys import Keys
+
+    dead = Keys("shop:").dead("mail")
+    message = '{"headers": {"id": "task-1", "task": "send_mail", "argsrepr": "(\'ann\',)"}}'
+    shop.client.xadd(dead, {"m": message, "queue": "mail", "reason": "delivered 5 times"})
+    client = Browser(make())
+    assert f"1 dead letter in {dead}" in client.get("/").text
+    assert "send_mail" in client.get("/dead-letters").text
+    page = client.get("/dead-letters/letter", params={"stream": dead, "id": "task-1"})
+    assert "ann" in page.text
+    hidden = Browser(make(hide_payloads=True)).get(page.request.url.raw_path.decode())
+    assert "delivered 5 times" in hidden.text
+    assert "ann" not in hidden.text.replace("channel", "")
+    done = client.post("/dead-letters/replay", data=form_of(page, "/dead-letters/replay"))
+    assert "1 message sent again." in done.text
+    assert shop.client.xlen(dead) == 0
+    assert shop.client.xlen(Keys("shop:").stream("mail", 0)) == 1
+
+
 def test_what_cannot_be_replayed_stays_and_says_why(client, shop) -> None:
     letter = {"specversion": "1.0", "id": "e", "type": "t", "source": "/s", "deadreason": "x"}
     shop.client.xadd("dead", letter)

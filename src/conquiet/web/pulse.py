@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from conquiet.errors import ConquietError
+from conquiet.web.letter_places import letter_places
 from conquiet.web.look import Look
 from conquiet.web.stores import Stores
 
@@ -91,7 +92,7 @@ class Pulse:
         return sample
 
     def _sample(self) -> Sample:
-        from conquiet.operations import letter_streams, streams
+        from conquiet.operations import streams
 
         troubles: dict[str, str] = {}
         outbox = found = letters = None
@@ -104,7 +105,7 @@ class Pulse:
             try:
                 pattern = self._stores.streams
                 found = tuple(streams(self._stores.client, pattern))
-                letters = letter_streams(self._stores.client, pattern)
+                letters = letter_places(self._stores.client, pattern)
             except ConquietError as error:
                 troubles["Redis"] = str(error)
         return Sample(time.monotonic(), outbox, found, letters, troubles)

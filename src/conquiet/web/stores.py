@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from conquiet.relay.inspection import Inspection
 
 _CONNECT_SECONDS = 3
-_ANSWER_SECONDS = 10
+_ANSWER_SECONDS = 5
 
 
 class Stores:

@@ -10,10 +10,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from conquiet.operations.dead_letters import Outcome, Wanted, drop, find, replay, show
+from conquiet.operations.dead_letters import Letters, Outcome, Wanted, drop, find, replay, show
 from conquiet.operations.errors import NotFound
 from conquiet.web import words
 from conquiet.web.forms import Form, action, asked, asked_entry, clean
+from conquiet.web.letter_places import is_of_kombu, letter_places, letters_of
 from conquiet.web.notes import Note, go
 from conquiet.web.place import link
 from conquiet.web.rendering import page
@@ -21,7 +22,6 @@ from conquiet.web.rendering import page
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from conquiet.operations.letters_in_stream import StreamLetters
     from conquiet.web.app import Dashboard
 
 _PAGE = 50
@@ -42,10 +42,8 @@ def routes(app: Dashboard) -> list[BaseRoute]:
     ]
 
 
-def _place(app: Dashboard, stream: str) -> StreamLetters:
-    from conquiet.operations import StreamLetters
-
-    return StreamLetters(app.stores.client, stream)
+def _place(app: Dashboard, stream: str) -> Letters:
+    return letters_of(app.stores.client, stream)
 
 
 def wanted_of(said: Mapping[str, str]) -> Wanted:
@@ -71,10 +69,8 @@ def _moment(text: str) -> datetime | None:
 
 
 def _letters(request: Request) -> Response:
-    from conquiet.operations import letter_streams
-
     app: Dashboard = request.app
-    places = letter_streams(app.stores.client, app.stores.streams)
+    places = letter_places(app.stores.client, app.stores.streams)
     name = asked(request, "stream") or next(iter(places), "")
     said = {word: asked(request, word) for word in _FILTER}
     after = asked_entry(request, "after")
@@ -101,7 +97,13 @@ def _letter(request: Request) -> Response:
     name, id_ = asked(request, "stream"), asked(request, "id")
     letter = show(_place(app, name), id_)
     return page(
-        request, "letter.html", "Dead letter", at="/dead-letters", stream=name, letter=letter
+        request,
+        "letter.html",
+        "Dead letter",
+        at="/dead-letters",
+        stream=name,
+        letter=letter,
+        hide_attributes=app.hide_payloads and is_of_kombu(name),  # arguments are among them
     )
 
 
