@@ -69,5 +69,6 @@ docs-serve: setup ## the site on http://127.0.0.1:8000, made anew whenever a pag
 
 clean: ## remove everything that make has made, .venv included
 	rm -rf .venv .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .hypothesis \
-		.import_linter_cache dist build site soak spark-warehouse metastore_db derby.log
+		.import_linter_cache dist build site soak spark-warehouse metastore_db derby.log \
+		conquiet-demo
 	find src tests bench examples -name __pycache__ -type d -prune -exec rm -rf {} +

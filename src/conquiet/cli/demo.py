@@ -164,12 +164,15 @@ def _print(story: Story, folder: Path) -> None:
 
 
 def _tell_kept(servers: Servers) -> None:
+    from conquiet.relay.masked import masked
+
+    database, broker = masked(servers.database), masked(servers.broker)
     print(
         "\nworkers, relays and servers go on; Ctrl-C ends and removes them. To look around:\n\n"
-        f"  conquiet dashboard --table outbox_events --redis {servers.broker} \\\n"
-        f"      --database '{servers.database}'\n"
-        f"  psql '{servers.database}'\n"
-        f"  redis-cli -u {servers.broker}\n",
+        f"  conquiet dashboard --table outbox_events --redis {broker} \\\n"
+        f"      --database '{database}'\n"
+        f"  psql '{database}'\n"
+        f"  redis-cli -u {broker}\n",
         file=sys.stderr,
         flush=True,
     )
