@@ -147,7 +147,8 @@ def _drop(options: Namespace) -> int:
         if not confirmed(what, options.yes):
             return FAILED
         with Progress("dropping", len(going.done)) as progress:
-            outcome = drop(letters, wanted, limit=options.limit, tell=progress.tell)
+            # Not what has died since somebody said yes.
+            outcome = drop(letters, wanted, among=frozenset(going.done), tell=progress.tell)
     return _told(outcome, options, "dropped")
 
 

@@ -9,7 +9,7 @@ afterwards: whatever kills a replay, a letter is in one place or in both, never 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
@@ -175,12 +175,17 @@ def drop(
     letters: Letters,
     wanted: Wanted,
     *,
+    among: Collection[str] | None = None,
     limit: int | None = None,
     dry_run: bool = False,
     tell: Tell | None = None,
 ) -> Outcome:
-    """Delete letters for good."""
-    return _each(letters, wanted, letters.remove, limit, dry_run, tell)
+    """Delete letters for good; `among` those ids only, such as a dry run gave."""
+
+    def remove(letter: Letter, raw: Any) -> bool:
+        return (among is None or letter.id in among) and letters.remove(letter, raw)
+
+    return _each(letters, wanted, remove, limit, dry_run, tell)
 
 
 def _each(

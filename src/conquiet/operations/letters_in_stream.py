@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from base64 import b64decode
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import redis
@@ -24,6 +25,7 @@ from conquiet.redis.topic import Topic, streams_of
 from conquiet.redis.wire import Wire
 
 _PAGE = 200
+_entry_id = re.compile(r"\d{1,19}-\d{1,19}")
 
 # KEYS: the letters, where the message goes. ARGV: the letter, the fields of the message.
 # In one script, so that two who replay at once do not send it twice.
@@ -54,6 +56,23 @@ class StreamLetters:
             return bool(self._wire.call(self._key, b"EXISTS", self._key))
 
     def scan(self, wanted: Wanted) -> Iterator[tuple[Letter, Any]]:
+        found = self._entries(wanted.ids) if wanted.ids else []
+        is_all = bool(found) and len(found) == len(set(wanted.ids))
+        for entry_id, fields in found if is_all else self._range(wanted):
+            letter = self._letter(entry_id, fields)
+            if letter is not None:
+                yield letter, fields
+
+    def _entries(self, ids: Sequence[str]) -> list[tuple[bytes, list[bytes]]]:
+        """By their places, in order; none if one of the ids is no place."""
+        if not all(map(_entry_id.fullmatch, ids)):
+            return []
+        places = sorted({item.encode() for item in ids}, key=split_id)
+        with asking(self.name):
+            pages = [self._wire.call(self._key, b"XRANGE", self._key, at, at) for at in places]
+        return [entry for page in pages for entry in page]
+
+    def _range(self, wanted: Wanted) -> Iterator[tuple[bytes, list[bytes]]]:
         with asking(self.name):
             # Only what is there now: a message that dies again comes back at the end.
             last = self._wire.call(self._key, b"XREVRANGE", self._key, LAST, FIRST, b"COUNT", 1)
@@ -70,10 +89,7 @@ class StreamLetters:
                 page = self._wire.call(
                     self._key, b"XRANGE", self._key, at, last[0][0], b"COUNT", _PAGE
                 )
-            for entry_id, fields in page:
-                letter = self._letter(entry_id, fields)
-                if letter is not None:
-                    yield letter, fields
+            yield from page
             if len(page) < _PAGE:
                 return
             at = id_after(page[-1][0])

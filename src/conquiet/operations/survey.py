@@ -25,6 +25,8 @@ LEASE_SECONDS = 60.0
 COUNTED = 10_000
 """Where the server does not know a lag it is counted, up to here."""
 
+_GIVEN_BACK = b"~back"
+"""Who holds what consumers of `conquiet.kombu` gave back is nobody: see `conquiet.kombu.keys`."""
 _PAGE = 1_000
 _AT_ONCE = 200
 
@@ -134,10 +136,10 @@ def names_of(wire: Wire, pattern: str = "*") -> list[str]:
     if wire.is_cluster:
         nodes = [wire.client.get_redis_connection(node) for node in wire.client.get_primaries()]
     found: set[str] = set()
-    for node in nodes:
+    for each in map(Wire, nodes):
         at: int | bytes = 0
         while True:
-            at, keys = Wire(node).call(
+            at, keys = each.call(
                 b"", b"SCAN", at, b"MATCH", pattern, b"COUNT", _PAGE, b"TYPE", b"stream"
             )
             found.update(_names(keys))
@@ -234,7 +236,11 @@ class _Place:
             oldest = pending[1]
             yield GroupInfo(
                 _plain(row[b"name"]),
-                tuple(self._consumer(row[b"name"], pairs(item)) for item in consumers),
+                tuple(
+                    self._consumer(row[b"name"], told)
+                    for told in map(pairs, consumers)
+                    if told[b"name"] != _GIVEN_BACK
+                ),
                 int(pending[0]),
                 lag,
                 is_exact,

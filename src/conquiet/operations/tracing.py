@@ -144,7 +144,11 @@ def _written(
             where = dialect.shown(engine.url)
             raise StoreError(f"{where}: {dialect.one_line(error):.300}") from error
         inspection = Inspection(engine, table)
-        shown = inspection.show(event_id)
+        try:
+            shown = inspection.show(event_id)
+        except StoreError as error:  # no index by event id: a long table may take too long
+            notes.append(f"{table} could not be searched: {error}")
+            continue
         if shown is None:
             continue
         entry, more = shown

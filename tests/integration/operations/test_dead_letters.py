@@ -45,6 +45,7 @@ def test_a_letter_tells_why_it_died_and_where_it_came_from(redis_client, bury, l
     assert letter.data == '{"n": 0}'
     assert set(letter.attributes) == {"id", "type", "source", "specversion"}
     assert show(letters, letter.id) == show(letters, "m-0") == letter
+    assert find(letters, Wanted((letter.id, "5-1"))) == [letter]
     with pytest.raises(NotFound, match="no dead letter 'm-9'"):
         show(letters, "m-9")
 
@@ -196,6 +197,7 @@ def test_drop_deletes_what_is_wanted_and_leaves_the_rest(redis_client, bury, let
     assert len(drop(letters, Wanted(("m-1",)), dry_run=True).done) == 1
     assert len(drop(letters, Wanted(("m-1",))).done) == 1
     assert [letter.event_id for letter in find(letters)] == ["m-0", "m-2"]
+    assert drop(letters, Wanted(), among={"1-1"}).done == ()
 
 
 def test_streams_with_letters_are_found_among_others(redis_client, bury, publish) -> None:

@@ -60,6 +60,7 @@ def test_a_consumer_that_was_not_heard_of_within_its_lease_is_not_alive(
 ) -> None:
     publish(1)
     source(consumer="worker-1", lease=0.001).read(1, 1.0)
+    redis_client.xgroup_createconsumer("orders", "billing", "~back")  # of kombu, and nobody
     [group] = groups(redis_client, "orders")
     assert [consumer.alive for consumer in group.consumers] == [False]
 

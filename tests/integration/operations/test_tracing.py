@@ -135,6 +135,14 @@ def test_what_is_old_is_not_searched(shop) -> None:
     assert trace(shop.id, client=shop.client, engine=shop.engine, full=True).logged != ()
 
 
+def test_an_outbox_that_cannot_be_searched_does_not_end_the_trace(shop) -> None:
+    with shop.engine.begin() as connection:
+        connection.exec_driver_sql("ALTER TABLE outbox RENAME COLUMN last_error TO gone")
+    found = trace(shop.id, client=shop.client, engine=shop.engine)
+    assert [entry.stream for entry in found.logged] == ["orders"]
+    assert "outbox could not be searched" in found.notes[0]
+
+
 def test_a_trace_needs_somewhere_to_look(tmp_path) -> None:
     with pytest.raises(ConfigError, match="a Redis or a database"):
         trace("e-1")
