@@ -20,8 +20,8 @@ default beside the table.
 The table `outbox_events` is no log: it is read as a whole, with --once, and its rows are added
 that are not there yet, be they from an earlier run or from the log.
 
-With --tables, the tables of the marketplace are made of them, after every batch or so; of those a
-table is made of, all are made.
+With --tables, the tables of the marketplace are made of them, after every batch or so: those that
+are named, and those that they are made of. A run with other names makes anew what is out of date.
 """
 _RUN_EPILOG = """\
 examples:
@@ -30,7 +30,8 @@ examples:
   conquiet pipeline run --from outbox --url sqlite:///shop.sqlite --table outbox_events \\
       --to lake --once
   conquiet pipeline run --from files --path log --to lake --tables all --once
-  conquiet pipeline run --streams 'pf-*' --to lake --tables all \\
+  conquiet pipeline run --from files --path log --to lake --tables store_daily,ad_daily --once
+  conquiet pipeline run --url redis://localhost/0 --tables all \\
       --outbox-url postgresql://app@localhost/shop
   conquiet pipeline run --streams orders --to /shared/lake --format delta \\
       --master spark://host:7077 --archive conquiet-packages.zip
@@ -88,10 +89,16 @@ def _register_run(verbs: Any, common: ArgumentParser) -> None:
         metavar="URL",
         help="of Redis or of the database; else CONQUIET_REDIS_URL or CONQUIET_DATABASE_URL",
     )
-    run.add_argument("--streams", metavar="NAMES", help="streams of the log: 'orders,payments:*'")
-    run.add_argument("--table", metavar="NAME", help="table of the outbox (outbox)")
+    run.add_argument(
+        "--streams",
+        metavar="NAMES",
+        help="streams of the log: 'orders,payments:*' (--tables: pf-*)",
+    )
+    run.add_argument(
+        "--table", metavar="NAME", help="table of the outbox (outbox; --tables: outbox_events)"
+    )
     run.add_argument("--path", metavar="DIR", help="of --from files: where they are")
-    run.add_argument("--to", required=True, metavar="DIR", help="where the table is, or will be")
+    run.add_argument("--to", default="lake", metavar="DIR", help="where tables are (lake)")
     run.add_argument("--format", choices=("parquet", "delta"), default="parquet", help="(parquet)")
     run.add_argument("--checkpoint", metavar="DIR", help="(_checkpoints/raw_events beside it)")
     run.add_argument("--once", action="store_true", help="take what is there, then end")
@@ -119,14 +126,14 @@ def _register_run(verbs: Any, common: ArgumentParser) -> None:
     run.add_argument("--json", action="store_true", help="a line of JSON per batch, on stdout")
     run.add_argument(
         "--tables", default="raw_events", metavar="NAMES",
-        help="raw_events (default), events,events_quarantine, or all of the marketplace's",
+        help="raw_events (default); names of the marketplace's, with those they are made of; all",
     )  # fmt: skip
     run.add_argument(
         "--refresh-seconds", type=seconds, metavar="S",
-        help="of --tables all: time between refreshes of facts and marts (60; --once: at the end)",
+        help="of --tables: time between refreshes of facts and marts (60; --once: at the end)",
     )  # fmt: skip
     run.add_argument(
-        "--outbox-url", metavar="URL", help="of --tables all: the outbox, to reconcile the log with"
+        "--outbox-url", metavar="URL", help="of --tables: the outbox, to reconcile the log with"
     )
 
 
@@ -156,7 +163,17 @@ def _register_package(verbs: Any, common: ArgumentParser) -> None:
 def _run(options: Namespace) -> int:
     from conquiet.cli.pipeline_run import run
 
+    if options.tables != "raw_events":
+        _fill_in(options)
     return run(options)
+
+
+def _fill_in(options: Namespace) -> None:
+    """Where the events of the marketplace are, unless it is said."""
+    if options.origin == "log" and not options.streams:
+        options.streams = "pf-*"
+    if options.origin == "outbox" and not options.table:
+        options.table = "outbox_events"
 
 
 def _package(options: Namespace) -> int:

@@ -66,3 +66,21 @@ def test_a_day_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SystemExit, match="2"):
         main(["pipeline", "replay", "--to", "lake", "--since", "soon", "--until", "2026-03-01"])
     assert "'soon' is no day such as 2026-01-31" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("origin", "said"),
+    [("log", "say where the log is: --url"), ("outbox", "say where the outbox is: --url")],
+)
+def test_the_marketplace_s_streams_and_outbox_need_no_names(
+    origin: str,
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("CONQUIET_REDIS_URL", "CONQUIET_DATABASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    assert main(["pipeline", "run", "--from", origin, "--tables", "all", "--once"]) == 2
+    assert said in capsys.readouterr().err
