@@ -17,6 +17,7 @@ from conquiet.cli.servers import database_at
 from conquiet.cli.table import print_facts
 from conquiet.cli.terminal import FAILED, OK, dim, green, one_line, print_json, printable, yellow
 from conquiet.errors import ConfigError
+from conquiet.operations.errors import NotFound
 
 _VERBS: tuple[tuple[str, str, str, str], ...] = (
     (
@@ -153,8 +154,10 @@ def _show(options: Namespace) -> int:
     with _inspection(options) as inspection:
         found = inspection.show(options.id)
     if found is None:
-        print(f"no row {options.id!r} in {inspection.name}", file=sys.stderr)
-        return FAILED
+        raise NotFound(
+            f"no row {options.id!r:.100} in {inspection.name}: never written, or pruned; conquiet"
+            " outbox list shows what waits"
+        )
     entry, more = found
     whole = {**asdict(entry), **more}
     if options.json:
