@@ -293,6 +293,16 @@ def test_rates_are_what_changed_between_two_samples(shop, monkeypatch) -> None:
     assert pulse.history[-1].lag == 10
 
 
+def test_a_history_is_bounded_and_begins_anew_after_a_gap(monkeypatch) -> None:
+    pulse = Pulse(Stores(None, None))
+    for _ in range(70):
+        pulse._take()
+    assert len(pulse.history) == 60
+    monkeypatch.setattr("conquiet.web.pulse._GAP_SECONDS", -1)
+    pulse._take()
+    assert len(pulse.history) == 1
+
+
 def test_a_look_is_taken_once_however_many_ask() -> None:
     taken = []
     look = Look(lambda: taken.append(1), seconds=60)

@@ -117,7 +117,9 @@ def test_a_port_that_is_taken_is_one_line(capsys: pytest.CaptureFixture[str]) ->
     assert f"127.0.0.1:{port} cannot be used" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "kind", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_the_command_serves_until_a_signal_even_with_a_page_open(shop, kind) -> None:
     command = [sys.executable, "-m", "conquiet", "dashboard", "--port", "0", "--json"]
     stores = ["--redis", shop.redis, "--database", shop.database]

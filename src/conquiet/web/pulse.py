@@ -6,7 +6,6 @@ Taken only while somebody looks: a page, or the live stream of one.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -76,18 +75,18 @@ class Pulse:
         self._stores = stores
         self._look = Look(self._take, SECONDS)
         self._last: Sample | None = None
-        self.history: deque[Point] = deque(maxlen=POINTS)
+        self.history: tuple[Point, ...] = ()
+        """Replaced, never changed: pages read it while another thread takes a sample."""
 
     def sample(self) -> Sample:
         return self._look()
 
     def _take(self) -> Sample:
         sample = self._sample()
-        before = self._last
+        before, history = self._last, self.history
         if before is not None and sample.at - before.at > _GAP_SECONDS:
-            self.history.clear()
-            before = None
-        self.history.append(_point(sample, before))
+            before, history = None, ()
+        self.history = (*history[1 - POINTS :], _point(sample, before))
         self._last = sample
         return sample
 
