@@ -38,6 +38,14 @@ def test_without_a_token_no_page_is_seen(make) -> None:
         assert client.post(path, data={"id": "1"}).status_code == 401, path
 
 
+def test_the_form_says_nothing_of_what_is_behind_it(make, shop) -> None:
+    client = Browser(make(auth=Token(TOKEN)))
+    assert shop.redis not in client.get("/login").text
+    assert "sqlite" not in client.get("/login").text
+    client.get("/login", params={"token": TOKEN})
+    assert shop.redis in client.get("/").text
+
+
 def test_the_link_with_the_token_lets_in_by_a_cookie(make) -> None:
     client = Browser(make(auth=Token(TOKEN)))
     entered = client.get("/login", params={"token": TOKEN})

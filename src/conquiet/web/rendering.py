@@ -78,6 +78,7 @@ def page(
     """A whole page; `at` is the entry of the menu that it belongs to."""
     app: Dashboard = request.app
     note = taken(request)
+    is_in = bool(request.scope.get("conquiet.who"))
     body = fragment(
         request,
         template,
@@ -85,8 +86,8 @@ def page(
         at=at,
         pages=PAGES,
         note=note,
-        stores=app.stores.shown(),
-        can_sign_out=app.can_sign_out and bool(request.scope.get("conquiet.who")),
+        stores=app.stores.shown() if is_in else (),
+        can_sign_out=app.can_sign_out and is_in,
         version=our_version(),
         **context,
     )
