@@ -8,7 +8,7 @@ import pytest
 from starlette.routing import Route
 
 from conquiet.errors import ConfigError
-from conquiet.web import Basic, Header, Token
+from conquiet.web import Basic, Header, Token, dashboard
 from conquiet.web.access import SESSION_SECONDS, Open, is_loopback
 from conquiet.web.guard import HEADERS
 from conquiet.web.signing import Signer
@@ -178,6 +178,9 @@ def test_secrets_are_not_shown(make, shop) -> None:
         lambda: Basic("", "long enough"),
         lambda: Header("not a name"),
         lambda: Header(proxies=["nowhere"]),
+        lambda: dashboard(auth=Open(), public_url="ops.example.com"),
+        lambda: dashboard(auth=Open(), redis="redis://h/0?nonsense=1"),
+        lambda: dashboard(auth=Open(), database="mysql://h/d"),
     ],
 )
 def test_weak_settings_are_refused(wrong) -> None:

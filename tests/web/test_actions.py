@@ -158,6 +158,14 @@ def test_the_token_of_a_form_is_that_of_one_session(make, ids) -> None:
     assert ann.post("/outbox/retry-all", data=form).status_code == 200
 
 
+def test_a_proxy_may_ask_by_another_name_if_the_public_one_was_said(make, ids) -> None:
+    said = {"origin": "https://ops.example.com", "host": "127.0.0.1:8082"}
+    for public, status in (("", 403), ("https://ops.example.com/c", 200)):
+        client = Browser(make(public_url=public))
+        form = form_of(client.get("/outbox/retry-all"), "/outbox/retry-all")
+        assert client.post("/outbox/retry-all", data=form, headers=said).status_code == status
+
+
 def test_actions_are_not_taken_by_a_link(make, shop, ids) -> None:
     client = Browser(make())
     for path in ("/outbox/retry", "/logout"):

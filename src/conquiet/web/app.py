@@ -7,7 +7,7 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -44,14 +44,15 @@ class Dashboard(Starlette):
         read_only: bool = False,
         hide_payloads: bool = False,
         hosts: Sequence[str] = LOOPBACK,
-        is_https: bool = False,
+        public_url: str = "",
     ) -> None:
         self.stores = stores
         self.access = access
         self.signer = Signer(access.secret)
         self.read_only = read_only
         self.hide_payloads = hide_payloads
-        self.is_https = is_https
+        public = _public(public_url)
+        self.is_https = public.scheme == "https"
         self.can_sign_out = isinstance(access, Token)
         self.pulse = Pulse(stores)
         self.relays = processes.look_at(stores)
@@ -67,7 +68,8 @@ class Dashboard(Starlette):
             lifespan=_lifespan,
         )
         # Around all of it, so that the page of an unexpected error is protected too.
-        self._guard = Guard(super().__call__, access, self.signer, hosts)
+        known = (*hosts, public.hostname) if public.hostname else hosts
+        self._guard = Guard(super().__call__, access, self.signer, known, public.netloc)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._guard(scope, receive, send)
@@ -112,10 +114,6 @@ def dashboard(
     `Token`: that of CONQUIET_DASHBOARD_TOKEN, else one that is made up and printed on stderr.
     `allowed_hosts` are the names under which it is reached, besides those of loopback.
     """
-    public = _public(public_url)
-    hosts = [*LOOPBACK, *allowed_hosts]
-    if public is not None and public.hostname:
-        hosts.append(public.hostname)
     return Dashboard(
         Stores(
             database,
@@ -128,8 +126,8 @@ def dashboard(
         _token() if auth is None else auth,
         read_only=read_only,
         hide_payloads=hide_payloads,
-        hosts=hosts,
-        is_https=public is not None and public.scheme == "https",
+        hosts=(*LOOPBACK, *allowed_hosts),
+        public_url=public_url,
     )
 
 
@@ -142,10 +140,8 @@ def _token() -> Token:
     return made
 
 
-def _public(url: str) -> Any:
-    if not url:
-        return None
+def _public(url: str) -> SplitResult:
     parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if url and (parts.scheme not in ("http", "https") or not parts.hostname):
         raise ConfigError(f"{url!r:.100} is no public URL; write https://ops.example.com/conquiet")
     return parts

@@ -46,12 +46,18 @@ class Guard:
     """ASGI middleware around all of the dashboard."""
 
     def __init__(
-        self, app: ASGIApp, access: Access, signer: Signer, hosts: Collection[str]
+        self,
+        app: ASGIApp,
+        access: Access,
+        signer: Signer,
+        hosts: Collection[str],
+        public_host: str = "",
     ) -> None:
         self._app = app
         self._access = access
         self._signer = signer
         self._hosts = frozenset(host.lower() for host in hosts)
+        self._public_host = public_host.lower()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -83,7 +89,7 @@ class Guard:
         if who is None and not path.startswith(_FREE):
             return self._turned_away(request)
         request.scope["conquiet.who"] = who or ""
-        if request.method not in _SAFE and not _is_from_here(request):
+        if request.method not in _SAFE and not self._is_from_here(request):
             logger.warning("refused: %s %s from another site", request.method, path)
             return _no(403, "This form was sent from another site; nothing was done.")
         return None
@@ -91,6 +97,15 @@ class Guard:
     def _knows_host(self, request: Request) -> bool:
         name = _hostname(f"//{request.headers.get('host', '')}")
         return "*" in self._hosts or name in self._hosts
+
+    def _is_from_here(self, request: Request) -> bool:
+        """Browsers say from which site a form comes; what is no browser knows the form's token."""
+        origin = request.headers.get("origin")
+        if origin is None:
+            return request.headers.get("sec-fetch-site", "same-origin") in ("same-origin", "none")
+        # The scheme may differ, and the host: a proxy may speak https for us, by another name.
+        host = urlsplit(origin).netloc.lower()
+        return bool(host) and host in (request.headers.get("host", "").lower(), self._public_host)
 
     def _turned_away(self, request: Request) -> Response:
         if isinstance(self._access, Token):
@@ -100,15 +115,6 @@ class Guard:
         challenge = self._access.challenge
         headers = {"WWW-Authenticate": challenge} if challenge else {}
         return _no(401, "Nobody has signed you in.", headers)
-
-
-def _is_from_here(request: Request) -> bool:
-    """Browsers say from which site a form comes; what is no browser knows the form's token."""
-    origin = request.headers.get("origin")
-    if origin is not None:
-        # The scheme may differ: a proxy may speak https for us.
-        return urlsplit(origin).netloc.lower() == request.headers.get("host", "").lower()
-    return request.headers.get("sec-fetch-site", "same-origin") in ("same-origin", "none")
 
 
 def _hostname(url: str) -> str:

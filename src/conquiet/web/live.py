@@ -41,7 +41,9 @@ class Live:
             if self.open >= _MOST:
                 raise HTTPException(503, "Too many pages are open.")
             return StreamingResponse(
-                self._events(request, part), media_type="text/event-stream; charset=utf-8"
+                self._events(request, part),
+                media_type="text/event-stream; charset=utf-8",
+                headers={"X-Accel-Buffering": "no"},  # a proxy must not collect them
             )
 
         return stream

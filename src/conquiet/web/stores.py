@@ -105,8 +105,12 @@ class Stores:
 
 
 def _client(url: str) -> Any:
-    import redis
-
+    try:
+        import redis
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{error.name} is not installed: pip install 'conquiet[redis]', or say --redis off"
+        ) from error
     try:
         client = redis.Redis.from_url(
             url,
@@ -124,11 +128,13 @@ def _client(url: str) -> Any:
 
 
 def _engine(url: str) -> Engine:
-    from sqlalchemy import make_url
-    from sqlalchemy.exc import ArgumentError
+    try:
+        from sqlalchemy import make_url
+        from sqlalchemy.exc import ArgumentError
 
-    from conquiet.sql import engine
-
+        from conquiet.sql import engine
+    except ModuleNotFoundError as error:
+        raise _not_installed(error) from error
     try:
         address = make_url(url)
         options: dict[str, Any] = {"pool_pre_ping": True, "pool_size": 4}
@@ -149,6 +155,12 @@ def _engine(url: str) -> Engine:
             f"{masked(url)!r:.100} is no URL of a database that conquiet works with; write"
             " postgresql://USER@HOST/NAME or sqlite:///FILE"
         ) from None
+    except ModuleNotFoundError as error:  # the driver
+        raise _not_installed(error) from error
+
+
+def _not_installed(error: ModuleNotFoundError) -> ConfigError:
+    return ConfigError(f"{error.name} is not installed: pip install 'conquiet[postgres]'")
 
 
 def _refuse_missing_file(engine: Engine) -> None:

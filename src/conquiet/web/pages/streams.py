@@ -10,7 +10,6 @@ from starlette.routing import BaseRoute, Route
 
 from conquiet.errors import StoreError
 from conquiet.operations.errors import NotFound
-from conquiet.redis.delivery import split_id
 from conquiet.web.forms import asked, asked_entry
 from conquiet.web.place import link
 from conquiet.web.rendering import fragment, page
@@ -80,7 +79,7 @@ def _stream(request: Request) -> Response:
 
 def _id_before(entry_id: str) -> str:
     """The largest id below: ranges that exclude their end came with Redis 6.2 only."""
-    milliseconds, sequence = split_id(entry_id.encode())
+    milliseconds, sequence = (int(part) for part in f"{entry_id}-0".split("-")[:2])
     if sequence:
         return f"{milliseconds}-{sequence - 1}"
     return f"{max(0, milliseconds - 1)}-{2**64 - 1}"
