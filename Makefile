@@ -65,7 +65,7 @@ docs: setup ## the docs as a site, into site/; a broken link or a missing page f
 	@echo "site/index.html"
 
 docs-serve: setup ## the site on http://127.0.0.1:8000, made anew whenever a page changes
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --strict
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --strict --watch src
 
 clean: ## remove everything that make has made, .venv included
 	rm -rf .venv .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .hypothesis \
