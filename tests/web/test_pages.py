@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -270,6 +272,33 @@ def test_an_error_of_our_own_is_a_page_without_its_traceback(make, shop, monkeyp
     assert "secret detail" not in answer.text
     assert {name: answer.headers[name] for name in HEADERS} == HEADERS
     assert "RuntimeError" in answer.text
+
+
+ALONE = """
+import sys
+for name in ("redis", "sqlalchemy", "psycopg", "kombu"):
+    sys.modules[name] = None
+from conquiet.errors import ConfigError
+from conquiet.web import Open, dashboard
+from tests.web.browsing import Browser
+client = Browser(dashboard(auth=Open()))
+paths = ("/", "/processes", "/trace", "/streams", "/stream?name=x", "/outbox", "/dead-letters")
+print([client.get(path).status_code for path in paths])
+for store in ("redis", "database"):
+    try:
+        dashboard(auth=Open(), **{store: f"{store.replace('database', 'sqlite')}:///x"})
+    except ConfigError as error:
+        print(error)
+"""
+
+
+def test_it_starts_with_the_packages_of_its_own_extra_alone() -> None:
+    run = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    codes, no_redis, no_sql = run.stdout.splitlines()
+    assert codes == "[200, 200, 200, 404, 404, 404, 404]"
+    assert "redis is not installed: pip install 'conquiet[redis]'" in no_redis
+    assert "sqlalchemy is not installed: pip install 'conquiet[postgres]'" in no_sql
 
 
 def test_rates_are_what_changed_between_two_samples(shop, monkeypatch) -> None:

@@ -91,8 +91,6 @@ class Pulse:
         return sample
 
     def _sample(self) -> Sample:
-        from conquiet.operations import streams
-
         troubles: dict[str, str] = {}
         outbox = found = letters = None
         if self._stores.has_database:
@@ -101,6 +99,8 @@ class Pulse:
             except ConquietError as error:
                 troubles["Database"] = str(error)
         if self._stores.has_redis:
+            from conquiet.operations import streams
+
             try:
                 pattern = self._stores.streams
                 found = tuple(streams(self._stores.client, pattern))

@@ -78,18 +78,19 @@ class Stores:
 
     @property
     def outbox(self) -> Inspection:
+        engine = self.engine  # says what to do if there is none
         from conquiet.relay.inspection import Inspection
 
-        return Inspection(self.engine, self.table, max_attempts=self._max_attempts)
+        return Inspection(engine, self.table, max_attempts=self._max_attempts)
 
     def shown(self) -> list[tuple[str, str]]:
         """Names and addresses, without passwords."""
-        from conquiet.sql import dialect
-
         found: list[tuple[str, str]] = []
         if self._redis is not None:
             found.append(("Redis", _address(self._redis)))
         if self._database is not None:
+            from conquiet.sql import dialect
+
             engine = self._engine if isinstance(self._database, str) else self._database
             assert engine is not None
             found.append(("Database", dialect.shown(engine.url)))

@@ -33,12 +33,12 @@ def routes(app: Dashboard) -> list[BaseRoute]:
 
 
 def _rows(request: Request) -> Response:
+    app: Dashboard = request.app
+    inspection = app.stores.outbox
     from conquiet.relay.search import State
 
-    app: Dashboard = request.app
     search, after = _search(request), asked(request, "after")
     newest = search.state in ("published", "any")
-    inspection = app.stores.outbox
     figures = inspection.figures()
     rows = inspection.entries(search=search, newest=newest, limit=_PAGE + 1, after=after or None)
     said = {

@@ -58,13 +58,14 @@ def _part(request: Request) -> str:
 
 
 def _stream(request: Request) -> Response:
+    app: Dashboard = request.app
+    client = app.stores.client
     from conquiet.operations import peek, stream
 
-    app: Dashboard = request.app
     name, before = asked(request, "name"), asked_entry(request, "before")
-    found = stream(app.stores.client, name)
+    found = stream(client, name)
     start = _id_before(before) if before else None
-    entries = peek(app.stores.client, name, start, _PAGE + 1, newest=True)
+    entries = peek(client, name, start, _PAGE + 1, newest=True)
     return page(
         request,
         "stream.html",
@@ -86,18 +87,19 @@ def _id_before(entry_id: str) -> str:
 
 
 def _group(request: Request) -> Response:
+    app: Dashboard = request.app
+    client = app.stores.client
     from conquiet.operations import pending, stream
 
-    app: Dashboard = request.app
     name, group_name = asked(request, "stream"), asked(request, "name")
     after = asked_entry(request, "after")
-    found = stream(app.stores.client, name)
+    found = stream(client, name)
     for group in found.groups:
         if group.name == group_name:
             break
     else:
         raise NotFound(f"stream {name!r} has no group {group_name!r}")
-    rows = pending(app.stores.client, name, group_name, limit=_PAGE + 1, after=after or None)
+    rows = pending(client, name, group_name, limit=_PAGE + 1, after=after or None)
     return page(
         request,
         "group.html",
@@ -112,9 +114,10 @@ def _group(request: Request) -> Response:
 
 
 def _entry(request: Request) -> Response:
+    app: Dashboard = request.app
+    client = app.stores.client
     from conquiet.operations import entry
 
-    app: Dashboard = request.app
     name, id_ = asked(request, "stream"), asked_entry(request, "id")
-    found = entry(app.stores.client, name, id_)
+    found = entry(client, name, id_)
     return page(request, "entry.html", f"Entry {id_}", at="/streams", entry=found)
