@@ -142,11 +142,17 @@ def redis_is_out_of_memory(world: World, dice: random.Random) -> str:
 
 
 def the_disk_is_full(world: World, dice: random.Random) -> str:
-    if world.disk is None:
+    if None in world.disks.values():
         return "not done: no rights to mount a small disk"
-    with world.full_disk():
+    kind = dice.choice(("postgres", "redis"))
+    server = getattr(world, kind)
+    with world.full_disk(kind):
+        if kind == "postgres" and dice.random() < 0.5:
+            with contextlib.suppress(psycopg.Error), psycopg.connect(world.postgres.url) as found:
+                found.execute("SELECT pg_switch_wal()")  # the next one has no room
         time.sleep(dice.uniform(1.0, 3.0))
-    return f"{world.disk.name} of PostgreSQL and Redis"
+        died = not server.running
+    return f"{server.kind}, which {'died' if died else 'did not die'} of it"
 
 
 def the_clock_jumps(world: World, dice: random.Random) -> str:

@@ -188,7 +188,7 @@ class World:
         self.folder = folder
         self._rate, self._messages, self._proxied = rate, messages, proxied
         self._open = contextlib.ExitStack()
-        self.disk = self._small_disk()
+        self.disks = {kind: self._small_disk(kind) for kind in ("postgres", "redis")}
         self.postgres = embedded.postgres(
             private=True,
             options=("-c", f"max_connections={CONNECTIONS}", "-c", "deadlock_timeout=200ms"),
@@ -204,8 +204,8 @@ class World:
 
     def __enter__(self) -> World:
         with self._open:
-            for server in (self.postgres, self.redis):
-                with _temporary(self.disk or self.folder):
+            for kind, server in (("postgres", self.postgres), ("redis", self.redis)):
+                with _temporary(self.disks[kind] or self.folder):
                     self._open.enter_context(server)
             with psycopg.connect(self.postgres.url, autocommit=True) as connection:
                 connection.execute(schema.ddl("postgresql") + TABLES)
@@ -232,9 +232,9 @@ class World:
         """Past the proxies."""
         return redis.Redis(port=self.redis.port, socket_timeout=30.0)
 
-    def _small_disk(self) -> Path | None:
+    def _small_disk(self, kind: str) -> Path | None:
         """A disk that can be filled; None if we may not mount one."""
-        disk = self.folder / "disk"
+        disk = self.folder / f"disk of {kind}"
         disk.mkdir()
         disk.chmod(0o755)
         mount = ["mount", "-t", "tmpfs", "-o", "size=8g,mode=0755", "tmpfs", str(disk)]
@@ -296,10 +296,11 @@ class World:
                 server.restart()
 
     @contextlib.contextmanager
-    def full_disk(self) -> Iterator[None]:
-        """Until the end of the block nothing more can be written where the servers write."""
-        assert self.disk is not None
-        filler = self.disk / "filler"
+    def full_disk(self, kind: str) -> Iterator[None]:
+        """Until the end of the block nothing more can be written where a server writes."""
+        disk = self.disks[kind]
+        assert disk is not None
+        filler = disk / "filler"
         with self._server_lock:
             try:
                 _fill(filler)
