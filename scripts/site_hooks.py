@@ -10,7 +10,10 @@ logger = logging.getLogger("mkdocs.hooks.site")
 
 # What a browser fetches by itself; a link that a reader may follow is another matter.
 _fetched = re.compile(
-    r"""<(?:script|img|iframe|source|link)\b[^>]*?\b(?:src|href)=["']?(?:https?:)?//[^"'> ]+"""
+    r"""<(?:script|img|iframe|source)\b[^>]*?\bsrc=["']?(?:https?:)?//[^"'> ]+"""
+    # A canonical link is a name, and so are those of the pages before and after.
+    r"""|<link\b(?![^>]*\brel=["']?(?:canonical|prev|next)\b)"""
+    r"""[^>]*?\bhref=["']?(?:https?:)?//[^"'> ]+"""
     r"""|@import[^;]*//[^;]*|url\(["']?(?:https?:)?//[^)]+\)"""
 )
 _lost_list = re.compile(r"<p>(?:[^<]|<(?!/p>))*?\n(?:[-*]|1\.) ")

@@ -120,7 +120,10 @@ def test_what_a_page_would_fetch_is_a_warning(html: str, caplog: pytest.LogCaptu
 def test_links_and_pictures_of_the_site_itself_are_no_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    html = '<a href="https://example.org">x</a><script src="../a.js"></script><p>one\n- two</p>'
+    html = (
+        '<link rel="canonical" href="https://example.org/page.html"><script src="../a.js"></script>'
+        '<a href="https://example.org">x</a><p>one\n- two</p>'
+    )
     page = types.SimpleNamespace(file=types.SimpleNamespace(src_uri="page.md"))
     load("site_hooks").on_post_page(html, page)
     assert caplog.messages == ["page.md: a list needs an empty line before it: <p>one\n- "]
