@@ -127,6 +127,7 @@ def test_other_names_in_the_address_bar_are_refused(make, client) -> None:
         answer = client.get("/", headers={"host": host})
         assert answer.status_code == 400
         assert "--allowed-hosts" in answer.text
+    assert client.get("/healthz", headers={"host": "10.1.2.3:8082"}).text == "ok\n"  # a probe
     named = Browser(make(allowed_hosts=["ops.example.com"]))
     assert named.get("/", headers={"host": "OPS.example.com:80"}).status_code == 200
     public = Browser(make(public_url="https://ops.example.com"))

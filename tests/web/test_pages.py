@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -242,6 +243,12 @@ ODD = [
     ("/entry?stream=orders&id=1-1", 404),
     ("/entry?stream=orders&id=x", 400),
     ("/stream?name=orders&before=x", 400),
+    ("/stream?name=orders&before=0-0", 200),
+    ("/stream?name=orders&before=99999999999999999999-0", 400),
+    ("/group?stream=orders&name=billing&after=5", 200),
+    ("/dead-letters?stream=dead&since=0001-01-01T00:00%2B14:00", 200),
+    ("/dead-letters?stream=dead&until=9999-12-31T23:59-14:00", 200),
+    ("/dead-letters?stream=dead&type=%5B&after=0", 200),
     ("/outbox/row?id=nobody", 404),
     ("/outbox/row?id=%00", 404),
     ("/outbox?id=%00&type=%25&error=%27", 200),
@@ -330,6 +337,27 @@ def test_a_history_is_bounded_and_begins_anew_after_a_gap(monkeypatch) -> None:
     monkeypatch.setattr("conquiet.web.pulse._GAP_SECONDS", -1)
     pulse._take()
     assert len(pulse.history) == 1
+
+
+def test_who_comes_while_a_look_is_taken_gets_the_former() -> None:
+    going, may_end = threading.Event(), threading.Event()
+
+    def slow() -> str:
+        going.set()
+        assert may_end.wait(10)
+        return "new"
+
+    look = Look(lambda: "old", seconds=-1)
+    assert look() == "old"
+    look._take = slow
+    thread = threading.Thread(target=look)
+    thread.start()
+    assert going.wait(10)
+    assert look() == "old"
+    may_end.set()
+    thread.join()
+    look._take = lambda: "newer"
+    assert look._last == ("new",)
 
 
 def test_a_look_is_taken_once_however_many_ask() -> None:

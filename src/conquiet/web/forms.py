@@ -87,7 +87,8 @@ def asked(request: Request, name: str) -> str:
 def asked_entry(request: Request, name: str) -> str:
     """The id of an entry of a stream; empty if none is there."""
     text = asked(request, name)
-    if text and not _entry.fullmatch(text):
+    parts = text.split("-") if _entry.fullmatch(text) else ("",)
+    if text and not all(part and int(part) < 2**64 for part in parts):
         raise HTTPException(400, f"{text!r:.60} is no id of an entry, such as 1700000000000-0.")
     return text
 

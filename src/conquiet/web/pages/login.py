@@ -53,6 +53,7 @@ def _enter(request: Request, token: str) -> Response:
         peer = request.client.host if request.client else "somewhere"
         logger.warning("a wrong token from %s", peer)
         return page(request, "login.html", "Sign in", status=401, wrong=True)
+    logger.info("signed in from %s", request.client.host if request.client else "somewhere")
     # A page that goes on by itself, not a redirect: a strict cookie is not sent along a redirect
     # if the link was clicked on another site, such as a terminal in a browser.
     response = page(request, "entered.html", "Signed in")
