@@ -21,9 +21,8 @@ from conquiet.marketplace.service.book import Book, order_keys
 from conquiet.marketplace.service.lifecycle import IllegalTransition, Refused, WrongAmount
 from conquiet.marketplace.service.tables import LEDGER, ORDERS
 
-_ENTRIES = select(LEDGER.c.id).where(
-    LEDGER.c.order_id == bindparam("order"), LEDGER.c.kind == bindparam("of_kind")
-)
+_KINDS = select(LEDGER.c.kind).where(LEDGER.c.order_id == bindparam("order"))
+_Payment = commands.CollectCash | commands.SettlePayment | commands.PayOut
 
 
 class Payments:
@@ -39,7 +38,7 @@ class Payments:
         if order.payment_method != "cash":
             raise Refused(f"order {order.id} is paid by {order.payment_method}, not in cash")
         self._is_due(order, command.amount_cents, order.total_cents, "collected")
-        self._record(order.id, command.ledger_event_id, "cash_collected", command.amount_cents, at)
+        self._record(self._kinds(order.id), order.id, command, "cash_collected", at)
         self._orders.change(order.id, collected_cents=command.amount_cents)
         data = CashCollected(
             **order_keys(order),
@@ -54,10 +53,11 @@ class Payments:
     def settle_payment(self, command: commands.SettlePayment) -> list[Event]:
         """The bank has it. Cash must have been collected before."""
         at, order = command.at or now(), self._delivered(command)
-        if order.payment_method == "cash" and not self._entries(order.id, "cash_collected"):
+        kinds = self._kinds(order.id)
+        if order.payment_method == "cash" and "cash_collected" not in kinds:
             raise IllegalTransition(f"order {order.id}: its cash has not been collected yet")
         self._is_due(order, command.amount_cents, order.total_cents, "settled")
-        self._record(order.id, command.ledger_event_id, "payment_settled", command.amount_cents, at)
+        self._record(kinds, order.id, command, "payment_settled", at)
         self._orders.change(order.id, collected_cents=command.amount_cents)
         data = PaymentSettled(
             **order_keys(order),
@@ -72,11 +72,11 @@ class Payments:
 
     def pay_out(self, command: commands.PayOut) -> list[Event]:
         at, order = command.at or now(), self._delivered(command)
-        if not self._entries(order.id, "payment_settled"):
+        kinds = self._kinds(order.id)
+        if "payment_settled" not in kinds:
             raise IllegalTransition(f"order {order.id}: its payment has not been settled yet")
         self._is_due(order, command.amount_cents, order.collected_cents, "paid out")
-        kind = "vendor_payout_recorded"
-        self._record(order.id, command.ledger_event_id, kind, command.amount_cents, at)
+        self._record(kinds, order.id, command, "vendor_payout_recorded", at)
         self._orders.change(order.id, paid_cents=command.amount_cents)
         data = VendorPayoutRecorded(
             **order_keys(order),
@@ -101,13 +101,21 @@ class Payments:
         if amount != due:
             raise WrongAmount(f"order {order.id}: {due} cents are to be {what}, not {amount}")
 
-    def _entries(self, order_id: UUID, kind: str) -> bool:
+    def _kinds(self, order_id: UUID) -> set[str]:
+        """What the ledger has of an order."""
         with sql.connection(self._engine) as connection:
-            found = connection.execute(_ENTRIES, {"order": order_id, "of_kind": kind})
-            return found.first() is not None
+            return set(connection.scalars(_KINDS, {"order": order_id}))
 
-    def _record(self, order_id: UUID, id_: UUID, kind: str, amount: int, at: datetime) -> None:
+    def _record(
+        self, kinds: set[str], order_id: UUID, command: _Payment, kind: str, at: datetime
+    ) -> None:
         """Once per order and kind, whatever the id of the ledger event."""
-        if self._entries(order_id, kind):
+        if kind in kinds:
             raise IllegalTransition(f"order {order_id}: {kind} is in the ledger already")
-        self._ledger.add(id=id_, order_id=order_id, kind=kind, amount_cents=amount, recorded_at=at)
+        self._ledger.add(
+            id=command.ledger_event_id,
+            order_id=order_id,
+            kind=kind,
+            amount_cents=command.amount_cents,
+            recorded_at=at,
+        )
