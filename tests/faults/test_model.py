@@ -7,30 +7,29 @@ between publish and mark; hypothesis decides who goes on, who dies, and whose le
 from __future__ import annotations
 
 import itertools
-import json
 from collections import Counter
 from collections.abc import Iterator
 
 import pytest
-import redis
 from greenlet import GreenletExit, getcurrent, greenlet
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
-from redis.backoff import NoBackoff
-from redis.retry import Retry
-from sqlalchemy import text
-from tests.faults import invariants
-from tests.faults.crash.sql_paths import ORDERS, UPSERT
+from tests.faults.model_stores import (
+    COMMANDS,
+    EVENTS,
+    GROUP,
+    LONG,
+    OUTBOX,
+    RedisStores,
+    SqlStores,
+    Stores,
+)
 
-from conquiet import Acking, Message, Router, sql
+from conquiet import Message, Router
 from conquiet import redis as redis_room
-from conquiet.acking import State
-from conquiet.redis import StreamSink, StreamSource, outbox_source
+from conquiet.redis import StreamSink, StreamSource
 from conquiet.relay.relay import publish_messages
-
-COMMANDS, GROUP, OUTBOX, EVENTS = "commands", "billing", "outbox", "events"
-LONG = 60.0
 
 
 class Model:
@@ -53,132 +52,6 @@ class Model:
 def stop_here() -> None:
     """Let hypothesis decide who goes on."""
     getcurrent().parent.switch()
-
-
-class Stores:
-    """Where commands come from and events go: Redis. Where effects go is told by a subclass."""
-
-    def __init__(self, client: redis.Redis) -> None:
-        self.client = client
-        self.url = client.connection_pool.connection_kwargs
-
-    def connect(self) -> redis.Redis:
-        known = {name: self.url[name] for name in ("host", "port", "db")}
-        return redis.Redis(**known, retry=Retry(NoBackoff(), 0))
-
-    def empty(self) -> None:
-        self.client.flushdb()
-        self.client.xgroup_create(COMMANDS, GROUP, id="0", mkstream=True)
-
-    def send(self, name: str) -> None:
-        entry = {"specversion": "1.0", "id": name, "type": "place.order", "source": "/web"}
-        self.client.xadd(COMMANDS, {**entry, "data": json.dumps({"command": name, "number": 0})})
-
-    def log(self) -> list[str]:
-        return [event.command for event in invariants.read_log(self.client, EVENTS)]
-
-    def end_leases(self) -> None:
-        """What the time would do: keys expire, entries have been idle for long."""
-        for key in self.client.scan_iter("conquiet:inbox:*"):
-            if self.client.get(key) != b"done":
-                self.client.delete(key)
-        for stream, group in ((COMMANDS, GROUP), (OUTBOX, "outbox-publisher")):
-            if self.client.exists(stream) and self.client.xinfo_groups(stream):
-                for entry in self.client.xpending_range(stream, group, "-", "+", 100):
-                    owner, id_ = entry["consumer"], entry["message_id"]
-                    idle = int(LONG * 2000)
-                    self.client.xclaim(stream, group, owner, 0, [id_], idle=idle, justid=True)
-
-    def settled(self) -> bool:
-        return not invariants.unsettled_entries(self.client, COMMANDS, GROUP)
-
-
-class RedisStores(Stores):
-    def chain(self, client):
-        room = redis_room
-        return room.Transaction(client), room.Inbox("b", lease=LONG), room.Outbox(EVENTS, OUTBOX)
-
-    def take_effect(self, client, name):
-        redis_room.commands(client).hincrby("effects", name, 1)
-
-    def effects(self) -> Counter[str]:
-        return invariants.read_counts(self.client, "effects")
-
-    def empty(self) -> None:
-        super().empty()
-        self.everything_stored: Counter[str] = Counter()
-        self._seen: set[str] = set()
-
-    def stored(self) -> Counter[str]:
-        """An entry leaves the outbox when it is published: those seen before count too."""
-        for event in (*invariants.read_log(self.client, OUTBOX), *self._published()):
-            if event.id not in self._seen:
-                self._seen.add(event.id)
-                self.everything_stored[event.command] += 1
-        return self.everything_stored
-
-    def _published(self):
-        return invariants.read_log(self.client, EVENTS)
-
-    def outbox(self, client):
-        return outbox_source(client, OUTBOX, consumer="relay", max_idle=LONG, block=0.01)
-
-    def published(self) -> bool:
-        return not self.client.xlen(OUTBOX)
-
-    def close(self) -> None:
-        pass
-
-
-class SqlStores(Stores):
-    """Who meets another's lock gives up at once: one thread cannot wait for itself."""
-
-    def __init__(self, client: redis.Redis, url: str) -> None:
-        super().__init__(client)
-        impatient = {"timeout": 0.0} if url.startswith("sqlite") else {}
-        if not impatient:
-            impatient = {"options": "-c lock_timeout=1ms"}
-        self.engine = sql.engine(url, connect_args=impatient, pool_size=10)
-        sql.schema.init(self.engine)
-        with self.engine.begin() as connection:
-            connection.execute(text(ORDERS))
-
-    def chain(self, client):
-        outbox = sql.Outbox(EVENTS, notify=False)
-        return sql.Transaction(self.engine), sql.Inbox("b"), outbox
-
-    def take_effect(self, client, name):
-        with sql.connection(self.engine) as connection:
-            connection.execute(UPSERT, {"id": name})
-
-    def empty(self) -> None:
-        super().empty()
-        with self.engine.begin() as connection:
-            for table in ("orders", "outbox", "processed_messages"):
-                connection.execute(text(f"DELETE FROM {table}"))
-
-    def effects(self) -> Counter[str]:
-        with self.engine.connect() as connection:
-            return Counter(dict(connection.execute(text("SELECT id, amount FROM orders")).all()))
-
-    def _rows(self, condition: str = "") -> list[str]:
-        with self.engine.connect() as connection:
-            found = connection.execute(text("SELECT data FROM outbox " + condition)).scalars()
-            return [json.loads(bytes(data))["command"] for data in found]
-
-    def stored(self) -> Counter[str]:
-        marked = set(self._rows("WHERE published_at IS NOT NULL"))
-        assert marked <= set(self.log()), f"{marked} are marked, and not all in the log"
-        return Counter(self._rows())
-
-    def outbox(self, client):
-        return sql.OutboxSource(self.engine, wakeup=False, poll=0.001)
-
-    def published(self) -> bool:
-        return not self._rows("WHERE published_at IS NULL")
-
-    def close(self) -> None:
-        self.engine.dispose()
 
 
 class Process:
@@ -363,69 +236,3 @@ def test_the_model_finds_what_a_chain_without_a_sound_inbox_does(redis_client, k
 @pytest.mark.timeout(600)
 def test_hundreds_of_interleavings_of_two_workers_and_a_relay_are_exactly_once(stores):
     check(stores, examples=300)
-
-
-# --- acking -------------------------------------------------------------------------------------
-
-
-def test_any_order_of_acks_and_nacks_settles_a_shared_message_once():
-    class Machine(RuleBasedStateMachine):
-        """A message that is shared, and shared again, among workers that settle it in any order.
-
-        The model: a share says what it first said; one that was split says nack as soon as one
-        of its parts does, else ack when all of them have; what it said is final.
-        """
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.heard: list[str] = []
-            root = Acking.calling(
-                lambda: self.heard.append("acked"), lambda error: self.heard.append("nacked")
-            )
-            self.ackings = [root]
-            self.parent: list[int | None] = [None]
-            self.parts: list[int] = [0]
-            self.said: list[list[str]] = [[]]
-
-        @rule(which=st.integers(0, 50), count=st.integers(1, 3))
-        def split(self, which: int, count: int) -> None:
-            which %= len(self.ackings)
-            if self.parts[which] or self.said[which]:
-                return
-            self.parts[which] = count
-            for share in self.ackings[which].split(count):
-                self.ackings.append(share)
-                self.parent.append(which)
-                self.parts.append(0)
-                self.said.append([])
-
-        @rule(which=st.integers(0, 50), good=st.booleans())
-        def settle(self, which: int, good: bool) -> None:
-            which %= len(self.ackings)
-            acking = self.ackings[which]
-            if self.parts[which]:
-                return
-            expected = not self.said[which]
-            assert (acking.ack() if good else acking.nack()) is expected
-            if expected:
-                self.said[which].append("acked" if good else "nacked")
-                self.tell(which)
-
-        def tell(self, which: int) -> None:
-            above = self.parent[which]
-            if above is None or self.said[above]:
-                return
-            words = [
-                self.said[n][0] for n, up in enumerate(self.parent) if up == above and self.said[n]
-            ]
-            if "nacked" in words or len(words) == self.parts[above]:
-                self.said[above].append("nacked" if "nacked" in words else "acked")
-                self.tell(above)
-
-        @invariant()
-        def agree(self) -> None:
-            assert self.heard == self.said[0]
-            for acking, said in zip(self.ackings, self.said, strict=True):
-                assert acking.state is (State(said[0]) if said else State.PENDING)
-
-    run_state_machine_as_test(Machine, settings=_settings(60))

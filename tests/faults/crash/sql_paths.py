@@ -53,6 +53,16 @@ def ddl(dialect: str) -> str:
     return schema.ddl(dialect) + "\n" + ORDERS
 
 
+class OnSql(Scenario):
+    """What the scenarios need of a database."""
+
+    open: Any
+    create: Any
+    engine: Any
+    locked: Any
+    fill: Any
+
+
 class OnPostgres:
     """The stores of a scenario in a schema of its own."""
 
@@ -99,19 +109,18 @@ class OnSqlite:
         opened.execute(INSERT, row)
 
 
-class WorkerOverSql(Scenario):
+class WorkerOverSql(OnSql):
     """Commands of a stream take effect in a table, and leave events in the outbox."""
 
     lease = LEASE
-    store: Any
 
     def prepare(self, place: Place) -> None:
-        self.store.create(place).close()
+        self.create(place).close()
         with place.client() as client:
             send_commands(client)
 
     def run(self, place: Place, seam: Seam, attempt: int) -> None:
-        made = self.store.engine(place)
+        made = self.engine(place)
         client = redis.Redis.from_url(place.redis)
         router = Router()
         router.use(DeadLetter(StreamSink(client), topic=DEAD))
@@ -135,7 +144,7 @@ class WorkerOverSql(Scenario):
 
     def facts(self, place: Place) -> Facts:
         facts = Facts(frozenset(SENT), HOPELESS, Counter())
-        opened = self.store.open(place)
+        opened = self.open(place)
         invariants.read_sql(opened, facts)
         opened.close()
         with place.client() as client:
@@ -148,35 +157,34 @@ class WorkerOverSql(Scenario):
             if stored[command] != 1
         ]
         facts.unsettled += [f"{c}, no dead letter," for c in HOPELESS - dead]
-        facts.locked = self.store.locked(place)
+        facts.locked = self.locked(place)
         return facts
 
 
-class RelayOverSql(Scenario):
+class RelayOverSql(OnSql):
     """Rows of the outbox are published to a stream."""
 
-    store: Any
     ordered = False
     read_seconds = 0.02
 
     def prepare(self, place: Place) -> None:
-        opened = self.store.create(place)
+        opened = self.create(place)
         for number, (command, key) in enumerate(SENT.items()):
             data = json.dumps({"command": command, "number": number}).encode()
             about = {"id": f"e-{number}", "type": "placed", "source": "/shop", "subject": key}
             row = (EVENTS, "placed", f"e-{number}", key, "application/json", data)
-            self.store.fill(opened, (*row, json.dumps(about)))
+            self.fill(opened, (*row, json.dumps(about)))
         opened.close()
 
     def run(self, place: Place, seam: Seam, attempt: int) -> None:
         def drained() -> bool:
             facts = Facts()
-            opened = self.store.open(place)
+            opened = self.open(place)
             invariants.read_sql(opened, facts)
             opened.close()
             return all(event.published for event in facts.rows)
 
-        made = self.store.engine(place)
+        made = self.engine(place)
         client = redis.Redis.from_url(place.redis)
         kind = until(OutboxSource, drained, seam, self.read_seconds)
         source = kind(made, poll=1.0, ordered=self.ordered)
@@ -186,12 +194,12 @@ class RelayOverSql(Scenario):
 
     def facts(self, place: Place) -> Facts:
         facts = Facts(ordered=self.ordered)
-        opened = self.store.open(place)
+        opened = self.open(place)
         invariants.read_sql(opened, facts)
         opened.close()
         with place.client() as client:
             facts.log = invariants.read_log(client, EVENTS)
-        facts.locked = self.store.locked(place)
+        facts.locked = self.locked(place)
         return facts
 
 
@@ -215,7 +223,3 @@ class RelayOverSqlite(OnSqlite, RelayOverSql):
 class OrderedRelayOverPostgres(RelayOverPostgres):
     name = "relay over PostgreSQL, ordered"
     ordered = True
-
-
-for _kind in (WorkerOverSql, RelayOverSql):
-    _kind.store = property(lambda self: self)

@@ -7,13 +7,11 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,6 +21,8 @@ import redis
 from tests.faults import invariants
 from tests.faults.invariants import Facts
 from tests.faults.proxy import Proxy
+from tests.faults.world.process import Process
+from tests.faults.world.sender import PARTITIONS, Sender, is_hopeless
 from tests.faults.world.service import (
     CONSUMERS,
     DEAD,
@@ -35,150 +35,11 @@ from tests.faults.world.service import (
 from conquiet import embedded
 from conquiet.sql import schema
 
-SERVICE = Path(__file__).with_name("service.py")
-ROOT = Path(__file__).resolve().parents[3]
-PARTITIONS = 2
-KEYS = 500
-POISON_EVERY = 1_000
-SENT_AT_ONCE = 100
-MOST_AHEAD = 20_000
-"""Commands that may wait; the sender waits then."""
 ROLES = ("worker-0", "worker-1", "relay-0", "relay-1", "consumer-0", "consumer-1")
 VICTIMS = ("worker-0", "relay-0", "consumer-0")
 """The others are never killed: their memory and open files are watched."""
 DURABLE = ("--appendonly", "yes", "--appendfsync", "always")
 CONNECTIONS = 40
-
-
-@dataclass
-class Process:
-    """A role, and the process that has it now."""
-
-    role: str
-    config: Path
-    folder: Path
-    log: Path
-    popen: subprocess.Popen[bytes] | None = None
-    killed_at: float | None = None
-    recoveries: list[float] = field(default_factory=list)
-    memory: list[float] = field(default_factory=list)
-    files: list[float] = field(default_factory=list)
-    ended: list[int] = field(default_factory=list)
-    """Exit codes of those that ended by themselves."""
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def start(self) -> None:
-        with self.log.open("ab") as log:
-            command = [sys.executable, str(SERVICE), self.role, str(self.config)]
-            self.popen = subprocess.Popen(
-                command, cwd=ROOT, stderr=log, stdout=log, env={**os.environ, "PYTHONPATH": "."}
-            )
-
-    def told(self) -> tuple[int, float, int] | None:
-        assert self.popen is not None
-        try:
-            handled, memory, files = (
-                (self.folder / f"{self.role}.{self.popen.pid}").read_text().split()
-            )
-        except (OSError, ValueError):
-            return None
-        return int(handled), float(memory), int(files)
-
-    def kill(self) -> None:
-        with self.lock:
-            assert self.popen is not None
-            self.popen.kill()
-            self.popen.wait()
-            self.killed_at = time.monotonic()
-            self.start()
-
-    def look(self, sample: bool) -> None:
-        """Start again what ended; note when what was killed is at work again."""
-        assert self.popen is not None
-        if self.popen.poll() is not None:
-            self.ended.append(self.popen.returncode)
-            self.start()
-        told = self.told()
-        if told is None:
-            return
-        if self.killed_at is not None and told[0]:
-            self.recoveries.append(time.monotonic() - self.killed_at)
-            self.killed_at = None
-        if sample:
-            self.memory.append(told[1])
-            self.files.append(told[2])
-
-
-class Sender:
-    """Sends commands, and knows which were accepted: all that were ever sent, in the end."""
-
-    def __init__(self, client: redis.Redis, rate: float, most: int | None) -> None:
-        self._client = client
-        self._rate = rate
-        self._most = most
-        self.sent = 0
-        self.stopping = threading.Event()
-        self._thread = threading.Thread(target=self._send, daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        self.stopping.set()
-        self._thread.join(120)
-        assert not self._thread.is_alive(), "the sender could not send its last batch"
-
-    @property
-    def is_done(self) -> bool:
-        return not self._thread.is_alive()
-
-    def _send(self) -> None:
-        began = time.monotonic()
-        while not self.stopping.is_set() and (self._most is None or self.sent < self._most):
-            if self._rate and self.sent > (time.monotonic() - began) * self._rate:
-                time.sleep(0.02)
-                continue
-            if self._is_ahead():
-                time.sleep(0.1)
-                continue
-            self._send_batch(self.sent)
-            self.sent += SENT_AT_ONCE
-
-    def _is_ahead(self) -> bool:
-        if self.sent % (SENT_AT_ONCE * 20):
-            return False
-        with contextlib.suppress(redis.RedisError):
-            return waiting_commands(self._client) > MOST_AHEAD
-        return False
-
-    def _send_batch(self, first: int) -> None:
-        """Until it is confirmed: what was sent twice has the same id."""
-        while True:
-            try:
-                pipeline = self._client.pipeline(transaction=False)
-                for number in range(first, first + SENT_AT_ONCE):
-                    key = number % KEYS
-                    data = {"command": f"c-{number}", "key": f"k-{key}"}
-                    data["hopeless"] = is_hopeless(number)
-                    entry = {"specversion": "1.0", "id": f"c-{number}", "source": "/web"}
-                    entry |= {"type": "place.order", "data": json.dumps(data)}
-                    pipeline.xadd(commands_of(str(key % PARTITIONS)), entry)
-                pipeline.execute()
-                return
-            except redis.RedisError:
-                time.sleep(0.2)
-
-
-def is_hopeless(number: int) -> bool:
-    return number % POISON_EVERY == POISON_EVERY - 1
-
-
-def waiting_commands(client: redis.Redis) -> int:
-    """Roughly: what the workers have not read."""
-    waiting = 0
-    for partition in range(PARTITIONS):
-        stream = commands_of(str(partition))
-        for group in client.xinfo_groups(stream):
-            waiting += group["pending"] + (group.get("lag") or 0)
-    return waiting
 
 
 class World:
