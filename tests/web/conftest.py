@@ -52,9 +52,12 @@ def client(make: Callable[..., Dashboard]) -> Browser:
     return Browser(make())
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
-    """One browser for all tests."""
+    """One browser for all tests of a module.
+
+    Not of the session: while Playwright is open, no other test could call `asyncio.run`.
+    """
     program = shutil.which("chromium") or shutil.which("chromium-browser")
     if program is None:
         needs.missing("chromium", "apt-get install --no-install-recommends chromium")

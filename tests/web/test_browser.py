@@ -98,6 +98,7 @@ def test_a_search_shows_what_fits_while_one_types(window, ids) -> None:
     page.fill("input[name=error]", "too large")
     page.wait_for_selector("#found caption:has-text('3 rows')")
     assert page.locator("#found tbody tr").count() == 3
+    page.wait_for_selector("#status:has-text('3 rows')", state="attached")
     assert "error=too%20large" in page.url
     page.select_option("select[name=state]", "published")
     page.wait_for_selector("#found .empty")

@@ -36,6 +36,7 @@ def flow(request: HTTPConnection, sample: Sample, history: Sequence[Point]) -> l
     at_least = "" if all(group.lag_is_exact for _, group in groups) else "≥ "
     by = f"by {len(groups)} groups" if len(groups) > 1 else ""
     lag = f"{at_least}{words.number(now.lag)}"
+    rows = "row" if now.waiting == 1 else "rows"
     streams = link(request, "/streams")
 
     def tile(
@@ -47,7 +48,7 @@ def flow(request: HTTPConnection, sample: Sample, history: Sequence[Point]) -> l
         return Tile(label, value, unit, href, note, path, waited > LONG_SECONDS)
 
     return [
-        tile("Outbox waiting", words.number(now.waiting), "rows", "waiting", waited=oldest),
+        tile("Outbox waiting", words.number(now.waiting), rows, "waiting", waited=oldest),
         tile("Into the log", words.rate(now.coming), "events/s", "coming"),
         tile("Handled", words.rate(now.handled), "events/s", "handled", by),
         tile("Lag", lag, "unread", "lag", waited=behind),
@@ -67,7 +68,7 @@ def failures(request: HTTPConnection, sample: Sample) -> list[Tile]:
         Tile(
             "Parked in the outbox",
             words.number(parked),
-            "rows",
+            "row" if parked == 1 else "rows",
             link(request, "/outbox", state="parked"),
             "attempts used up",
             is_bad=bool(parked),
@@ -75,7 +76,7 @@ def failures(request: HTTPConnection, sample: Sample) -> list[Tile]:
         Tile(
             "Dead letters",
             words.number(letters),
-            "messages",
+            "message" if letters == 1 else "messages",
             link(request, "/dead-letters"),
             "given up by consumers",
             is_bad=bool(letters),

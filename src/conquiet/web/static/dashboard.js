@@ -1,6 +1,12 @@
-// Live parts: the server sends the HTML of a part anew whenever it has looked again.
+// Searches: say how much was found to those who do not see the table change.
 "use strict";
 
+document.addEventListener("htmx:afterSettle", () => {
+  const told = document.querySelector("#found caption, #found .empty");
+  document.getElementById("status").textContent = told ? told.textContent : "";
+});
+
+// Live parts: the server sends the HTML of a part anew whenever it has looked again.
 (() => {
   const part = document.querySelector("[data-live]");
   const button = document.getElementById("live");
