@@ -129,8 +129,8 @@ class _Told:
         self._began = time.monotonic()
         self._bar = Progress("", after=0.0)
 
-    def begin(self, what: str) -> None:
-        self._bar.what, self._bar.total = what, None
+    def begin(self, what: str, word: str) -> None:
+        self._bar.what, self._bar.total = word, None
         self._say(f"{what} …")
 
     def progress(self, done: int, total: int) -> None:

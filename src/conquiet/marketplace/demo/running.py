@@ -32,9 +32,12 @@ from conquiet.marketplace.demo.timeline import timeline
 from conquiet.marketplace.demo.verdict import judge_services, judge_tables
 from conquiet.marketplace.demo.watching import Watch
 from conquiet.marketplace.demo.world import World, make_world
+from conquiet.marketplace.oracle import TABLES
 
 _HERE = "conquiet.marketplace.demo"
 _WAIT_SECONDS = 0.2
+_TABLES = len(TABLES)
+"""`events` and `events_quarantine` are one of those on disk, and `raw_events` is there besides."""
 
 Hook = Callable[[Servers], object]
 
@@ -78,7 +81,7 @@ class _Run:
 
     def start(self) -> None:
         """Servers, Java and the generator, side by side."""
-        self._teller.begin("servers start, the generator makes orders")
+        self._teller.begin("servers start, the generator makes orders", "starting")
         orders, seed = self._settings.orders, self._settings.seed
         if self._settings.spark:
             scratch = self._stack.enter_context(_scratch())
@@ -96,7 +99,9 @@ class _Run:
 
     def handle_and_publish(self, before_audit: Hook) -> None:
         """Two workers, of which one is killed, and two relays; until nothing waits any more."""
-        self._teller.begin(f"{WORKERS} workers handle commands, {RELAYS} relays publish events")
+        self._teller.begin(
+            f"{WORKERS} workers handle commands, {RELAYS} relays publish events", "working"
+        )
         addresses = {"database": self.servers.database, "broker": self.servers.broker}
         relays = [
             self._child("publishing", {**addresses, "seed": self._settings.seed + number})
@@ -126,7 +131,7 @@ class _Run:
     def make_tables_and_judge(self) -> None:
         story, servers = self.story, self.servers
         if self._spark is not None:
-            self._teller.begin("Spark makes bronze, silver, gold and marts of the log")
+            self._teller.begin("Spark makes bronze, silver, gold and marts of the log", "Spark")
             lake = {"lake": str(self._folder / results.LAKE)}
             addresses = {"database": servers.database, "broker": servers.broker}
             self._spark.tell(json.dumps({**addresses, **lake}))
@@ -155,8 +160,10 @@ class _Run:
         spark.kill()  # all is on disk
 
     def _wait(self, child: Child, word: str) -> None:
+        lake = self._folder / results.LAKE
         while word not in (child.hear(_WAIT_SECONDS) or {}):
-            self._teller.progress(0, 0)
+            made = sum(1 for _ in lake.glob("*/_conquiet/state.json"))
+            self._teller.progress(min(made, _TABLES), _TABLES)
 
     def write(self) -> None:
         """The report and the verdict."""

@@ -17,6 +17,7 @@ import psycopg
 import redis
 from psycopg import sql
 from sqlalchemy import make_url
+from sqlalchemy.exc import SQLAlchemyError
 
 from conquiet import embedded
 from conquiet.errors import ConfigError
@@ -32,7 +33,8 @@ from conquiet.marketplace.service import init
 from conquiet.redis import Topic
 
 STREAMS = Topic(COMMANDS, WORKERS).streams
-KEYS = (*STREAMS, DEAD_LETTERS, PROCESSES, DOMAIN_TOPIC, TELEMETRY_TOPIC)
+_LEASES = tuple(f"conquiet:leases:{stream}" for stream in STREAMS)
+KEYS = (*STREAMS, DEAD_LETTERS, PROCESSES, DOMAIN_TOPIC, TELEMETRY_TOPIC, *_LEASES)
 
 
 @dataclass(frozen=True)
@@ -100,19 +102,22 @@ def _own_redis(url: str) -> Iterator[str]:
 @contextmanager
 def _own_schema(url: str) -> Iterator[str]:
     """A schema of the demo's own, to which every connection by this URL leads."""
+    schema = f"conquiet_demo_{uuid.uuid4().hex[:8]}"
+    name = sql.Identifier(schema)
     try:
         address = make_url(url).set(drivername="postgresql")
         plain = address.render_as_string(hide_password=False)
-        name = f"conquiet_demo_{uuid.uuid4().hex[:8]}"
-        with psycopg.connect(plain, autocommit=True) as connection:
-            connection.execute(sql.SQL("CREATE SCHEMA {}").format(sql.Identifier(name)))
-    except (psycopg.Error, ValueError, ImportError) as error:
+        psycopg.connect(plain).close()
+    except (psycopg.Error, SQLAlchemyError, ValueError) as error:
         raise ConfigError(f"--postgres: it cannot be used: {error}") from error
-    except Exception as error:  # SQLAlchemy's, of a URL that is none
-        raise ConfigError(f"--postgres: {error}") from error
     try:
-        inside = address.update_query_dict({"options": f"-csearch_path={name}"})
+        _execute(plain, sql.SQL("CREATE SCHEMA {}").format(name))
+        inside = address.update_query_dict({"options": f"-csearch_path={schema}"})
         yield inside.render_as_string(hide_password=False)
     finally:
-        with psycopg.connect(plain, autocommit=True) as connection:
-            connection.execute(sql.SQL("DROP SCHEMA {} CASCADE").format(sql.Identifier(name)))
+        _execute(plain, sql.SQL("DROP SCHEMA IF EXISTS {} CASCADE").format(name))
+
+
+def _execute(url: str, statement: sql.Composed) -> None:
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute(statement)

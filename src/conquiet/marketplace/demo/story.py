@@ -20,8 +20,8 @@ from conquiet.marketplace.demo.world import World
 class Teller(Protocol):
     """Whoever is told how the demo goes."""
 
-    def begin(self, what: str) -> None:
-        """A stage begins."""
+    def begin(self, what: str, word: str) -> None:
+        """A stage begins; the word stands beside its progress."""
 
     def progress(self, done: int, total: int) -> None:
         """How far it has come."""
