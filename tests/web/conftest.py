@@ -61,8 +61,11 @@ def chromium() -> Iterator[Any]:
     program = shutil.which("chromium") or shutil.which("chromium-browser")
     if program is None:
         needs.missing("chromium", "apt-get install --no-install-recommends chromium")
-    playwright = pytest.importorskip("playwright.sync_api")
-    with playwright.sync_playwright() as driver:
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError as error:
+        needs.missing("Playwright", error)
+    with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=program, args=CHROMIUM)
         yield browser
         browser.close()
