@@ -18,6 +18,8 @@ from conquiet.errors import ConfigError, StoreError
 REDIS_VARIABLE = "CONQUIET_REDIS_URL"
 DATABASE_VARIABLE = "CONQUIET_DATABASE_URL"
 _CONNECT_SECONDS = 5
+_PATIENCE: dict[str, Any] = {"socket_connect_timeout": _CONNECT_SECONDS, "socket_timeout": 30}
+"""Of Redis, unless its URL says otherwise."""
 
 
 def add_redis(parser: ArgumentParser, option: str = "--url") -> None:
@@ -43,7 +45,7 @@ def redis_at(given: str | None, option: str = "--url") -> Iterator[Any]:
     plain = re.sub(r"^(rediss?)-streams://", r"\1://", plain)
     where = _masked(url)
     try:
-        client = redis.Redis.from_url(plain, socket_connect_timeout=_CONNECT_SECONDS)
+        client = redis.Redis.from_url(plain, **_PATIENCE)
         client.connection_pool.make_connection()  # refuses options that it does not know
     except (ValueError, TypeError) as error:
         from conquiet.relay.sinks.url import trouble
@@ -52,7 +54,7 @@ def redis_at(given: str | None, option: str = "--url") -> Iterator[Any]:
     try:
         with Waiting(f"asking {where}"), client:
             if client.info("cluster").get("cluster_enabled"):
-                with redis.RedisCluster.from_url(plain) as whole:
+                with redis.RedisCluster.from_url(plain, **_PATIENCE) as whole:
                     yield whole
             else:
                 yield client

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import redis
 
 from conquiet.errors import ConquietError, StoreError
 from conquiet.operations.errors import NotFound
+from conquiet.redis.wire import Wire
 
 _MISSING = ("no such key", "nogroup")
 
@@ -22,6 +24,17 @@ def asking(what: str) -> Iterator[None]:
         raise told(error, what) from error
     except (redis.RedisError, OSError) as error:
         raise StoreError(f"{what}: Redis cannot be reached: {error}") from error
+
+
+@contextmanager
+def wired(client: Any, what: str) -> Iterator[Wire]:
+    """A wire to ask about `what`; connections that it made for itself are closed at the end."""
+    with asking(what):
+        wire = Wire(client)
+        try:
+            yield wire
+        finally:
+            wire.close()
 
 
 def told(error: Exception, what: str) -> ConquietError:

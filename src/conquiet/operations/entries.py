@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from conquiet.errors import ConfigError
-from conquiet.operations.asking import asking
+from conquiet.operations.asking import wired
 from conquiet.operations.content import LogEntry, shown, time_of
 from conquiet.operations.errors import NotFound
-from conquiet.redis.delivery import FIRST, LAST, id_after
+from conquiet.redis.delivery import FIRST, LAST, id_after, split_id
 from conquiet.redis.group import GroupStream, Pending
-from conquiet.redis.wire import Wire
 
 _PAGE = 500
 _STALE_MS = 24 * 3_600_000
@@ -46,8 +45,7 @@ def peek(
     [('1', 'sold', '{}')]
     """
     key = stream.encode()
-    with asking(f"stream {stream!r}"):
-        wire = Wire(client)
+    with wired(client, f"stream {stream!r}") as wire:
         wire.call(key, b"XINFO", b"STREAM", key)  # XRANGE finds nothing wrong with no stream
         if newest:
             reply = wire.call(key, b"XREVRANGE", key, start or LAST, FIRST, b"COUNT", limit)
@@ -78,8 +76,8 @@ def pending(
 
     `after` is the id of the last entry that was seen: what follows is the next page.
     """
-    with asking(f"group {group!r} of stream {stream!r}"):
-        place = GroupStream(Wire(client), stream, stream, group, consumer or "")
+    with wired(client, f"group {group!r} of stream {stream!r}") as wire:
+        place = GroupStream(wire, stream, stream, group, consumer or "")
         found: list[PendingEntry] = []
         for row in _pending(place, consumer, id_after(after.encode()) if after else FIRST):
             if row.idle_ms >= min_idle * 1000:
@@ -119,8 +117,8 @@ def claim(
     """
     if min_idle < 0:
         raise ConfigError(f"min_idle={min_idle}: must be 0 seconds or more")
-    with asking(f"group {group!r} of stream {stream!r}"):
-        place = GroupStream(Wire(client), stream, stream, group, "")
+    with wired(client, f"group {group!r} of stream {stream!r}") as wire:
+        place = GroupStream(wire, stream, stream, group, "")
         wanted = {item.encode() for item in ids}
         owners: dict[bytes, list[bytes]] = {}
         count = 0
@@ -133,7 +131,7 @@ def claim(
         done: list[bytes] = []
         for owner, some in owners.items():
             done += some if dry_run else _free(place, owner, some, min_idle, to)
-        return Claimed(tuple(sorted(item.decode() for item in done)), to)
+        return Claimed(tuple(item.decode() for item in sorted(done, key=split_id)), to)
 
 
 def _free(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,6 +32,7 @@ class KombuLetters:
         self._key = self._keys.dead(queue).encode()
         self._client = client
         self._wire = Wire(client)
+        weakref.finalize(self, self._wire.close)
 
     def exists(self) -> bool:
         with asking(self.name):

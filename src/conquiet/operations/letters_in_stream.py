@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import weakref
 from base64 import b64decode
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ import redis
 from conquiet.errors import ConquietError, InvalidMessage
 from conquiet.message import Message
 from conquiet.middleware import dead_letter
-from conquiet.operations.asking import asking, told
+from conquiet.operations.asking import asking, told, wired
 from conquiet.operations.content import time_of
 from conquiet.operations.dead_letters import ENTRY, STREAM, Letter, Wanted, letter_of
 from conquiet.operations.errors import NotFound
@@ -50,6 +51,7 @@ class StreamLetters:
         self.stream = stream
         self._key = stream.encode()
         self._wire = Wire(client)
+        weakref.finalize(self, self._wire.close)
 
     def exists(self) -> bool:
         with asking(self.name):
@@ -178,8 +180,7 @@ def _unreadable(data: bytes) -> list[bytes]:
 
 def letter_streams(client: Any, pattern: str = "*") -> dict[str, int]:
     """The streams that hold dead letters, by their first and last entries, and their lengths."""
-    with asking(f"streams {pattern!r}"):
-        wire = Wire(client)
+    with wired(client, f"streams {pattern!r}") as wire:
         names = names_of(wire, pattern)
         replies = iter(
             wire.send(

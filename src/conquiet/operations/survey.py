@@ -12,7 +12,7 @@ from typing import Any
 
 import redis
 
-from conquiet.operations.asking import asking
+from conquiet.operations.asking import wired
 from conquiet.operations.errors import NotFound
 from conquiet.operations.text import moment
 from conquiet.redis.delivery import LAST, id_after, split_id
@@ -105,8 +105,7 @@ def streams(client: Any, pattern: str = "*") -> list[StreamInfo]:
     >>> streams(client, "orders*")
     []
     """
-    with asking(f"streams {pattern!r}"):
-        wire = Wire(client)
+    with wired(client, f"streams {pattern!r}") as wire:
         names = names_of(wire, pattern)
         return [
             found
@@ -117,8 +116,7 @@ def streams(client: Any, pattern: str = "*") -> list[StreamInfo]:
 
 def stream(client: Any, name: str) -> StreamInfo:
     """One stream by its name; raises `NotFound`."""
-    with asking(f"stream {name!r}"):
-        wire = Wire(client)
+    with wired(client, f"stream {name!r}") as wire:
         wire.call(name.encode(), b"XINFO", b"STREAM", name)  # says what is wrong with it
         for found in _survey(wire, [name]):
             return found
@@ -137,15 +135,21 @@ def names_of(wire: Wire, pattern: str = "*") -> list[str]:
         nodes = [wire.client.get_redis_connection(node) for node in wire.client.get_primaries()]
     found: set[str] = set()
     for each in map(Wire, nodes):
-        at: int | bytes = 0
-        while True:
-            at, keys = each.call(
-                b"", b"SCAN", at, b"MATCH", pattern, b"COUNT", _PAGE, b"TYPE", b"stream"
-            )
+        for keys in _scan(each, pattern):
             found.update(_names(keys))
-            if int(at) == 0:
-                break
+        each.close()
     return sorted(found)
+
+
+def _scan(wire: Wire, pattern: str) -> Iterator[Sequence[bytes]]:
+    at: int | bytes = 0
+    while True:
+        at, keys = wire.call(
+            b"", b"SCAN", at, b"MATCH", pattern, b"COUNT", _PAGE, b"TYPE", b"stream"
+        )
+        yield keys
+        if int(at) == 0:
+            return
 
 
 def _names(keys: Sequence[bytes]) -> Iterator[str]:

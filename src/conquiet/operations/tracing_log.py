@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -82,6 +83,7 @@ class LogSearch:
     def __init__(self, client: Any, event_id: str, pattern: str) -> None:
         self._client = client
         self._wire = Wire(client)
+        weakref.finalize(self, self._wire.close)
         self._event_id = event_id
         self._needle = event_id.encode()
         with asking(f"streams {pattern!r}"):

@@ -190,7 +190,7 @@ class Inspection:
     ) -> ColumnElement[bool]:
         """What follows a row, compared by the database: SQLite has moments in several forms."""
         seen = self._table.alias("seen")
-        columns = [seen.c[column.key] for column in order]
+        columns = [seen.c[str(column.key)] for column in order]
         key = _uuid(id_) if self.is_events else int(id_) if _is_key(id_) else None
         one = select(*columns).where(seen.c.id == key).scalar_subquery()
         here = tuple_(*order)
