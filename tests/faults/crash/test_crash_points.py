@@ -9,7 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from tests.faults.crash.harness import SCENARIOS
+from tests.faults.crash.harness import BROKEN, SCENARIOS
 from tests.faults.invariants import told
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -54,6 +54,16 @@ def test_a_kill_at_any_io_call_loses_nothing_and_repeats_nothing(scenario):
 @pytest.mark.timeout(600)
 def test_a_kill_before_amid_and_after_any_io_call_loses_nothing_and_repeats_nothing(scenario):
     judge(crash(scenario))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BROKEN)
+def test_the_harness_finds_the_points_where_a_broken_path_loses(name, redis_server):
+    report = crash((name, ""), "--distinct")
+    lost = [found for found in report["violations"] if "took effect 0 times" in found]
+    assert lost
+    assert len(lost) < report["points"]  # it loses at some points, and not at all of them
+    print(f"{len(lost)} of {report['points']}", told(lost))
 
 
 def test_every_scenario_has_its_count():
