@@ -27,15 +27,11 @@ TOUCHES = [  # token, kind, ad, target, minutes before the order
 def test_the_best_touch_of_an_ad_and_the_best_ad_of_an_order_or_a_line(spark) -> None:
     day = date(2026, 3, 7)
     tokens = ["t1", "t1", "t2", "t3", "t4", "t5", "t6", "t7", "lost"]
-    events = spark.createDataFrame(
-        [("o", "order_created", START, "e1", tokens)],
-        "order_id string, event_type string, moment timestamp, event_id string,"
-        " token_ids array<string>",
-    )
     orders = spark.createDataFrame(
-        [("o", "shop", "buyer", START, day, day, 900)],
+        [("o", "shop", "buyer", START, day, day, 900, tokens)],
         "order_id string, vendor_store_id string, buyer_store_id string, created_at timestamp,"
-        " business_day date, revenue_day date, revenue_cents bigint",
+        " business_day date, revenue_day date, revenue_cents bigint,"
+        " token_ids array<string>",
     )
     lines = spark.createDataFrame(
         [("o", "l1", "tomato", 300), ("o", "l2", "tomato", 400), ("o", "l3", "salt", 200)],
@@ -48,7 +44,7 @@ def test_the_best_touch_of_an_ad_and_the_best_ad_of_an_order_or_a_line(spark) ->
         ],
         "token_id string, kind string, ad_id string, target_id string, occurred_at timestamp",
     )
-    rows = rows_of(fact_attribution(events, orders, lines, touches))
+    rows = rows_of(fact_attribution(orders, lines, touches))
     found = {
         (row["scope"], row["line_item_id"], row["ad_id"]): (
             *(row["token_id"], row["candidates"], row["won"], row["revenue_cents"]),

@@ -10,7 +10,7 @@ from tests.spark.marketplace.history import History, Order
 from tests.spark.marketplace.tables import rows_of
 
 from conquiet.marketplace.pipeline import marts
-from conquiet.marketplace.pipeline.facts import fact_order, fact_order_line
+from conquiet.marketplace.pipeline.facts import fact_order, fact_order_line, order_lives
 from conquiet.marketplace.pipeline.recon import (
     hourly_counts,
     lost_ids,
@@ -27,7 +27,7 @@ FIRST = date(2026, 3, 7)
 
 @pytest.fixture(scope="module")
 def told(spark):
-    """Silver of five orders, their facts, and the orders as they were told."""
+    """What is said of five orders, their facts, and the orders as they were told."""
     history = History()
     paid = Order(history, 1)
     paid.settles(1600, 3)  # told before what came before it: revenue is the cash of day 2
@@ -52,10 +52,10 @@ def told(spark):
     history.entries[-1]["data"] = b"{"  # its order_created is refused
     orphan.moves("accepted", 1)
     silver = history.silver(spark)
-    orders = fact_order(events(silver)).persist()
-    lines = fact_order_line(events(silver), orders).persist()
-    yield silver, orders, lines, [paid, partial, canceled, rejected, orphan]
-    for kept in (silver, orders, lines):
+    lives = order_lives(events(silver)).persist()
+    orders, lines = fact_order(lives), fact_order_line(lives)
+    yield lives, orders, lines, [paid, partial, canceled, rejected, orphan]
+    for kept in (silver, lives):
         kept.unpersist()
 
 
@@ -145,8 +145,8 @@ def test_a_buyer_is_new_once(told) -> None:
 
 
 def test_money_that_contradicts_itself_is_named_with_its_events(told) -> None:
-    silver, orders, _, known = told
-    rows = rows_of(recon_money(events(silver), orders))
+    lives, _, _, known = told
+    rows = rows_of(recon_money(lives))
     found = {(row["order_id"], row["problem"]): row["event_ids"] for row in rows}
     _, partial, canceled, _, orphan = (one.keys["order_id"] for one in known)
     assert set(found) == {

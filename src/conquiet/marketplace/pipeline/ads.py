@@ -31,7 +31,8 @@ _STATUS = {"ad_paused": "paused", "ad_activated": "active", "ad_expired": "expir
 
 
 def ad_touches(silver: DataFrame) -> DataFrame:
-    """One row per token: what the first event said, and the deliveries of all of them."""
+    """One row per token: what the first event said, and the deliveries of all of them; beside
+    the contract, the days of silver where its events are."""
     parsed = silver.where(f.col("kind") == "touch").withColumn(
         "said", f.from_json(f.col("data").cast("string"), data_schema(KINDS.values()))["data"]
     )
@@ -52,8 +53,11 @@ def ad_touches(silver: DataFrame) -> DataFrame:
         f.min_by(touch, f.struct("occurred_at", "event_id")).alias("touch"),
         f.min("first_seen_at").alias("first_seen_at"),
         f.sum("delivery_count").alias("delivery_count"),
+        *(f.min("day").alias("first_day"), f.max("day").alias("last_day")),
     )
-    return found.select("token_id", "touch.*", "first_seen_at", "delivery_count")
+    return found.select(
+        *("token_id", "touch.*", "first_seen_at", "delivery_count", "first_day", "last_day")
+    )
 
 
 def fact_ad_event(events: DataFrame) -> DataFrame:

@@ -12,11 +12,12 @@ from pyspark.sql import functions as f
 _KEY = ("scope", "order_id", "line_item_id")
 
 
-def fact_attribution(
-    events: DataFrame, orders: DataFrame, lines: DataFrame, touches: DataFrame
-) -> DataFrame:
-    """One row per (order, ad) and per (line, ad), with the best touch of that ad."""
-    seen = _candidates(events, orders, touches)
+def fact_attribution(orders: DataFrame, lines: DataFrame, touches: DataFrame) -> DataFrame:
+    """One row per (order, ad) and per (line, ad), with the best touch of that ad.
+
+    `orders` have the tokens in `token_ids` that their first `order_created` presented.
+    """
+    seen = _candidates(orders, touches)
     by_store = seen.where(f.col("target_id") == f.col("vendor_store_id")).select(
         f.lit("store").alias("scope"),
         "*",
@@ -31,21 +32,17 @@ def fact_attribution(
     return _ranked(by_store.unionByName(by_line.drop("product_id")))
 
 
-def _candidates(events: DataFrame, orders: DataFrame, touches: DataFrame) -> DataFrame:
-    presented = events.where(f.col("event_type") == "order_created").select(
-        "order_id", "token_ids", f.struct("moment", "event_id").alias("at")
-    )
-    first = presented.groupBy("order_id").agg(f.min_by("token_ids", "at").alias("token_ids"))
-    tokens = first.select("order_id", f.explode(f.array_distinct("token_ids")).alias("token_id"))
-    of_orders = orders.select(
+def _candidates(orders: DataFrame, touches: DataFrame) -> DataFrame:
+    presented = orders.select(
         *("order_id", "vendor_store_id", "buyer_store_id", "created_at"),
         *("business_day", "revenue_day"),
         f.col("revenue_cents").alias("order_cents"),
+        f.explode(f.array_distinct("token_ids")).alias("token_id"),
     )
     of_touches = touches.select(
         "token_id", "kind", "ad_id", "target_id", f.col("occurred_at").alias("touched_at")
     )
-    found = tokens.join(of_touches, "token_id").join(of_orders, "order_id")
+    found = presented.join(of_touches, "token_id")
     return found.where(f.col("touched_at") <= f.col("created_at"))
 
 

@@ -29,6 +29,7 @@ _ORDER = (
     *("payment_method", "subtotal_cents", "discounts_cents", "tax_cents", "transport_fee_cents"),
     *("total_cents", "ship_to", "lines"),
 )
+MONEY = ("order_created", *COLLECTIONS, "vendor_payout_recorded")
 _TIMES = {
     "ready_at": "ready_for_dispatch",
     "in_transit_at": "in_transit",
@@ -43,39 +44,42 @@ _FURTHEST = (
 )
 
 
-def order_events(events: DataFrame) -> DataFrame:
-    """The events that are about an order, with what they say in `said`."""
-    return events.where(f.col("order_id").isNotNull()).select(
-        "order_id",
-        "event_id",
-        "event_type",
-        "moment",
+def order_lives(events: DataFrame) -> DataFrame:
+    """One row per order that any event is about, with all that its events say.
+
+    Everything about orders is taken from these rows: events meet by their order once.
+    """
+    told = events.where(f.col("order_id").isNotNull()).select(
+        *("order_id", "event_id", "event_type", "moment", "token_ids", "day"),
         f.from_json("payload", data_schema(_STRUCTS))["data"].alias("said"),
     )
+    return _with_money(_with_state(_with_lines(_gathered(told))))
 
 
-def fact_order(events: DataFrame) -> DataFrame:
-    """One row per order that was created."""
-    told = order_events(events)
-    orders = _orders(told).join(_line_totals(_lines(told)), "order_id", "left")
-    return _with_money(_with_state(orders)).select(
+def fact_order(lives: DataFrame) -> DataFrame:
+    """One row per order that was created; beside the contract, how to find its events again."""
+    return lives.where(f.col("created_at").isNotNull()).select(
         *("order_id", "checkout_group_id", "buyer_store_id", "vendor_store_id", "order_number"),
-        *("currency", "payment_method", "postal_code", "lines", "created_at", "decided_at"),
+        *("currency", "payment_method", "postal_code"),
+        f.size("lines").cast("bigint").alias("lines"),
+        *("created_at", "decided_at"),
         *("decision", *_TIMES, "canceled_at", "expired_at", "released_at", "collected_at"),
         *("paid_out_at", "subtotal_cents", "discounts_cents", "tax_cents", "transport_fee_cents"),
         *("created_cents", "final_cents", "collected_cents", "paid_cents", "state"),
         *("revenue_cents", "business_day", "revenue_day"),
+        business_day(f.col("paid_out_at")).alias("paid_day"),
+        *("token_ids", "first_day", "last_day"),
     )
 
 
-def fact_order_line(events: DataFrame, orders: DataFrame) -> DataFrame:
+def fact_order_line(lives: DataFrame) -> DataFrame:
     """One row per line of an order in `fact_order`."""
-    of = orders.select(
-        *("order_id", "buyer_store_id", "vendor_store_id", "created_at"),
-        *("collected_at", "business_day", "revenue_day"),
+    of_order = ("order_id", "buyer_store_id", "vendor_store_id", "created_at", "collected_at")
+    lines = lives.where(f.col("created_at").isNotNull()).select(
+        *(*of_order, "business_day", "revenue_day"),
         f.col("state").alias("order_state"),
+        f.inline("lines"),
     )
-    lines = _lines(order_events(events)).join(of, "order_id")
     final = f.when(is_live(), f.col("line_total_cents")).otherwise(0)
     revenue = f.when(f.col("collected_at").isNotNull(), final).otherwise(0)
     return lines.select(
@@ -100,24 +104,24 @@ def is_live(status: str = "status", state: str = "order_state") -> Column:
 # --- parts --------------------------------------------------------------------------------------
 
 
-def _first(condition: Column, *values: Column) -> Column:
+def _first(condition: Column, *values: Column | str) -> Column:
     """Of the events that meet a condition, the first by (moment, event id), with these values."""
     return f.min(f.when(condition, f.struct("moment", "event_id", *values)))
 
 
-def _created(told: DataFrame) -> DataFrame:
-    """What the first `order_created` of each order says."""
-    order = f.struct("moment", *(f.col("said")[name].alias(name) for name in _ORDER))
-    created = told.where(f.col("event_type") == "order_created").groupBy("order_id")
-    found = created.agg(f.min_by(order, f.struct("moment", "event_id")).alias("order"))
-    return found.select("order_id", "order.*")
-
-
-def _orders(told: DataFrame) -> DataFrame:
-    kind, to = f.col("event_type"), f.col("said")["to_status"]
-    amount = f.col("said")["amount_cents"].alias("cents")
-    is_change = kind == "order_state_changed"
-    life = told.groupBy("order_id").agg(
+def _gathered(told: DataFrame) -> DataFrame:
+    """The events of each order, by what they are about."""
+    kind, said = f.col("event_type"), f.col("said")
+    to, cents = said["to_status"], said["amount_cents"]
+    is_change, is_line = kind == "order_state_changed", kind == "line_item_state_changed"
+    line = f.struct(said["line_item_id"].alias("id"), "moment", "event_id", to.alias("to"))
+    return told.groupBy("order_id").agg(
+        _first(
+            kind == "order_created",
+            *(said[name].alias(name) for name in _ORDER),
+            "token_ids",
+        ).alias("created"),
+        f.collect_list(f.when(is_line, line)).alias("line_changes"),
         _first(is_change & to.isin(*DECISIONS), to.alias("to")).alias("decided"),
         *(
             f.min(f.when(is_change & (to == status), f.col("moment"))).alias(name)
@@ -126,50 +130,45 @@ def _orders(told: DataFrame) -> DataFrame:
         f.min(f.when(kind == "order_canceled", f.col("moment"))).alias("canceled_at"),
         f.min(f.when(kind == "order_expired", f.col("moment"))).alias("expired_at"),
         f.max(f.when(kind == "reservation_released", f.col("moment"))).alias("released_at"),
-        _first(kind.isin(*COLLECTIONS), amount).alias("collected"),
-        _first(kind == "vendor_payout_recorded", amount).alias("paid"),
+        _first(kind.isin(*COLLECTIONS), cents.alias("cents")).alias("collected"),
+        _first(kind == "vendor_payout_recorded", cents.alias("cents")).alias("paid"),
+        f.collect_set(f.when(kind.isin(*COLLECTIONS), cents)).alias("amounts"),
+        f.collect_list("event_id").alias("event_ids"),
+        f.collect_list(f.when(kind.isin(*MONEY), f.col("event_id"))).alias("money_ids"),
+        f.min("day").alias("first_day"),
+        f.max("day").alias("last_day"),
     )
-    created = _created(told).select(
-        "*",
-        f.col("moment").alias("created_at"),
-        text(f.col("ship_to")["postal_code"]).alias("postal_code"),
-        f.col("total_cents").alias("created_cents"),
-        f.size("lines").cast("bigint").alias("line_count"),
-    )
-    return created.join(life, "order_id").select(
-        *(name for name in (*created.columns, *life.columns[1:]) if name != "lines"),
-        f.col("line_count").alias("lines"),
+
+
+def _with_lines(orders: DataFrame) -> DataFrame:
+    """The lines of created orders, with the latest status that each was given."""
+    created = f.col("created")
+
+    def decided(line: Column) -> Column:
+        last = f.array_max(
+            f.filter("line_changes", lambda change: change["id"] == line["line_item_id"])
+        )
+        names = ("line_item_id", "product_id", "qty", "unit_price_cents", "discount_cents")
+        return f.struct(
+            *(line[name].alias(name) for name in (*names, "line_total_cents")),
+            *(text(line[name]).alias(name) for name in ("title", "category", "unit")),
+            text(f.coalesce(last["to"], line["status"])).alias("status"),
+            last["moment"].alias("decided_at"),
+        )
+
+    return orders.select(
+        *(name for name in orders.columns if name not in ("created", "line_changes")),
+        *(created[name].alias(name) for name in _ORDER if name not in ("ship_to", "lines")),
+        created["moment"].alias("created_at"),
+        created["token_ids"].alias("token_ids"),
+        text(created["ship_to"]["postal_code"]).alias("postal_code"),
+        created["total_cents"].alias("created_cents"),
+        f.transform(created["lines"], decided).alias("lines"),
         f.col("decided")["moment"].alias("decided_at"),
         f.col("decided")["to"].alias("decision"),
         f.col("collected")["moment"].alias("collected_at"),
         f.col("paid")["moment"].alias("paid_out_at"),
     )
-
-
-def _lines(told: DataFrame) -> DataFrame:
-    """The lines of created orders, with the latest status that each was given."""
-    lines = _created(told).select("order_id", f.explode("lines").alias("line"))
-    lines = lines.select("order_id", "line.*").withColumnRenamed("status", "first_status")
-    is_change = f.col("event_type") == "line_item_state_changed"
-    changes = told.where(is_change).groupBy(
-        "order_id", f.col("said")["line_item_id"].alias("line_item_id")
-    )
-    latest = changes.agg(
-        f.max(f.struct("moment", "event_id", f.col("said")["to_status"].alias("to"))).alias("last")
-    )
-    found = lines.join(latest, ["order_id", "line_item_id"], "left")
-    return found.select(
-        *("order_id", "line_item_id", "product_id", "qty", "unit_price_cents"),
-        *("discount_cents", "line_total_cents"),
-        *(text(f.col(name)).alias(name) for name in ("title", "category", "unit")),
-        text(f.coalesce(f.col("last")["to"], f.col("first_status"))).alias("status"),
-        f.col("last")["moment"].alias("decided_at"),
-    )
-
-
-def _line_totals(lines: DataFrame) -> DataFrame:
-    left = lines.where(f.col("status") != "rejected").groupBy("order_id")
-    return left.agg(f.sum("line_total_cents").alias("left_cents"))
 
 
 def _with_state(orders: DataFrame) -> DataFrame:
@@ -183,8 +182,12 @@ def _with_state(orders: DataFrame) -> DataFrame:
 
 
 def _with_money(orders: DataFrame) -> DataFrame:
+    left = f.filter("lines", lambda line: line["status"] != "rejected")
+    lines = f.aggregate(
+        left, f.lit(0).cast("bigint"), lambda sum_, line: sum_ + line["line_total_cents"]
+    )
     fees = f.col("tax_cents") + f.col("transport_fee_cents")
-    final = f.when(~is_lost() & f.col("left_cents").isNotNull(), f.col("left_cents") + fees)
+    final = f.when(~is_lost() & (f.size(left) > 0), lines + fees)
     collected = f.coalesce(f.col("collected")["cents"], f.lit(0))
     earned_at = f.when(~is_lost(), f.col("collected_at"))
     return orders.select(

@@ -7,7 +7,7 @@ DIR/_pipeline/state.json                         which silver the other tables w
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,16 +16,28 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
 
 from conquiet.errors import ConfigError
+from conquiet.marketplace.pipeline.silver import DAY as SILVER_DAY
 from conquiet.marketplace.pipeline.silver import events, events_quarantine
 from conquiet.marketplace.pipeline.tables import SILVER, STORED, VIEWS, checked
+from conquiet.spark.tables.commits import commits_of
 from conquiet.spark.tables.files import partition_at
-from conquiet.spark.tables.reading import read_table, table_files
+from conquiet.spark.tables.reading import table_files
 from conquiet.spark.tables.writing import replace_partitions
 
 if TYPE_CHECKING:
     from conquiet.spark.tables.commits import Format
 
 _VIEWS = dict(zip(VIEWS, (events, events_quarantine), strict=True))
+_SETTINGS: dict[str, str | int] = {
+    # Else a table of many days is listed by a job with a task for each of its files.
+    "spark.sql.sources.parallelPartitionDiscovery.threshold": 100_000,
+    # What Spark puts into a folder that no reader sees needs no second rename.
+    "mapreduce.fileoutputcommitter.algorithm.version": 2,
+    # As every table is written; a thread that sets it for a moment must not disturb another.
+    "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",
+    # Small pieces of a shuffle, put together where there is little: a task needs little memory.
+    "spark.sql.adaptive.coalescePartitions.initialPartitionNum": 32,
+}
 
 
 class Lake:
@@ -37,6 +49,8 @@ class Lake:
         self.spark = spark
         self.root = Path(root).absolute()
         self.format = format
+        for setting, value in _SETTINGS.items():
+            spark.conf.set(setting, value)
 
     def path(self, name: str) -> Path:
         return self.root / name
@@ -45,8 +59,9 @@ class Lake:
         folder = self.path(SILVER if name in VIEWS else name)
         return (folder / "_conquiet" / "state.json").is_file() or (folder / "_delta_log").is_dir()
 
-    def read(self, name: str) -> DataFrame:
-        """A table of the contract, or silver itself."""
+    def read(self, name: str, values: Collection[Any] | None = None) -> DataFrame:
+        """A table of the contract, or silver itself; or what stands under some values of the
+        column by which its files are grouped: no other file is opened."""
         if name != SILVER:
             checked(name)
         if not self.has(name):
@@ -55,8 +70,22 @@ class Lake:
                 f" conquiet pipeline run --tables {name} --once"
             )
         if name in _VIEWS:
-            return _VIEWS[name](self.read(SILVER))
-        return read_table(self.spark, self.path(name))
+            return _VIEWS[name](self.read(SILVER, values))
+        if values is None:
+            return self.read_files(name, lambda file: True)
+        column = self._column(name)
+        wanted = {None if value is None else str(value) for value in values}
+        return self.read_files(name, lambda file: dict(partition_at(file))[column] in wanted)
+
+    def read_files(self, name: str, is_wanted: Callable[[str], bool]) -> DataFrame:
+        """The rows in some files of a stored table, by their names below its folder."""
+        folder, commits = self.path(name), commits_of(self.path(name), self.format)
+        schema = commits.schema()
+        assert schema is not None, f"{name} is there"
+        files = [str(folder / file) for file in commits.files() if is_wanted(file)]
+        if not files:
+            return self.spark.createDataFrame([], schema)
+        return self.spark.read.schema(schema).option("basePath", str(folder)).parquet(*files)
 
     def files(self, name: str) -> list[str]:
         """The files of a stored table, below its folder."""
@@ -65,54 +94,53 @@ class Lake:
             return []
         return [os.path.relpath(path, folder) for path in table_files(folder)]
 
-    def days(self, name: str) -> set[date]:
-        """The days that the files of a table are grouped by."""
-        values = [partition_at(file)[0][1] for file in self.files(name)]
-        return {date.fromisoformat(value) for value in values if value is not None}
+    def days(self, name: str) -> set[date | None]:
+        """The days under which a table has files."""
+        column = self._column(name)
+        found = {dict(partition_at(file))[column] for file in self.files(name)}
+        return {None if day is None else date.fromisoformat(day) for day in found}
+
+    def _column(self, name: str) -> str:
+        return SILVER_DAY if name == SILVER else STORED[name].partition_by
 
     # --- writing --------------------------------------------------------------------------------
 
-    def replace(self, frame: DataFrame, name: str, values: Sequence[Any]) -> None:
-        """Rows in place of all that stand under some values of the partition's column."""
+    def replace(self, frame: DataFrame, name: str, values: Sequence[Any] | None) -> None:
+        """Rows in place of all that stand under some values of the partition's column; None for
+        the values that the rows have."""
         table = STORED[name]
         replace_partitions(
             nullable(frame),
             self.path(name),
             [table.partition_by],
-            partitions=[{table.partition_by: value} for value in values],
+            partitions=None
+            if values is None
+            else [{table.partition_by: value} for value in values],
             sort_by=table.key,
             format=self.format,
         )
 
     def replace_all(self, frame: DataFrame, name: str) -> None:
         """Rows in place of the whole table."""
-        column = STORED[name].partition_by
+        if not self.has(name):
+            self.replace(frame, name, None)
+            return
         is_kept = frame.is_cached
         frame = frame.persist()
-        values = frame.select(column)
-        if self.has(name):
-            values = values.union(self.read(name).select(column))
-        self.replace(frame, name, distinct(values, column))
+        values = set(distinct(frame, self._column(name)))
+        self.replace(frame, name, list(values | self.days(name)))
         if not is_kept:
             frame.unpersist()
 
-    def replace_keys(self, frame: DataFrame, name: str, keys: DataFrame | None) -> None:
-        """Rows in place of those that have one of the keys; partitions without any stay alone.
-
-        Without keys, in place of all.
-        """
-        if keys is None:
-            self.replace_all(frame, name)
-            return
-        column = STORED[name].partition_by
-        if not self.has(name):
-            self.replace(frame, name, distinct(frame, column))
-            return
-        there, key = self.read(name), keys.columns
-        old = there.join(keys, key, "left_semi")
-        values = distinct(frame.select(column).union(old.select(column)), column)
-        stay = there.where(among(column, values)).join(keys, key, "left_anti")
-        self.replace(frame.unionByName(stay, allowMissingColumns=True), name, values)
+    def replace_keys(
+        self, frame: DataFrame, name: str, keys: DataFrame | None, values: Collection[Any]
+    ) -> None:
+        """Rows in place of those that have one of the keys, or of all (None), where both stand
+        under some values of the partition's column."""
+        if keys is not None:
+            stay = self.read(name, values).join(keys, keys.columns, "left_anti")
+            frame = frame.unionByName(stay, allowMissingColumns=True)
+        self.replace(frame, name, list(values))
 
 
 def nullable(frame: DataFrame) -> DataFrame:

@@ -11,12 +11,10 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as f
 
 from conquiet.marketplace.pipeline.days import hour
-from conquiet.marketplace.pipeline.facts import COLLECTIONS
 from conquiet.marketplace.pipeline.refusal import is_telemetry
 
 MOST_NAMED = 100
 COUNTS = ("log_count", "entry_count", "silver_count", "quarantine_count")
-MONEY = ("order_created", *COLLECTIONS, "vendor_payout_recorded")
 
 
 def hourly_counts(raw: DataFrame, silver: DataFrame, outbox: DataFrame | None) -> DataFrame:
@@ -134,42 +132,35 @@ def _or_none(name: str) -> Column:
     return f.coalesce(f.col(name), f.array().cast("array<string>"))
 
 
-def recon_money(events: DataFrame, orders: DataFrame) -> DataFrame:
-    """A row per order and problem: created ≥ final ≥ collected = paid."""
-    amounts = f.get_json_object("payload", "$.data.amount_cents").try_cast("bigint")
-    kind = f.col("event_type")
-    told = events.where(f.col("order_id").isNotNull()).groupBy("order_id")
-    sides = told.agg(
-        f.sort_array(f.collect_list("event_id")).alias("all_ids"),
-        f.sort_array(f.collect_list(f.when(kind.isin(*MONEY), f.col("event_id")))).alias("ids"),
-        f.count_distinct(f.when(kind.isin(*COLLECTIONS), amounts)).alias("amounts"),
-    )
-    cents = ("created_cents", "final_cents", "collected_cents", "paid_cents")
-    found = sides.join(
-        orders.select("order_id", *cents, "collected_at", "paid_out_at"), "order_id", "left"
-    )
+def recon_money(lives: DataFrame) -> DataFrame:
+    """A row per order and problem, from `order_lives`: created ≥ final ≥ collected = paid.
+
+    Beside the contract, the days of silver where the order's events are.
+    """
     problems = [f.when(condition, name) for name, condition in _problems().items()]
-    return found.select(
+    is_there = f.col("created_at").isNotNull()
+    cents = ("created_cents", "final_cents", "collected_cents", "paid_cents")
+    named = f.when(is_there, f.col("money_ids")).otherwise(f.col("event_ids"))
+    return lives.select(
         "order_id",
         f.explode(f.array_compact(f.array(*problems))).alias("problem"),
-        *cents,
-        f.when(f.col("created_cents").isNull(), f.col("all_ids"))
-        .otherwise(f.col("ids"))
-        .alias("event_ids"),
+        *(f.when(is_there, f.col(name)).alias(name) for name in cents),
+        f.sort_array(named).alias("event_ids"),
+        *("first_day", "last_day"),
     )
 
 
 def _problems() -> dict[str, Column]:
     created, final = f.col("created_cents"), f.col("final_cents")
     collected, paid = f.col("collected_cents"), f.col("paid_cents")
-    is_there = created.isNotNull()
+    is_there = f.col("created_at").isNotNull()
     is_collected = is_there & f.col("collected_at").isNotNull()
     is_paid = is_there & f.col("paid_out_at").isNotNull()
     return {
         "no_order_created": ~is_there,
         "final_over_created": is_there & (final > created),
         "collected_not_final": is_collected & (collected != final),
-        "collections_differ": is_there & (f.col("amounts") > 1),
+        "collections_differ": is_there & (f.size("amounts") > 1),
         "paid_without_collection": is_paid & ~is_collected,
         "paid_not_collected": is_paid & is_collected & (paid != collected),
     }

@@ -10,10 +10,9 @@ that one commit moves all three, and a duplicate meets its event in the same day
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import reduce
 
-from pyspark.sql import Column, DataFrame
+from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as f
 
 from conquiet.events.catalog import Catalog
@@ -22,8 +21,9 @@ from conquiet.marketplace.pipeline.days import utc_day
 from conquiet.marketplace.pipeline.payloads import declarations, envelope_schema, moment
 from conquiet.marketplace.pipeline.refusal import is_telemetry, reason
 
+DAY = "day"
 KINDS = ("event", "touch", "refused")
-PARTITION_BY = ("kind", "day")
+PARTITION_BY = ("kind", DAY)
 SORT_BY = ("delivery_id",)
 COLUMNS = (
     "delivery_id",
@@ -65,7 +65,7 @@ _STRICT = {"allowSingleQuotes": "false"}
 
 def silver(raw: DataFrame, catalog: Catalog = CATALOG) -> DataFrame:
     """Entries of the log as rows of silver."""
-    return _checked(_first_deliveries(raw), catalog).select(*COLUMNS)
+    return merged(deliveries(raw, catalog))
 
 
 def merged(*parts: DataFrame) -> DataFrame:
@@ -73,24 +73,30 @@ def merged(*parts: DataFrame) -> DataFrame:
 
     Which order or token it is about stays known, even if an earlier delivery turns up that cannot
     be read: what was made of the later one must be made again.
+
+    Deliveries meet by their day, in which files are written too: so rows are moved and put into an
+    order once. An aggregation would do it twice, since a row is no number.
     """
-    everything = reduce(DataFrame.unionByName, parts)
-    order = f.struct("first_seen_at", _sequence(), "entry_id", "stream")
-    row = f.struct(*(f.col(name) for name in COLUMNS))
+    everything = reduce(DataFrame.unionByName, parts).repartition(DAY)
+    same = Window.partitionBy(DAY, "delivery_id")
+    in_order = same.orderBy("first_seen_at", _sequence(), "entry_id", "stream")
+    all_of_them = in_order.rowsBetween(Window.unboundedPreceding, Window.unboundedFollowing)
     together = {
         "delivery_count": f.sum("delivery_count"),
         "order_id": f.max("order_id"),
         "token_id": f.max("token_id"),
     }
-    found = everything.groupBy(f.col("delivery_id").alias("id")).agg(
-        f.min_by(row, order).alias("row"), f.struct(*_named(together)).alias("all")
+    counted = everything.select(
+        *(name for name in COLUMNS if name not in together),
+        *(column.over(all_of_them).alias(name) for name, column in together.items()),
+        f.row_number().over(in_order).alias("number"),
     )
-    kept = {name: f.col("all" if name in together else "row")[name] for name in COLUMNS}
-    return found.select(*_named(kept))
+    return counted.where(f.col("number") == 1).select(*COLUMNS)
 
 
-def _named(columns: Mapping[str, Column]) -> list[Column]:
-    return [column.alias(name) for name, column in columns.items()]
+def deliveries(raw: DataFrame, catalog: Catalog = CATALOG) -> DataFrame:
+    """Entries of the log with what they say: rows of silver, but an event may be there twice."""
+    return _checked(_entries(raw), catalog).select(*COLUMNS)
 
 
 def _sequence() -> Column:
@@ -98,9 +104,9 @@ def _sequence() -> Column:
     return f.split_part("entry_id", f.lit("-"), f.lit(2)).try_cast("bigint")
 
 
-def _first_deliveries(raw: DataFrame) -> DataFrame:
+def _entries(raw: DataFrame) -> DataFrame:
     place = f.concat_ws("/", "stream", "entry_id")
-    entries = raw.select(
+    return raw.select(
         f.coalesce(f.nullif("event_id", f.lit("")), place).alias("delivery_id"),
         "event_id",
         "stream",
@@ -112,18 +118,14 @@ def _first_deliveries(raw: DataFrame) -> DataFrame:
         f.col("time").alias("created_at"),
         "data",
         f.col("_malformed").alias("malformed"),
+        f.lit(1).cast("bigint").alias("delivery_count"),
+        utc_day(f.col("time")).alias(DAY),
     )
-    order = f.struct("first_seen_at", _sequence(), "entry_id", "stream")
-    found = entries.groupBy(f.col("delivery_id").alias("id")).agg(
-        f.min_by(f.struct(*entries.columns), order).alias("row"),
-        f.count(f.lit(1)).alias("delivery_count"),
-    )
-    return found.select("row.*", "delivery_count")
 
 
-def _checked(first: DataFrame, catalog: Catalog) -> DataFrame:
+def _checked(entries: DataFrame, catalog: Catalog) -> DataFrame:
     text = f.when(f.is_valid_utf8(f.col("data").cast("string")), f.col("data").cast("string"))
-    parsed = first.withColumn("text", text).withColumn(
+    parsed = entries.withColumn("text", text).withColumn(
         "envelope", f.from_json("text", envelope_schema(catalog), _STRICT)
     )
     judged = parsed.withColumn("reason", reason(catalog))
@@ -135,7 +137,7 @@ def _checked(first: DataFrame, catalog: Catalog) -> DataFrame:
     occurred = f.when(taken, moment(envelope["occurredAt"]))
     tokens = f.from_json(data["attribution"], "token_ids ARRAY<STRING>")["token_ids"]
     return judged.select(
-        *first.columns,
+        *entries.columns,
         "reason",
         f.when(is_readable, envelope["version"].try_cast("int")).alias("version"),
         occurred.alias("occurred_at"),
@@ -147,7 +149,6 @@ def _checked(first: DataFrame, catalog: Catalog) -> DataFrame:
         data["token_id"].alias("token_id"),
         f.when(taken & (f.col("type") == "order_created"), tokens).alias("token_ids"),
         _kind().alias("kind"),
-        utc_day(f.col("created_at")).alias("day"),
     )
 
 
