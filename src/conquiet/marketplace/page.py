@@ -22,7 +22,8 @@ figure p { font-size: .88rem; margin: 0 0 .5rem } a { color: var(--s0) }
 figure, .card { margin: 0; padding: 1rem 1.1rem; background: var(--card); min-width: 0;
   border: 1px solid var(--rule); border-radius: 10px }
 figcaption { font-weight: 650; margin-bottom: .15rem }
-svg { width: 100%; height: auto; font-size: 15px; display: block } .wide svg { font-size: 13px }
+svg { width: 100%; height: auto; font-size: 15px; display: block } .wide svg { font-size: 13px;
+  min-width: 760px } figure.wide { overflow-x: auto }
 svg text { fill: var(--ink) }
 svg text.muted, svg .grid + text { fill: var(--muted) }
 .grid { stroke: var(--rule) } .axis { stroke: var(--muted) }

@@ -156,4 +156,4 @@ def _quarantine(story: Story) -> str:
 
 
 def _wide(figure: str) -> str:
-    return figure.replace("<figure>", '<figure class="wide">', 1)
+    return figure.replace("<figure>", '<figure class="wide" tabindex="0">', 1)
