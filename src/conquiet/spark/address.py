@@ -76,7 +76,7 @@ class Database:
     def at(cls, url: str) -> Database:
         try:
             parsed = make_url(url)
-        except ArgumentError:
+        except (ArgumentError, ValueError):  # a port that is no number, which may be a password
             raise ConfigError(f"the option url is no URL of a database; write {_WANTED}") from None
         if "@" in (parsed.host or ""):  # the end of a password, which no message may show
             raise ConfigError("the option url is no URL: write @ in a user or password as %40")
