@@ -151,17 +151,22 @@ def to_json(message: Message[Any]) -> bytes:
     if message.data is not None:
         name, value = _json_member(message)
         event[name] = value
-    return _json.encode(event)
+    try:
+        return _json.encode(event)
+    except UnicodeEncodeError as error:
+        raise InvalidMessage(f"{describe(attributes)}: an attribute is no text: {error}") from error
 
 
 def _json_member(message: Message[Any]) -> tuple[str, Any]:
     data = encode_data(message)
     try:
         if is_json(message.datacontenttype):
+            if not data.isascii():
+                data.decode()  # which the decoder of JSON leaves to whoever takes the value
             return "data", _raw_value.decode(data)
         if message.datacontenttype.startswith("text/"):
             return "data", data.decode()
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         pass
     return "data_base64", b64encode(data).decode()
 
@@ -194,14 +199,17 @@ def _data_of(members: dict[str, msgspec.Raw], attributes: Attributes) -> bytes:
     if encoded is not None:
         try:
             return b64decode(_any_value.decode(encoded), validate=True)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise InvalidMessage(
                 f"{describe(attributes)}: data_base64 is not base64: {error}"
             ) from error
     if inline is None:
         return b""
     if not is_json(attributes.get("datacontenttype", "application/json")):
-        value = _any_value.decode(inline)
+        try:
+            value = _any_value.decode(inline)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise InvalidMessage(f"{describe(attributes)}: data cannot be read: {error}") from error
         if isinstance(value, str):  # text stands in the document as a JSON string
             return value.encode()
     return bytes(inline)

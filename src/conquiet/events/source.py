@@ -78,7 +78,7 @@ class EventSource(TableSource):
         try:
             # JSONB has its own spaces and order of keys; what goes out is the same everywhere.
             data = canonical(msgspec.json.decode(row.payload_json))
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidMessage(f"payload_json is not JSON: {error}") from error
         return Message(
             data,

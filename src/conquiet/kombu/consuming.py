@@ -18,6 +18,8 @@ from conquiet.kombu.reading import Reading
 
 logger = logging.getLogger(__name__)
 
+_REASON_CHARS = 500
+
 TURN = 0.02
 """Seconds of callbacks after which the event loop gets its turn, with messages still waiting.
 
@@ -158,12 +160,13 @@ class Consuming(Reading):
                 properties.setdefault("delivery_info", {})["redelivered"] = True
             return self.Message(payload, channel=self)
         except Exception as error:  # noqa: BLE001 - whatever is wrong, the next one may be right
+            reason = f"{error!r:.{_REASON_CHARS}}"  # some errors show the whole message
             logger.error(
-                "entry %s of queue %r is no message, and becomes a dead letter: %r",
+                "entry %s of queue %r is no message, and becomes a dead letter: %s",
                 entry.id,
                 entry.queue,
-                error,
+                reason,
             )
-            self.settlement.bury(entry.stream, entry.id, f"it cannot be decoded: {error!r}")
+            self.settlement.bury(entry.stream, entry.id, f"it cannot be decoded: {reason}")
             keeper.hurry()
             return None

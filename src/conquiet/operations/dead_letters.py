@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeAlias
 from conquiet.errors import ConquietError, StoreError
 from conquiet.middleware import dead_letter
 from conquiet.operations.errors import NotFound
-from conquiet.operations.text import as_text
+from conquiet.operations.text import as_text, whole
 
 Tell: TypeAlias = Callable[[int], object]
 """Called with the number of letters that are done."""
@@ -232,7 +232,7 @@ def letter_of(
         original.get("source", ""),
         about[dead_letter.REASON],
         _lines(about[dead_letter.TRACEBACK]),
-        int(attempts) if attempts.isdecimal() else 0,
+        whole(attempts),
         about[dead_letter.TIME] or time,
         about[dead_letter.HANDLER],
         about[dead_letter.TOPIC],
@@ -256,7 +256,7 @@ _ABOUT = frozenset(
 
 def _place(id_: str) -> tuple[int, ...]:
     """Entry ids and numbers of lines in their order."""
-    return tuple(int(part) if part.isdecimal() else 0 for part in id_.split("-"))
+    return tuple(whole(part) for part in id_.split("-"))
 
 
 def _lines(traceback: str) -> str:

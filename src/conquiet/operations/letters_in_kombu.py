@@ -13,7 +13,7 @@ from conquiet.kombu.keys import BACK, GROUP, Keys
 from conquiet.operations.asking import asking
 from conquiet.operations.content import time_of
 from conquiet.operations.dead_letters import Letter, Wanted
-from conquiet.operations.text import as_text
+from conquiet.operations.text import as_text, whole
 from conquiet.redis.delivery import FIRST, LAST, id_after, split_id
 from conquiet.redis.wire import Wire
 
@@ -65,7 +65,7 @@ class KombuLetters:
             str(headers.get("origin") or ""),
             as_text(named.get(b"reason", b""))[0],
             "",
-            int(named.get(b"deliveries", 0)),
+            whole(as_text(named.get(b"deliveries", b""))[0]),
             time_of(entry_id),
             "",
             self.queue,
@@ -98,6 +98,6 @@ class KombuLetters:
 def _headers(payload: bytes) -> dict[str, Any]:
     try:
         headers = json.loads(payload)["headers"]
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return {}
     return headers if isinstance(headers, dict) else {}

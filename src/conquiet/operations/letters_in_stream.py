@@ -174,7 +174,7 @@ def _unreadable(data: bytes) -> list[bytes]:
             for pair in json.loads(data)
             for item in pair
         ]
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise InvalidMessage(f"the fields of the entry cannot be read: {error}") from error
 
 

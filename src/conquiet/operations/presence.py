@@ -6,6 +6,7 @@ session of PostgreSQL under the name `conquiet-relay`, and answers at its health
 
 from __future__ import annotations
 
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 _PREFIX = "conquiet"
 _HEALTH_SECONDS = 2.0
+_MOST_BYTES = 64 * 1024
 _SESSIONS = """
 SELECT pid, application_name, coalesce(host(client_addr), 'local'), state,
        extract(epoch FROM clock_timestamp() - backend_start),
@@ -121,15 +123,15 @@ def _health(url: str, timeout: float) -> Health:
         url = f"http://{url}"
     try:
         with urllib.request.urlopen(f"{url}/readyz", timeout=timeout) as reply:
-            status, body = reply.status, reply.read()
+            status, body = reply.status, reply.read(_MOST_BYTES)
     except urllib.error.HTTPError as error:
         with error:
-            status, body = error.code, error.read()
-    except (OSError, ValueError) as error:
+            status, body = error.code, error.read(_MOST_BYTES)
+    except (OSError, ValueError, http.client.HTTPException) as error:
         return Health(url, False, False, {"error": str(getattr(error, "reason", error))})
     try:
         detail = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         detail = None
     if not isinstance(detail, dict):
         return Health(url, False, False, {"error": f"no relay answers there, but {status}"})

@@ -6,6 +6,7 @@ from base64 import b64encode
 from datetime import UTC, datetime
 
 _LATEST_MS = 253_402_300_799_999  # the end of the year 9999, where datetime ends
+_MOST_DIGITS = 20  # of an unsigned number of 64 bits
 
 
 def as_text(data: bytes) -> tuple[str, bool]:
@@ -14,6 +15,11 @@ def as_text(data: bytes) -> tuple[str, bool]:
         return data.decode(), False
     except UnicodeDecodeError:
         return b64encode(data).decode(), True
+
+
+def whole(text: str) -> int:
+    """The number that a text is; 0 for what is none, or longer than anybody counts."""
+    return int(text) if text.isdecimal() and len(text) <= _MOST_DIGITS else 0
 
 
 def moment(milliseconds: float) -> str:

@@ -87,7 +87,7 @@ class OutboxSource(TableSource):
         """As it was stored; what its attributes lack is taken from the columns."""
         try:
             attributes: Attributes = _attributes.decode(row.attributes)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise InvalidMessage(f"attributes is not a JSON object: {error}") from error
         attributes.setdefault("id", row.event_id)
         attributes.setdefault("type", row.event_type)

@@ -18,8 +18,8 @@ import msgspec
 from sqlalchemy import URL, Engine, Row, text
 from sqlalchemy.exc import SQLAlchemyError
 
-from conquiet.errors import ConfigError, StoreError
-from conquiet.message import Message
+from conquiet.errors import ConfigError, InvalidMessage, StoreError
+from conquiet.message import Attributes, Message
 from conquiet.sql import dialect
 from conquiet.sql.tables import OUTBOX_TABLE, outbox_table
 
@@ -110,7 +110,13 @@ class OutboxLog:
 
 
 def _message(row: Row[Any]) -> Message[bytes]:
-    message = Message(bytes(row.data), _attributes.decode(row.attributes), topic=row.topic)
+    try:
+        attributes: Attributes = _attributes.decode(row.attributes)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidMessage(
+            f"row {row.id}: attributes is not a JSON object: {error}; mend it or delete it"
+        ) from error
+    message = Message(bytes(row.data), attributes, topic=row.topic)
     message.locals[POSITION] = str(Position(int(row.xid), row.id))
     return message
 
