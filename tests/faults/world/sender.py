@@ -11,7 +11,7 @@ import redis
 from tests.faults.world.service import commands_of
 
 PARTITIONS = 2
-KEYS = 500
+KEYS = 499  # odd, so that poison comes to both partitions
 POISON_EVERY = 1_000
 SENT_AT_ONCE = 100
 MOST_AHEAD = 20_000
