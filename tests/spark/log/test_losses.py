@@ -6,11 +6,13 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tests.spark.log.conftest import Query
 from tests.waiting import eventually
 
 from conquiet.spark import lag, lost
-from conquiet.spark.log.offsets import Position
+from conquiet.spark.log.offsets import NOTHING, Position
 
 LENIENT = {"failOnDataLoss": "false"}
 
@@ -127,3 +129,51 @@ def test_the_progress_of_a_query_tells_what_it_has_missed(log) -> None:
     assert lost(progress) == {"orders": (1, 6)}
     assert lag(progress) == {"orders": 0}
     assert log.written() == [*range(10), *range(16, 20)]
+
+
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.integers(1, 12)),
+        st.tuples(st.just("trim"), st.integers(0, 12)),
+        st.tuples(st.sampled_from(["batch", "restart"]), st.just(0)),
+        st.tuples(st.just("crash"), st.integers(0, 12)),
+    ),
+    max_size=25,
+)
+
+
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(steps, st.sampled_from([None, 1, 5]))
+def test_every_entry_is_read_once_or_counted_as_lost(plain_log, steps, limit) -> None:
+    """Whatever is trimmed meanwhile, and wherever the driver dies: before or after a plan."""
+    log, added, read = plain_log, 0, []
+    options = LENIENT | ({} if limit is None else {"maxOffsetsPerTrigger": limit})
+    log.client.delete("orders")
+    log.client.xgroup_create("orders", "any", mkstream=True)
+    query = Query(log, **options)
+    for step, number in steps:
+        if step == "add":
+            log.add("orders", *range(added, added + number))
+            added += number
+        elif step == "trim":
+            trim(log, number)
+        elif step == "restart":
+            query = Query(log, query.offset, **options)
+        elif step == "batch":
+            read += query.batch()
+        else:
+            start = query.offset
+            end = query.reader.latestOffset(start, query.reader.getDefaultReadLimit())
+            trim(log, number)
+            query = Query(log, end, **options)
+            read += query.between(start, end)
+            read += query.batch()  # which tells what the repeated one has missed
+    before = None
+    while query.offset != before:
+        before = query.offset
+        read += query.batch()
+    missed = lost(progress_of(query.offset)).get("orders", NOTHING)
+    assert sorted(set(read)) == sorted(read)
+    assert len(read) + missed.entries == added
