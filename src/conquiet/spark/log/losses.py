@@ -27,7 +27,7 @@ class Losses:
         self._gone: set[str] = set()
         """Streams that do not exist: their place stays, and they are counted once."""
         self._late: dict[str, Lost] = {}
-        """Found in a batch whose end was written before: the next one tells it, if it comes to be."""
+        """Found in a batch whose end was written before: for the next one to tell, if it comes."""
 
     def notice(self, start: Positions, states: Mapping[str, StreamState]) -> dict[str, Lost]:
         """What follows `start` and is not there any more; an error if that is not allowed."""
