@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections.abc import Mapping
@@ -215,7 +216,21 @@ def describe(attributes: Mapping[str, Any]) -> str:
     """How logs and errors name a message: `order.placed id=a-1 source=/shop`."""
     kind = attributes.get("type") or "(no type)"
     name = attributes.get("id") or "(no id)"
-    return f"{kind!s:.100} id={name!s:.100} source={attributes.get('source') or '-'!s:.100}"
+    source = attributes.get("source") or "-"
+    return printable(f"{kind!s:.100} id={name!s:.100} source={source!s:.100}")
+
+
+def printable(text: str) -> str:
+    r"""Control characters written out: what a message says forges no line of a log.
+
+    >>> print(printable("a\nb \x1b[2J"))
+    a\nb \x1b[2J
+    """
+    return STEERING.sub(lambda found: repr(found[0])[1:-1], text)
+
+
+# Of C0 and C1, the other ends of lines, and what turns the direction of writing around.
+STEERING = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
 
 def now_text() -> str:

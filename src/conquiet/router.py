@@ -19,7 +19,7 @@ from conquiet.gate import Gate
 from conquiet.handler import SKIPPED, Handler, Kind, Outputs, Process, Result
 from conquiet.loop import LoopThread
 from conquiet.matcher import Matcher
-from conquiet.message import Message, describe
+from conquiet.message import Message, describe, printable
 from conquiet.ordering import Turns
 from conquiet.stage import Middleware, Stage, check_order, insert, stage_of
 from conquiet.transaction import ATOMIC
@@ -351,6 +351,6 @@ def _log_failure(message: Message[Any], error: Exception) -> None:
         "nack handler=%s delivery=%d: %s",
         handler,
         message.deliveries,
-        error if known else f"{describe(message.attributes)}: {error!r}",
+        printable(str(error)) if known else f"{describe(message.attributes)}: {error!r}",
         exc_info=None if known else error,
     )

@@ -27,7 +27,7 @@ from conquiet.cli import (
     trace,
     worker,
 )
-from conquiet.cli.terminal import FAILED, INTERRUPTED, OK, USAGE, Parser, one_line, red
+from conquiet.cli.terminal import FAILED, INTERRUPTED, OK, USAGE, Parser, one_line, printable, red
 from conquiet.errors import ConfigError, ConquietError
 
 GROUPS = (
@@ -94,7 +94,8 @@ def _report(error: Exception, debug: bool) -> int:
     if debug:
         import traceback
 
-        traceback.print_exception(error)
+        lines = "".join(traceback.format_exception(error)).splitlines()
+        print(*map(printable, lines), sep="\n", file=sys.stderr)
     known = isinstance(error, ConquietError)
     text = str(error) if known else f"{type(error).__name__}: {error}; --debug shows where"
     print(f"{red('conquiet: error:', sys.stderr)} {one_line(text)}", file=sys.stderr)

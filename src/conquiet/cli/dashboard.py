@@ -7,6 +7,7 @@ import sys
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from typing import Any
 
+from conquiet.cli.logs import set_up_logs
 from conquiet.cli.terminal import OK, dim, print_json
 from conquiet.web.settings import SETTINGS, TOKEN_VARIABLE, Settings, access_of, load
 
@@ -83,7 +84,7 @@ def _run(options: Namespace) -> int:
             print("\n".join(f"{name:<{width}} = {value}" for name, value in shown.items()))
         return OK
     level = logging.DEBUG if getattr(options, "debug", False) else logging.INFO
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)-7s %(message)s")
+    set_up_logs(level, "%(asctime)s %(levelname)-7s %(message)s")
     for noisy in ("uvicorn", "asyncio"):
         logging.getLogger(noisy).setLevel(logging.DEBUG if level == logging.DEBUG else "WARNING")
     from conquiet.web import dashboard  # says which package is missing

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from conquiet.cli.logs import set_up_logs
 from conquiet.cli.pipeline_run import Progress, failed, telling
 from conquiet.cli.terminal import OK
 from conquiet.errors import ConfigError
@@ -35,7 +36,7 @@ def run_tables(options: Namespace, source: dict[str, str], config: dict[str, str
     from conquiet.spark.session import session
 
     debug = getattr(options, "debug", False)
-    logging.basicConfig(level=logging.INFO if debug else logging.WARNING)
+    set_up_logs(logging.INFO if debug else logging.WARNING)
     with ExitStack() as stack:
         stack.enter_context(held(f"{options.to}/_checkpoints"))
         spark = session("conquiet pipeline", master=options.master, config=config)

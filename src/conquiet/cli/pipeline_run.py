@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from conquiet.cli.logs import set_up_logs
 from conquiet.cli.terminal import FAILED, OK, has_colour, one_line, print_json, red
 from conquiet.errors import ConfigError
 
@@ -51,9 +52,7 @@ def _carry(options: Namespace, source: dict[str, str], config: dict[str, str]) -
     if is_whole:
         _check_whole(options)
     debug = getattr(options, "debug", False)
-    logging.basicConfig(
-        level=logging.INFO if debug else logging.WARNING, format="%(levelname)s %(message)s"
-    )
+    set_up_logs(logging.INFO if debug else logging.WARNING)
     with ExitStack() as stack:
         if options.remote is None:  # else the checkpoint is the server's
             stack.enter_context(held(table.checkpoint_path))

@@ -21,6 +21,7 @@ from conquiet.cli.addresses import (
     open_source,
     refuse_one_file_for_both,
 )
+from conquiet.cli.logs import LineFormatter
 from conquiet.cli.terminal import FAILED, OK, has_colour, print_json, red
 from conquiet.errors import ConfigError
 from conquiet.jsonlines import LinesSink, LinesSource
@@ -209,7 +210,7 @@ class _Progress:
 # --- logs -----------------------------------------------------------------------------------
 
 
-class _Short(logging.Formatter):
+class _Short(LineFormatter):
     """Without tracebacks: the message tells what failed, and `--debug` where."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -223,7 +224,7 @@ def _set_up_logs(debug: bool, quiet_nacks: bool = False) -> None:
     if root.handlers:
         return
     handler = logging.StreamHandler()
-    kind = logging.Formatter if debug else _Short
+    kind = LineFormatter if debug else _Short
     handler.setFormatter(kind("%(levelname)s %(name)s: %(message)s"))
     root.addHandler(handler)
     root.setLevel(logging.DEBUG if debug else logging.WARNING)

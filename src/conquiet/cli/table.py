@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TextIO
 
 from conquiet.cli.terminal import dim, printable
+from conquiet.message import printable as in_one_row
 
 Paint = Callable[[str, TextIO], str]
 
@@ -43,7 +44,7 @@ def _line(cells: Sequence[str], widths: Sequence[int], is_number: Sequence[bool]
 def _cell(value: object) -> str:
     if isinstance(value, float):
         return f"{value:,.1f}"
-    return f"{value:,}" if isinstance(value, int) else printable(str(value))
+    return f"{value:,}" if isinstance(value, int) else in_one_row(str(value))
 
 
 def print_facts(facts: Sequence[tuple[str, object]]) -> None:

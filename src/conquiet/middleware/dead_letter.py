@@ -20,7 +20,7 @@ from conquiet.acking import settle
 from conquiet.codec import encode_data
 from conquiet.errors import Blameless, ConfigError, ConquietError, InvalidMessage, PermanentError
 from conquiet.handler import NOTHING, Process, Result
-from conquiet.message import Attributes, Message, describe, new_id, now_text
+from conquiet.message import Attributes, Message, describe, new_id, now_text, printable
 from conquiet.sink import Sink
 from conquiet.stage import Stage
 
@@ -257,7 +257,7 @@ def _log(message: Message[Any], error: Exception, answer: Exception | None) -> N
         message.handler.name if message.handler is not None else "-",
         message.deliveries,
         describe(message.attributes),
-        _reason(error),
+        printable(_reason(error)),
     )
 
 

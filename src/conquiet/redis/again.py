@@ -16,7 +16,7 @@ import redis
 
 from conquiet.acking import Error
 from conquiet.errors import Blameless, GivenBack, InvalidMessage
-from conquiet.message import Message
+from conquiet.message import Message, printable
 from conquiet.redis.delivery import Delivery, by_stream
 from conquiet.redis.entry import UndecodableEntry, from_fields
 from conquiet.redis.group import GroupStream
@@ -106,7 +106,7 @@ class Again:
         """An entry that is no CloudEvent: try again, then put it aside; the rest flow on (R13)."""
         why = UndecodableEntry(delivery.stream.name, delivery.id.decode(), str(error))
         why.__cause__ = error
-        logger.warning("delivery=%d: %s", delivery.deliveries, why)
+        logger.warning("delivery=%d: %s", delivery.deliveries, printable(str(why)))
         if delivery.deliveries >= (self._max_deliveries or _UNDECODABLE_DELIVERIES):
             self._bury(delivery, delivery.deliveries, why)
         else:
@@ -192,7 +192,7 @@ class Again:
         stream.held.pop(delivery.id, None)
         self.dead += 1
         why = error or "delivered too often"
-        logger.error("dead letter in %r: %r: %s", place.decode(), delivery, why)
+        logger.error("dead letter in %r: %r: %s", place.decode(), delivery, printable(str(why)))
 
 
 def uncount(deliveries: Sequence[Delivery], *options: Argument) -> None:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import redis
 
 from conquiet.errors import InvalidMessage, StoreError
-from conquiet.message import Message
+from conquiet.message import Message, printable
 from conquiet.redis.delivery import FIRST, LAST, id_after, split_id
 from conquiet.redis.entry import UndecodableEntry, from_fields
 from conquiet.redis.group import GroupStream
@@ -44,7 +44,7 @@ def _replay(stream: GroupStream, start: str | None, end: str | None) -> Iterator
                 data, attributes, topic = from_fields(fields)
             except InvalidMessage as error:
                 why = UndecodableEntry(stream.name, entry_id.decode(), str(error))
-                logger.warning("left out of a replay: %s", why)
+                logger.warning("left out of a replay: %s", printable(str(why)))
                 continue
             message: Message[Any] = Message(data, attributes, topic=topic or stream.topic)
             message.locals["position"] = entry_id.decode()

@@ -7,7 +7,7 @@ import logging
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
-from conquiet.message import Message
+from conquiet.message import STEERING, Message, printable
 
 _NAMES = ("event_id", "event_type", "aggregate_type", "aggregate_id", "attempt")
 _EXTRAS = (*_NAMES, "duplicate", "reason", "topic", "settings")
@@ -49,7 +49,8 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False, default=str)
+        text = json.dumps(line, ensure_ascii=False, default=str)
+        return STEERING.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 class ConsoleFormatter(logging.Formatter):
@@ -59,10 +60,15 @@ class ConsoleFormatter(logging.Formatter):
         moment = datetime.fromtimestamp(record.created).strftime("%H:%M:%S.%f")[:-3]
         about = {name: value for name, value in _extras(record).items() if name != "settings"}
         told = "".join(f" {name}={value}" for name, value in about.items())
-        text = f"{moment} {record.levelname:<7} {record.getMessage()}{told}"
+        text = f"{moment} {record.levelname:<7} {printable(record.getMessage() + told)}"
         if record.exc_info:
-            text += "\n" + self.formatException(record.exc_info)
+            text += "\n" + indented(self.formatException(record.exc_info))
         return text
+
+
+def indented(traceback: str) -> str:
+    """What an error says may look like a line of the log; indented, it is seen to be none."""
+    return "\n".join(f"  {printable(line)}" for line in traceback.splitlines())
 
 
 def set_up(form: str, level: str, stream: TextIO | None = None) -> None:

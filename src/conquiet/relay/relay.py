@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 from conquiet.acking import Acking, Error, settle
 from conquiet.backoff import Backoff
 from conquiet.errors import Blameless, ConfigError, GivenBack, SinkUnavailable
-from conquiet.message import Message, describe
+from conquiet.message import Message, describe, printable
 from conquiet.publish import answers_of
 from conquiet.relay.logs import fields
 from conquiet.sink import Sink
@@ -102,7 +102,9 @@ class Relay:
                     break
                 if outcome.outage is not None:
                     wait = self._pauses.next()
-                    logger.warning("outage, next try in %.1f s: %s", wait, outcome.outage)
+                    logger.warning(
+                        "outage, next try in %.1f s: %s", wait, printable(str(outcome.outage))
+                    )
                     self._stopping.wait(wait)
         finally:
             self.source.close()
@@ -256,7 +258,10 @@ def _log_waiting(answers: Sequence[Error]) -> None:
     waiting = [answer for answer in answers if isinstance(answer, SinkUnavailable)]
     if waiting:
         logger.warning(
-            "%d of %d not published, tried again later: %s", len(waiting), len(answers), waiting[0]
+            "%d of %d not published, tried again later: %s",
+            len(waiting),
+            len(answers),
+            printable(str(waiting[0])),
         )
 
 

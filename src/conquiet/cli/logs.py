@@ -1,0 +1,28 @@
+"""Logs of the commands: one line per record, whatever a message says."""
+
+from __future__ import annotations
+
+import logging
+
+from conquiet.message import printable
+
+
+class LineFormatter(logging.Formatter):
+    """Line breaks and control characters are written out, and tracebacks are indented.
+
+    So nothing that a message holds can look like a line of its own, or steer a terminal.
+    """
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's own name
+        return printable(super().formatMessage(record))
+
+    def formatException(self, ei: object) -> str:  # noqa: N802
+        text = super().formatException(ei)  # type: ignore[arg-type]
+        return "\n".join(f"  {printable(line)}" for line in text.splitlines())
+
+
+def set_up_logs(level: int, form: str = "%(levelname)s %(message)s") -> None:
+    """Log to stderr, unless the application has set up its logs itself."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(LineFormatter(form))
+    logging.basicConfig(level=level, handlers=[handler])
