@@ -15,6 +15,7 @@ import os
 import platform
 import random
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -263,6 +264,7 @@ def main() -> int:
     if given.rate is None:
         given.rate = 0.0 if given.messages is not None else 300.0
     print(f"seed {given.seed}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers and mounts go with us
     folder = Path(tempfile.mkdtemp(prefix="conquiet-soak-"))
     try:
         folder.chmod(0o755)  # PostgreSQL is no root

@@ -32,10 +32,12 @@ class Process:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def start(self) -> None:
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         with self.log.open("ab") as log:
             command = [sys.executable, str(SERVICE), self.role, str(self.config)]
             self.popen = subprocess.Popen(
-                command, cwd=ROOT, stderr=log, stdout=log, env={**os.environ, "PYTHONPATH": "."}
+                command, cwd=ROOT, stderr=log, stdout=log, env=environment
             )
 
     def told(self) -> tuple[int, float, int] | None:
