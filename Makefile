@@ -17,7 +17,7 @@ setup: ## virtual environment, packages and Java; nothing to do when nothing cha
 	@scripts/setup.sh
 
 run: setup ## the demo: orders, workers (one is killed), relays, Spark, verdict, report
-	@$(BIN)/conquiet demo
+	@$(BIN)/conquiet demo $(DEMO)
 
 run-outbox-publisher: setup ## the relay: publishes an outbox; settings in docs/outbox.md
 	@if [ -z "$$CONQUIET_DATABASE_URL$$CONQUIET_CONFIG" ]; then \
