@@ -42,11 +42,15 @@ class _History:
     def __init__(self) -> None:
         self._rejected: dict[str, list[str]] = {}
 
-    def command(self, type_: str, data: dict[str, Any]) -> tuple[type, dict[str, Any]] | None:
+    def command(
+        self, type_: str, data: dict[str, Any]
+    ) -> tuple[type[msgspec.Struct], dict[str, Any]] | None:
         """What was asked for, if an event is the first thing that tells of it."""
         if type_ in _COPIED:
             return _COPIED[type_], data
-        other: dict[str, Callable[[dict[str, Any]], tuple[type, dict[str, Any]] | None]] = {
+        other: dict[
+            str, Callable[[dict[str, Any]], tuple[type[msgspec.Struct], dict[str, Any]] | None]
+        ] = {
             "order_created": self._placed,
             "line_item_state_changed": self._decided,
             "order_state_changed": self._moved,
@@ -54,7 +58,7 @@ class _History:
         }
         return other[type_](data) if type_ in other else None
 
-    def _placed(self, data: dict[str, Any]) -> tuple[type, dict[str, Any]]:
+    def _placed(self, data: dict[str, Any]) -> tuple[type[msgspec.Struct], dict[str, Any]]:
         tokens = (data.get("attribution") or {}).get("token_ids", [])
         postal_code = data["ship_to"]["postal_code"]
         return asked.PlaceOrder, {**data, "token_ids": tokens, "postal_code": postal_code}
@@ -63,14 +67,14 @@ class _History:
         if data["to_status"] == "rejected":
             self._rejected.setdefault(data["order_id"], []).append(data["line_item_id"])
 
-    def _moved(self, data: dict[str, Any]) -> tuple[type, dict[str, Any]]:
+    def _moved(self, data: dict[str, Any]) -> tuple[type[msgspec.Struct], dict[str, Any]]:
         to = data["to_status"]
         if to not in _DECISIONS:
             return _MOVES[to], data
         rejected = self._rejected.pop(data["order_id"], [])
         return asked.AcceptLines, {**data, "rejected": rejected}
 
-    def _licensed(self, data: dict[str, Any]) -> tuple[type, dict[str, Any]]:
+    def _licensed(self, data: dict[str, Any]) -> tuple[type[msgspec.Struct], dict[str, Any]]:
         kinds = {"pending_review": asked.SubmitLicense, "expired": asked.ExpireLicense}
         return kinds.get(data["status"], asked.ReviewLicense), data
 
