@@ -75,7 +75,10 @@ class _History:
         return asked.AcceptLines, {**data, "rejected": rejected}
 
     def _licensed(self, data: dict[str, Any]) -> tuple[type[msgspec.Struct], dict[str, Any]]:
-        kinds = {"pending_review": asked.SubmitLicense, "expired": asked.ExpireLicense}
+        kinds: dict[str, type[msgspec.Struct]] = {
+            "pending_review": asked.SubmitLicense,
+            "expired": asked.ExpireLicense,
+        }
         return kinds.get(data["status"], asked.ReviewLicense), data
 
 
