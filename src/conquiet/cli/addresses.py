@@ -132,7 +132,11 @@ class _StreamPlace:
         try:
             return redis.Redis.from_url(self._url)
         except (ValueError, TypeError) as error:
-            raise ConfigError(f"{self._option} redis://…: {error}") from error
+            from conquiet.relay.sinks.url import trouble
+
+            raise ConfigError(
+                f"{self._option} redis://…: {trouble(error, self._url)}"
+            ) from None  # whose words may quote a part of the password
 
 
 def _room(name: str) -> Any:
@@ -207,6 +211,7 @@ def _scheme(url: str, option: str, known: Collection[str]) -> str:
         return scheme
     hint = f"; for a file, write file:{url}" if ":" not in url else ""
     choices = ", ".join(name if name == "-" else f"{name}:" for name in known)
-    raise ConfigError(
-        f"{option} {url.partition('?')[0]!r:.100}: unknown, choose one of {choices}{hint}"
-    )
+    from conquiet.relay.masked import masked
+
+    shown = masked(url.partition("?")[0])
+    raise ConfigError(f"{option} {shown!r:.100}: unknown, choose one of {choices}{hint}")

@@ -99,8 +99,11 @@ def _make_from_router(
 ) -> Worker:
     source_url, sink_url = options.get("source", "-"), options.get("sink", "-")
     if shared and not is_shareable(source_url):
+        from conquiet.relay.masked import masked
+
+        where = "stdin" if source_url == "-" else masked(source_url)
         raise ConfigError(
-            f"--processes: {'stdin' if source_url == '-' else source_url} is read by one process;"
+            f"--processes: {where} is read by one process;"
             " use --threads, or a target that makes a Worker with a source of its own"
         )
     refuse_one_file_for_both(source_url, sink_url)

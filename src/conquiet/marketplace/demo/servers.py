@@ -31,6 +31,7 @@ from conquiet.marketplace.demo.settings import (
 from conquiet.marketplace.generator.entry import DOMAIN_TOPIC, TELEMETRY_TOPIC
 from conquiet.marketplace.service import init
 from conquiet.redis import Topic
+from conquiet.relay.sinks.url import trouble
 
 STREAMS = Topic(COMMANDS, WORKERS).streams
 _LEASES = tuple(f"conquiet:leases:{stream}" for stream in STREAMS)
@@ -86,7 +87,7 @@ def _own_redis(url: str) -> Iterator[str]:
         client: Any = redis.Redis.from_url(url)
         taken = [key for key in KEYS if client.exists(key)]
     except (redis.RedisError, ValueError, OSError) as error:
-        raise ConfigError(f"--redis: it cannot be used: {error}") from error
+        raise ConfigError(f"--redis: it cannot be used: {trouble(error, url)}") from None
     if taken:
         raise ConfigError(
             f"--redis: there is a key {taken[0]} already, which may be somebody's: name an empty"
@@ -109,7 +110,7 @@ def _own_schema(url: str) -> Iterator[str]:
         plain = address.render_as_string(hide_password=False)
         psycopg.connect(plain).close()
     except (psycopg.Error, SQLAlchemyError, ValueError) as error:
-        raise ConfigError(f"--postgres: it cannot be used: {error}") from error
+        raise ConfigError(f"--postgres: it cannot be used: {trouble(error, url)}") from None
     try:
         _execute(plain, sql.SQL("CREATE SCHEMA {}").format(name))
         inside = address.update_query_dict({"options": f"-csearch_path={schema}"})

@@ -1,0 +1,145 @@
+"""A password in a URL is never repeated: not in output, errors, tracebacks or logs."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+
+import pytest
+
+from conquiet import cli
+
+SECRET = "Zq9pa55w0rd"
+REDIS = {
+    "nobody listens": f"redis://app:{SECRET}@127.0.0.1:1/0",
+    "over TLS": f"rediss://app:{SECRET}@127.0.0.1:1/0",
+    "no port": f"redis://app:{SECRET}/x@127.0.0.1:6379/0",
+    "a bracket": f"redis://app:[{SECRET}@127.0.0.1:6379/0",
+    "an unknown option": f"redis://127.0.0.1:1/0?password={SECRET}&nosuch=1",
+    "an unknown scheme": f"nosuch://app:{SECRET}@127.0.0.1:1/0",
+    "no scheme": f"app:{SECRET}@127.0.0.1:1",
+}
+DATABASES = {
+    "nobody listens": f"postgresql://app:{SECRET}@127.0.0.1:1/shop",
+    "no port": f"postgresql://app:{SECRET}/x@127.0.0.1:5432/shop",
+    "a port that is none": f"postgresql://app:{SECRET}@127.0.0.1:port/shop",
+    "in the query": f"postgresql://127.0.0.1:1/shop?user=app&password={SECRET}",
+    "an unknown option": f"postgresql://app:{SECRET}@127.0.0.1:1/shop?sslpassword={SECRET}&nosuch=1",
+    "an unknown scheme": f"nosuch://app:{SECRET}@127.0.0.1:1/shop",
+    "no scheme": f"app:{SECRET}@127.0.0.1:1",
+}
+OF_REDIS = [
+    "streams list --url URL",
+    "streams trim orders --url URL",
+    "queue stats orders --url URL",
+    "queue pending orders billing --url URL",
+    "dead-letters list dead --url URL",
+    "dead-letters replay dead --all --yes --url URL",
+    "kombu inspect --url URL",
+    "kombu clean --url URL",
+    "trace a-1 --redis-url URL",
+    "doctor --redis-url URL",
+    "worker run tests.security.test_secrets:nothing --source URL?stream=a&group=b",
+    "worker run tests.security.test_secrets:nothing --source URL",
+    "worker run tests.security.test_secrets:nothing --sink URL",
+    "worker run tests.security.test_secrets:nothing --processes 2 --source URL",
+    "relay run --until-empty --database sqlite:///nothing.sqlite --sink URL",
+    "relay run --print-settings --database sqlite:///nothing.sqlite --sink URL",
+    "dashboard --print-settings --redis URL",
+    "demo --no-spark --redis URL",
+]
+OF_DATABASES = [
+    "outbox status --url URL",
+    "outbox list --url URL",
+    "outbox show a-1 --url URL",
+    "outbox retry --all --url URL",
+    "outbox prune --older-than 1d --yes --url URL",
+    "outbox verify --url URL",
+    "outbox migrate --url URL",
+    "trace a-1 --database-url URL",
+    "doctor --database-url URL",
+    "relay run --until-empty --database URL --sink stdout:",
+    "relay run --print-settings --database URL --sink stdout:",
+    "dashboard --print-settings --database URL",
+    "demo --no-spark --postgres URL",
+    "pipeline reconcile --outbox-url URL",
+]
+SINKS = [
+    f"https://app:{SECRET}@127.0.0.1:1/hook",
+    f"https://{SECRET}@127.0.0.1:1/hook",
+    f"https://127.0.0.1:1/hook?token={SECRET}",
+    f"https://app:{SECRET}@127.0.0.1:port/hook",
+    f"amqp://app:{SECRET}@127.0.0.1:1//orders",
+    f"amqps://app:{SECRET}@127.0.0.1:port//orders",
+    f"kafka://app:{SECRET}@127.0.0.1:1/orders?nosuch=1",
+    f"kafka://127.0.0.1:1/orders?sasl.password={SECRET}",
+    f"redis://app:{SECRET}@127.0.0.1:1/0",
+    f"nosuch://app:{SECRET}@127.0.0.1",
+]
+
+
+def nothing():
+    from conquiet import Router
+
+    router = Router()
+    router.raw()(lambda message: None)
+    return router
+
+
+def _cases(commands, urls):
+    """Every command with every URL; in an ordinary run, the URL that libraries quote most."""
+    for command in commands:
+        for flaw, url in urls.items():
+            is_quick = flaw == "no port" and not command.startswith(("demo", "doctor", "pipeline"))
+            marks = () if is_quick else (pytest.mark.slow,)
+            yield pytest.param(command, url, id=f"{command}, {flaw}", marks=marks)
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    """A directory of its own, nothing set, nothing to read, and what was logged in sight."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
+    for name in [name for name in os.environ if name.startswith("CONQUIET_")]:
+        monkeypatch.delenv(name)
+
+
+def told(arguments, capfd, caplog):
+    """Everything that a command says; it must fail, or have nothing to do, by itself."""
+    caplog.clear()
+    with caplog.at_level(logging.DEBUG):
+        try:
+            code = cli.main(arguments)
+        except SystemExit as ended:
+            code = ended.code
+    output = capfd.readouterr()
+    records = "".join(logging.Formatter().format(record) for record in caplog.records)
+    return code, output.out + output.err, records
+
+
+def check(command, url, capfd, caplog):
+    arguments = [part.replace("URL", url) for part in command.split(" ")]
+    # Of both forms the longer: --debug says all that is said without it.
+    code, output, logs = told([*arguments, "--debug"], capfd, caplog)
+    assert SECRET not in output, (command, url, output)
+    assert SECRET not in logs, (command, url, logs)
+    assert "--print-settings" in arguments or code in (1, 2), (command, url, code, output)
+
+
+@pytest.mark.parametrize(("command", "url"), list(_cases(OF_REDIS, REDIS)))
+def test_of_redis(command, url, capfd, caplog) -> None:
+    check(command, url, capfd, caplog)
+
+
+@pytest.mark.parametrize(("command", "url"), list(_cases(OF_DATABASES, DATABASES)))
+def test_of_a_database(command, url, capfd, caplog) -> None:
+    check(command, url, capfd, caplog)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("url", SINKS)
+@pytest.mark.parametrize("verb", ["--until-empty", "--print-settings"])
+def test_of_a_sink(verb, url, capfd, caplog, sqlite_url) -> None:
+    assert cli.main(["outbox", "migrate", "--url", sqlite_url]) == 0
+    check(f"relay run {verb} --database {sqlite_url} --sink URL", url, capfd, caplog)
