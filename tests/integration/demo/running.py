@@ -41,7 +41,12 @@ class Demo:
         raise AssertionError(f"it ended without {text!r}: {said}")
 
     def finish(self) -> tuple[int, str, str]:
-        output, errors = self.process.communicate(timeout=500)
+        try:
+            output, errors = self.process.communicate(timeout=500)
+        except BaseException:
+            self.process.terminate()  # it cleans up after itself
+            self.process.wait(60)
+            raise
         return self.process.returncode, output, errors
 
     def left(self) -> list[str]:

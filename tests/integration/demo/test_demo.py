@@ -111,6 +111,7 @@ def test_a_server_that_is_not_there_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_whole_of_it(tmp_path: Path) -> None:
     demo = Demo(tmp_path, "--orders", "100")
     code, output, errors = demo.finish()
@@ -127,6 +128,7 @@ def test_the_whole_of_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_verdict_sees_a_cent_too_much(tmp_path: Path) -> None:
     def add_a_cent(servers: Servers) -> None:
         with servers.connect() as connection:
@@ -145,6 +147,7 @@ def test_the_verdict_sees_a_cent_too_much(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_verdict_sees_what_spark_was_not_given(tmp_path: Path) -> None:
     def lose_a_payment(servers: Servers) -> None:
         client = servers.client
@@ -161,6 +164,7 @@ def test_the_verdict_sees_what_spark_was_not_given(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("moment", ["servers start", "workers handle", "is killed", "Spark makes"])
 def test_a_signal_ends_it_at_any_moment(tmp_path: Path, moment: str, number: int) -> None:
@@ -174,6 +178,7 @@ def test_a_signal_ends_it_at_any_moment(tmp_path: Path, moment: str, number: int
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_nothing_outlives_a_demo_that_is_killed(tmp_path: Path) -> None:
     demo = Demo(tmp_path, "--orders", "60")
     demo.read_until("is killed")
@@ -183,6 +188,7 @@ def test_nothing_outlives_a_demo_that_is_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_kept_servers_can_be_looked_at_until_a_signal(tmp_path: Path) -> None:
     demo = Demo(tmp_path, "--orders", "30", "--no-spark", "--keep")
     said = demo.read_until("redis-cli")
@@ -199,6 +205,7 @@ def test_kept_servers_can_be_looked_at_until_a_signal(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("spark", [True, False])
 def test_on_servers_of_ones_own(
     tmp_path: Path, database_url: str, private_redis: embedded.RedisServer, spark: bool
@@ -223,6 +230,7 @@ def test_on_servers_of_ones_own(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_report_opens_in_a_browser(tmp_path: Path, chromium: Any) -> None:
     demo = Demo(tmp_path, "--orders", "30", "--no-spark")
     assert demo.finish()[0] == 0
