@@ -93,6 +93,9 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
 
     def _listen(self) -> None:
         assert self._process.stdout is not None
