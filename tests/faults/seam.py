@@ -24,6 +24,7 @@ import sqlite3
 import struct
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from typing import Any
 
 SIDES = ("before", "half", "after")
 _BYTES_SENT = 200  # of struct tcp_info: tcpi_bytes_sent, since Linux 4.19
+_MIDDLE = ", sent"
 _READABLE = 1  # psycopg.waiting.Ready.R
 _VERB = re.compile(rb"\*\d+\r\n\$\d+\r\n([A-Za-z]+)\r\n")
 
@@ -70,6 +72,8 @@ class Seam:
         self._lock = threading.Lock()
         self._thread = threading.local()
         self._sent: dict[int, int] = {}
+        self._under_way = 0
+        self._is_over = False
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -96,21 +100,29 @@ class Seam:
         if self._is_aside:
             return call()
         side = self._take(label, half is not None)
-        self._compare(file, label)
-        if side == "half" and half is not None:
-            half()
-        if side in ("before", "half"):
-            die()
-        with self.aside():
-            result = call()
-        if side == "after":
-            die()
-        self._note(file)
-        return result
+        try:
+            self._compare(file, label)
+            if side == "half" and half is not None:
+                half()
+            if side in ("before", "half"):
+                die()
+            with self.aside():
+                result = call()
+            if side == "after":
+                die()
+            self._note(file)
+            return result
+        finally:
+            with self._lock:
+                self._under_way -= 1
 
     def _take(self, label: str, splits: bool) -> str | None:
         lane = re.sub(r"[-\d]+$", "", threading.current_thread().name)
+        begins = not label.endswith(_MIDDLE)
+        while begins and self._is_over:  # the process ends, and what it has sent is counted
+            time.sleep(1.0)
         with self._lock:
+            self._under_way += begins
             self._counts[lane] += 1
             number = self._counts[lane]
             self.points.append(Point(lane, number, label, splits))
@@ -126,7 +138,11 @@ class Seam:
             self.bypassed.append(f"SQLite ran {statement!r} outside of a counted call")
 
     def audit(self) -> list[str]:
-        """What this process has sent without the seam's knowledge."""
+        """What this process has sent without the seam's knowledge; it sends nothing more."""
+        self._is_over = True
+        deadline = time.monotonic() + 5.0
+        while self._under_way and time.monotonic() < deadline:  # a thread is amid a call
+            time.sleep(0.001)
         for name in os.listdir("/proc/self/fd"):
             self._compare(int(name), "the end")
         return self.bypassed
@@ -216,7 +232,7 @@ class Seam:
 
         def waited(gen: Any, fileno: int, *given: Any, **named: Any) -> Any:
             label = f"libpq {getattr(gen, '__name__', 'exchange')}"
-            out = gen if self._is_aside else self._with_middle(gen, f"{label}, sent")
+            out = gen if self._is_aside else self._with_middle(gen, label + _MIDDLE)
             return self.passes(label, lambda: wait(out, fileno, *given, **named), file=fileno)
 
         def connected(gen: Any, *given: Any, **named: Any) -> Any:
