@@ -8,6 +8,7 @@ from typing import Any
 
 from conquiet.cli import pipeline_tables
 from conquiet.cli.numbers import count, seconds
+from conquiet.cli.verbs import add_group
 
 _RUN = """\
 Carry events into the table `raw_events`, in batches, until a signal comes: each once, though
@@ -63,10 +64,12 @@ exit codes:
 
 
 def register(commands: Any, common: ArgumentParser) -> None:
-    group = commands.add_parser(
-        "pipeline", help="events into tables, by Spark", description="Events into tables, by Spark."
+    verbs = add_group(
+        commands,
+        "pipeline",
+        "events into tables, by Spark",
+        "conquiet pipeline run --streams 'orders*' --to lake --once",
     )
-    verbs = group.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _register_run(verbs, common)
     _register_package(verbs, common)
     pipeline_tables.register(verbs, common)
@@ -147,7 +150,11 @@ def _register_package(verbs: Any, common: ArgumentParser) -> None:
     )
     package.set_defaults(run=_package)
     package.add_argument(
-        "--output", type=Path, default=Path("conquiet-packages.zip"), metavar="FILE"
+        "--output",
+        type=Path,
+        default=Path("conquiet-packages.zip"),
+        metavar="FILE",
+        help="(conquiet-packages.zip)",
     )
     package.add_argument(
         "--include", action="append", default=[], type=Path, metavar="PATH",
@@ -157,7 +164,7 @@ def _register_package(verbs: Any, common: ArgumentParser) -> None:
         "--without", action="append", default=[], metavar="NAME",
         help="a distribution that the executors have",
     )  # fmt: skip
-    package.add_argument("--json", action="store_true")
+    package.add_argument("--json", action="store_true", help="answer in JSON")
 
 
 def _run(options: Namespace) -> int:

@@ -78,7 +78,7 @@ def register(verbs: Any, common: ArgumentParser) -> None:
     replay.add_argument("--since", type=_day, required=True, metavar="DAY", help="2026-01-31, UTC")
     replay.add_argument("--until", type=_day, required=True, metavar="DAY", help="not included")
     _outbox_url(replay)
-    replay.add_argument("--json", action="store_true")
+    replay.add_argument("--json", action="store_true", help="answer in JSON")
     reconcile = _verb(
         verbs, common, "reconcile", "do events and money agree?", _RECONCILE, _reconcile
     )
@@ -87,14 +87,16 @@ def register(verbs: Any, common: ArgumentParser) -> None:
     reconcile.add_argument("--json", action="store_true", help="a line of JSON per row")
     show = _verb(verbs, common, "show", "print rows of a table", _SHOW, _show)
     show.epilog = _SHOW_EPILOG
-    show.add_argument("table", nargs="?", metavar="TABLE")
+    show.add_argument("table", nargs="?", metavar="TABLE", help="such as fact_order")
     show.add_argument("--sql", metavar="QUERY", help="about any of the tables")
     show.add_argument("--limit", type=int, default=20, metavar="N", help="rows at most (20)")
     show.add_argument("--json", action="store_true", help="a line of JSON per row")
     report = _verb(verbs, common, "report", "a page with charts", _REPORT, _report)
     report.epilog = _REPORT_EPILOG
-    report.add_argument("--output", type=Path, default=Path("report.html"), metavar="FILE")
-    report.add_argument("--json", action="store_true")
+    report.add_argument(
+        "--output", type=Path, default=Path("report.html"), metavar="FILE", help="(report.html)"
+    )
+    report.add_argument("--json", action="store_true", help="answer in JSON")
 
 
 def _verb(
