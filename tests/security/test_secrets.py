@@ -8,7 +8,8 @@ import os
 
 import pytest
 
-from conquiet import cli
+from conquiet import Message, cli
+from conquiet.sql import Outbox, engine, schema
 
 SECRET = "Zq9pa55w0rd"
 REDIS = {
@@ -141,5 +142,11 @@ def test_of_a_database(command, url, capfd, caplog) -> None:
 @pytest.mark.parametrize("url", SINKS)
 @pytest.mark.parametrize("verb", ["--until-empty", "--print-settings"])
 def test_of_a_sink(verb, url, capfd, caplog, sqlite_url) -> None:
-    assert cli.main(["outbox", "migrate", "--url", sqlite_url]) == 0
+    """With an event that waits, so that the sink is really asked."""
+    shop = engine(sqlite_url)
+    schema.init(shop)
+    with shop.begin() as connection:
+        event = Message(b"{}", {"id": "1", "type": "sold", "source": "/shop"})
+        Outbox("orders").add(connection, [event])
+    shop.dispose()
     check(f"relay run {verb} --database {sqlite_url} --sink URL", url, capfd, caplog)
