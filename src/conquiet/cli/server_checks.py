@@ -123,6 +123,7 @@ def _database(url: str) -> Iterator[Check]:
             version = ".".join(map(str, connection.dialect.server_version_info or ()))
             detail = f"{masked(url)}, {made.dialect.name} {version}".rstrip()
             yield Check("servers", "database", "ok", detail)
+            yield from _verification(made.url)
             if not is_sqlite:  # that has the clock of this machine
                 before = time.time()
                 now = connection.exec_driver_sql("SELECT extract(epoch FROM clock_timestamp())")
@@ -133,6 +134,18 @@ def _database(url: str) -> Iterator[Check]:
     except (ArgumentError, SQLAlchemyError, OSError, ValueError, ConquietError) as error:
         cause = getattr(error, "orig", None) or error
         yield _unreachable("database", url, cause, "CONQUIET_DATABASE_URL")
+
+
+def _verification(url: Any) -> Iterator[Check]:
+    """Whether somebody between us and PostgreSQL could pass for it; libpq's default lets them."""
+    host = str(url.query.get("host", url.host or ""))
+    mode = str(url.query.get("sslmode", os.environ.get("PGSSLMODE", "prefer")))
+    is_near = host in ("", "localhost", "127.0.0.1", "::1") or host.startswith("/")
+    if url.get_backend_name() != "postgresql" or is_near or mode == "verify-full":
+        return
+    fix = "add sslmode=verify-full&sslrootcert=system, or the file of your authority, to its URL"
+    detail = f"sslmode={mode}: the certificate of {host} is not verified"
+    yield Check("servers", "database TLS", "notice", detail, fix)
 
 
 def _tables(engine: Any) -> Iterator[Check]:

@@ -69,6 +69,8 @@ class KafkaSink:
         }
         self._producer: Any = None
         self._down: str | None = None
+        self._unlike: str | None = None
+        """What was wrong with the certificate of a broker, or with our credentials."""
         self._broken = False
         self._waiting = 0
         self._connected()  # a wrong setting is an error now, not with the first message
@@ -97,7 +99,8 @@ class KafkaSink:
         try:
             self._connected().list_topics(timeout=self._timeout)
         except self._kafka.KafkaException as error:
-            raise SinkUnavailable(f"Kafka cannot be reached: {error}") from error
+            self._connected().poll(0)  # which tells why
+            raise SinkUnavailable(f"Kafka cannot be reached: {self._unlike or error}") from error
 
     def close(self) -> None:
         """Let go of the connections; nothing is buffered between two calls."""
@@ -159,7 +162,7 @@ class KafkaSink:
         """Brokers close idle connections, which is no outage of now."""
         with suppress(self._kafka.KafkaException):  # a fatal one will be told again
             producer.poll(0)
-        self._down, self._waiting = None, 0
+        self._down, self._unlike, self._waiting = None, None, 0
 
     def _produce(
         self, producer: Any, message: Message[Any], envelope: Envelope, on_delivery: Any
@@ -212,11 +215,15 @@ class KafkaSink:
             codes._PURGE_QUEUE,
             codes._PURGE_INFLIGHT,
         ):
-            return SinkUnavailable(f"{name}: Kafka did not confirm it: {self._down or error}")
+            return SinkUnavailable(
+                f"{name}: Kafka did not confirm it: {self._unlike or self._down or error}"
+            )
         return Refused(f"{name}: Kafka refused it: {error}")
 
     def _on_error(self, error: Any) -> None:
         if error.code() == self._kafka.KafkaError._ALL_BROKERS_DOWN:
             self._down = str(error)
+        elif error.code() in (self._kafka.KafkaError._SSL, self._kafka.KafkaError._AUTHENTICATION):
+            self._unlike = f"{error.str():.300}"
         elif error.fatal():
             self._broken = True
