@@ -153,9 +153,7 @@ class TableSource(ABC):
     def log(self, level: int, what: str, row: Row, reason: object) -> None:
         about = {**self.named(row), "attempt": row.attempts + 1}
         told = " ".join(f"{name}={value}" for name, value in about.items())
-        logger.log(
-            level, "%s: %s: %s", what, printable(told), printable(str(reason)), extra=about
-        )
+        logger.log(level, "%s: %s: %s", what, printable(told), printable(str(reason)), extra=about)
 
     def _give_up_old_claims(self) -> None:
         limit = time.monotonic() - self.hold
