@@ -5,10 +5,15 @@ from __future__ import annotations
 import io
 import logging
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from conquiet import Message, cli
+from conquiet import Message, Router, Worker, cli
+from conquiet.jsonlines import LinesSource
+from conquiet.processes import run_processes
 from conquiet.sql import Outbox, engine, schema
 
 SECRET = "Zq9pa55w0rd"
@@ -81,17 +86,24 @@ SINKS = [
 
 
 def nothing():
-    from conquiet import Router
-
     router = Router()
-    router.raw()(lambda message: None)
+
+    @router.raw()
+    def take(message: Message[bytes]) -> None: ...
+
     return router
+
+
+WAITING = "--source URL?stream=a&group=b"
+"""A worker that can start waits for its server, until it is stopped."""
 
 
 def _cases(commands, urls):
     """Every command with every URL; in an ordinary run, the URL that libraries quote most."""
     for command in commands:
         for flaw, url in urls.items():
+            if WAITING in command and flaw in ("nobody listens", "over TLS", "an unknown option"):
+                continue
             is_quick = flaw == "no port" and not command.startswith(("demo", "doctor", "pipeline"))
             marks = () if is_quick else (pytest.mark.slow,)
             yield pytest.param(command, url, id=f"{command}, {flaw}", marks=marks)
@@ -150,3 +162,86 @@ def test_of_a_sink(verb, url, capfd, caplog, sqlite_url) -> None:
         Outbox("orders").add(connection, [event])
     shop.dispose()
     check(f"relay run {verb} --database {sqlite_url} --sink URL", url, capfd, caplog)
+
+
+VARIABLES = {
+    "CONQUIET_DATABASE_URL": DATABASES["nobody listens"],
+    "CONQUIET_REDIS_URL": REDIS["nobody listens"],
+    "CONQUIET_OUTBOX_SINK": SINKS[0],
+    "CONQUIET_DASHBOARD_TOKEN": SECRET,
+}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("relay run", "worker run", "outbox status", "outbox migrate", "streams list", "trace"),
+        *("queue stats", "dead-letters list", "kombu inspect", "pipeline run", "dashboard"),
+        *("doctor", "demo", "completion"),
+    ],
+)
+def test_help_shows_nothing_of_the_environment(command, capfd, caplog, monkeypatch) -> None:
+    for name, value in VARIABLES.items():
+        monkeypatch.setenv(name, value)
+    code, output, _ = told([*command.split(), "--help"], capfd, caplog)
+    assert code == 0
+    assert "usage:" in output
+    assert SECRET not in output
+
+
+@pytest.mark.parametrize("command", ["relay run --print-settings", "dashboard --print-settings"])
+@pytest.mark.parametrize("form", ["", " --json"])
+def test_settings_of_the_environment_are_masked(command, form, capfd, caplog, monkeypatch) -> None:
+    for name, value in VARIABLES.items():
+        monkeypatch.setenv(name, value)
+    code, output, _ = told(f"{command}{form}".split(), capfd, caplog)
+    assert code == 0
+    assert "127.0.0.1" in output
+    assert SECRET not in output
+
+
+def test_metrics_of_a_relay_know_no_url(capfd, caplog, sqlite_url) -> None:
+    from prometheus_client import generate_latest
+
+    told(
+        ["relay", "run", "--until-empty", "--database", sqlite_url, "--sink", SINKS[0]],
+        capfd,
+        caplog,
+    )
+    assert SECRET.encode() not in generate_latest()
+
+
+def test_children_are_given_urls_by_a_pipe_and_not_by_their_command_line(tmp_path) -> None:
+    """Whoever may call ps sees no more than what was typed."""
+    titles = tmp_path / "titles"
+    arguments = {"url": REDIS["nobody listens"], "into": str(titles)}
+    assert run_processes("tests.security.test_secrets:tell_title", 1, 1.0, arguments=arguments) == 0
+    assert "conquiet" in titles.read_text()
+    assert SECRET not in titles.read_text()
+
+
+def tell_title(url, into):
+    """A worker that ends at once, having said how ps shows it."""
+    assert SECRET in url
+    Path(into).write_text(Path("/proc/self/cmdline").read_text())
+    return Worker(LinesSource(io.BytesIO(), name="nothing"), nothing())
+
+
+def test_a_worker_that_waits_for_its_server_does_not_say_the_password() -> None:
+    url = f"{REDIS['nobody listens']}?stream=a&group=b"
+    command = [sys.executable, "-m", "conquiet", "worker", "run", "--debug", "--source", url]
+    worker = subprocess.Popen(
+        [*command, "tests.security.test_secrets:nothing"],
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert worker.stderr is not None
+    said = [line for line, _ in zip(worker.stderr, range(3), strict=False)]
+    worker.terminate()
+    said += worker.stderr.readlines()
+    worker.stderr.close()
+    assert worker.wait(20) in (0, 1)
+    assert "127.0.0.1:1" in "".join(said)
+    assert SECRET not in "".join(said)

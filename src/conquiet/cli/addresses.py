@@ -110,7 +110,12 @@ class _StreamPlace:
 
     def __init__(self, url: str, option: str, needs_group: bool) -> None:
         self.room: Any = _room("redis")
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+        except ValueError as error:
+            from conquiet.relay.sinks.url import trouble
+
+            raise ConfigError(f"{option}: {trouble(error, url)}") from None
         query = dict(parse_qsl(parts.query))
         stream, self.group = query.pop("stream", ""), query.pop("group", "")
         if not stream or (needs_group and not self.group):
