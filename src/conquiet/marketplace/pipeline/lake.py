@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
+from pyspark.sql.types import ArrayType, DataType, MapType, StructField, StructType
 
 from conquiet.errors import ConfigError
 from conquiet.marketplace.pipeline.silver import DAY as SILVER_DAY
@@ -144,14 +145,24 @@ class Lake:
 
 
 def nullable(frame: DataFrame) -> DataFrame:
-    """The frame with columns that may all be null.
+    """The frame with columns that may all be null, and whatever is in them.
 
     Whether one may be is written into files. It differs with the way that rows came here, and the
     same rows must be the same bytes.
     """
     empty = frame.sparkSession.range(0)
-    nothing = [f.lit(None).cast(one.dataType).alias(one.name) for one in frame.schema]
+    nothing = [f.lit(None).cast(_nullable(one.dataType)).alias(one.name) for one in frame.schema]
     return frame.unionByName(empty.select(*nothing))
+
+
+def _nullable(kind: DataType) -> DataType:
+    if isinstance(kind, ArrayType):
+        return ArrayType(_nullable(kind.elementType), containsNull=True)
+    if isinstance(kind, MapType):
+        return MapType(kind.keyType, _nullable(kind.valueType), valueContainsNull=True)
+    if isinstance(kind, StructType):
+        return StructType([StructField(one.name, _nullable(one.dataType)) for one in kind])
+    return kind
 
 
 def distinct(frame: DataFrame, column: str) -> list[Any]:
