@@ -13,7 +13,8 @@ from sqlalchemy import make_url, text
 from sqlalchemy.exc import ProgrammingError
 
 from conquiet import Message, Router
-from conquiet.operations import peek
+from conquiet.operations import peek, survey
+from conquiet.operations.letters_in_stream import letter_streams
 from conquiet.redis import StreamSink, StreamSource
 from conquiet.relay import Relay
 from conquiet.relay.inspection import Inspection
@@ -191,5 +192,11 @@ def test_redis_from_the_relay_to_the_dashboard(as_user, redis_client) -> None:
 
     dashboard = as_user("conquiet_dashboard")
     assert len(peek(dashboard, "orders")) == 4
+    [shown] = survey.streams(dashboard, "orders")
+    assert (shown.name, shown.length, [group.name for group in shown.groups]) == (
+        *("orders", 4),
+        ["billing"],
+    )
+    assert letter_streams(dashboard) == {"orders:dead": 1}
     denied(dashboard, "XADD orders * a b", "XDEL orders 1-1", "XGROUP DESTROY orders billing")
     denied(dashboard, "FLUSHALL", "DEL orders", "CONFIG GET *", "EVAL return 0")
