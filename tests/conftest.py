@@ -120,9 +120,18 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
     return report
 
 
+TOGETHER = (
+    "tests/spark/",
+    "tests/web/test_browser.py",
+    "tests/integration/sinks/test_rabbitmq.py",
+    "tests/integration/kombu/test_celery_tasks.py",
+)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give all Spark tests to one worker, so that there is one JVM; and those with a browser.
+    """Give all Spark tests to one worker, so that there is one JVM; and those with a browser,
+    with RabbitMQ and with a Celery worker, which take seconds to start.
 
     By their path, since xdist 3.8 ignores the mark xdist_group on pytest 9.2 (pytest-xdist #1386).
     """
@@ -130,7 +139,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Together(LoadGroupScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            for beginning in ("tests/spark/", "tests/web/test_browser.py"):
+            for beginning in TOGETHER:
                 if nodeid.startswith(beginning):
                     return beginning
             return super()._split_scope(nodeid)

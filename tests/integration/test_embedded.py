@@ -348,6 +348,7 @@ def test_a_plain_user_can_run_a_server(kind) -> None:
 
 
 @needs_root
+@pytest.mark.slow
 def test_postgres_runs_for_root_from_a_directory_that_only_root_may_enter(
     tmp_path, monkeypatch
 ) -> None:

@@ -146,6 +146,10 @@ def test_what_does_not_stand_in_its_file_is_noticed(tmp_path: Path) -> None:
     assert misquoted(document) == ["broken.md:2: not so in compose.yaml"]
 
 
+LONG = ("spark.md", "cli.md")
+"""They start Spark, or a process for each of many commands."""
+
+
 def documents_with_code() -> list[Path]:
     return [path for path in DOCUMENTS if any(block.runs for block in blocks(path.read_text()))]
 
@@ -154,7 +158,7 @@ def documents_with_code() -> list[Path]:
 @pytest.mark.parametrize(
     "path",
     [
-        pytest.param(path, marks=[pytest.mark.slow] if path.name == "spark.md" else [])
+        pytest.param(path, marks=[pytest.mark.slow] if path.name in LONG else [])
         for path in documents_with_code()
     ],
     ids=lambda path: str(path.relative_to(ROOT)),

@@ -16,7 +16,13 @@ ROOT = Path(__file__).resolve().parents[3]
 COUNTS = tomllib.loads((ROOT / "tests" / "faults" / "crash_points.toml").read_text())
 
 
-@pytest.fixture(params=SCENARIOS)
+LONG = ("relay over PostgreSQL, ordered",)
+"""Half a minute, and much like its neighbour."""
+
+
+@pytest.fixture(
+    params=[pytest.param(one, marks=[pytest.mark.slow] * (one in LONG)) for one in SCENARIOS]
+)
 def scenario(request, redis_server):
     """The name of a scenario, and the URL of an empty database if it needs one."""
     needs_postgres = "PostgreSQL" in request.param

@@ -39,6 +39,7 @@ def heartbeat_of(app, worker):
                 its_connection.drain_events(timeout=SECONDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pool", POOLS)
 def test_a_killed_worker_gives_back_what_it_had_within_the_lease(app, start, notes, name, pool):
     victim = start("victim", pool=pool)

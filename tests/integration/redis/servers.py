@@ -104,7 +104,11 @@ def tls_in_front_of(port, directory):
 
     async def serve(reader, writer):
         inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", port)
-        await asyncio.gather(pump(reader, inner_writer), pump(inner_reader, writer))
+        try:
+            await asyncio.gather(pump(reader, inner_writer), pump(inner_reader, writer))
+        finally:
+            for one in (writer, inner_writer):
+                one.transport.abort()
 
     server = loop.run_until_complete(asyncio.start_server(serve, "127.0.0.1", 0, ssl=context))
     thread = threading.Thread(target=loop.run_forever)
@@ -116,6 +120,8 @@ def tls_in_front_of(port, directory):
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for _ in range(3):  # what was aborted is closed in the next turns of the loop
+            await asyncio.sleep(0)
 
     try:
         yield server.sockets[0].getsockname()[1], certificate
