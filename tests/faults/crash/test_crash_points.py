@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parents[3]
 COUNTS = tomllib.loads((ROOT / "tests" / "faults" / "crash_points.toml").read_text())
 
 
-LONG = ("relay over PostgreSQL, ordered",)
-"""Half a minute, and much like its neighbour."""
+LONG = [one for one in SCENARIOS if "PostgreSQL" in one or "Kombu" in one]
+"""20 seconds or more each: not in `make test`, but in CI."""
 
 
 @pytest.fixture(
