@@ -240,6 +240,43 @@ def test_a_trim_between_planning_and_reading_is_noticed_in_parts_that_nobody_cou
     assert 1900 < readable < 2100
 
 
+@pytest.mark.parametrize("counted", [0, 10_000], ids=["probed", "counted"])
+def test_a_trim_before_a_stream_is_split_is_noticed(
+    plain_log, monkeypatch, caplog, counted
+) -> None:
+    monkeypatch.setattr("conquiet.spark.log.splitting._COUNTED_ANYWAY", counted)
+    plain_log.add("orders", *range(1000, 4000), ids="{}-0")
+    for options in ({}, LENIENT):
+        query = Query(plain_log, {}, minPartitions=3, **options)
+        end = query.reader.latestOffset({}, None)
+        length = plain_log.client.xlen("orders")
+        plain_log.client.xtrim("orders", maxlen=length - 500, approximate=False)
+        if not options:
+            with pytest.raises(DataLoss, match="500 entries are gone"):
+                query.reader.partitions({}, end)
+        else:
+            assert query.reader.partitions({}, end)
+            assert "500 entries are gone" in caplog.text
+
+
+def test_entries_deleted_before_a_stream_is_split_are_missed(plain_log) -> None:
+    ids = plain_log.add("orders", *range(1000, 4000), ids="{}-0")
+    query = Query(plain_log, {}, minPartitions=3)
+    end = query.reader.latestOffset({}, None)
+    plain_log.client.xdel("orders", *ids[1500:1600])
+    with pytest.raises(DataLoss, match="100 entries are gone"):
+        query.reader.partitions({}, end)
+
+
+@pytest.mark.parametrize("start", ["1-0", "2001-01-01T00:00:00Z"])
+def test_a_start_before_the_first_entry_is_no_loss(plain_log, start) -> None:
+    plain_log.add("orders", *range(5))
+    query = Query(plain_log, startingOffsets=start)
+    assert query.batch() == [0, 1, 2, 3, 4]
+    plain_log.client.xtrim("orders", maxlen=2, approximate=False)
+    assert Query(plain_log, startingOffsets=start).batch() == [3, 4]
+
+
 def test_a_batch_that_is_tried_again_after_a_trim_is_refused(plain_log) -> None:
     start = after_reading(plain_log, *range(5))
     plain_log.add("orders", *range(5, 10))

@@ -49,7 +49,12 @@ class Bounds:
             return state.end
         found = Position(before(bound))
         # Behind the end there is nothing yet: then it is the end, and not the sign of a loss.
-        return found if state.end.is_after(found) else state.end
+        if not state.end.is_after(found):
+            return state.end
+        if not state.length or parts(state.first_id) > parts(found.id):
+            # Nor is it one that a stream begins later: what was removed before now was not wanted.
+            return Position(found.id, state.removed)
+        return found
 
 
 def _bound(option: str, value: object) -> str:

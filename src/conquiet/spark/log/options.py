@@ -30,7 +30,7 @@ READ_OPTIONS = {
     "endingTimestamp": ("", "batch only; milliseconds since 1970, for all streams"),
     "maxOffsetsPerTrigger": ("none", "entries per micro-batch, exactly, over all streams"),
     "minPartitions": ("none", "tasks at least, even if they are small"),
-    "maxRecordsPerPartition": ("250000", "about how many entries a task reads at most"),
+    "maxRecordsPerPartition": ("2000000", "about how many entries a task reads at most"),
     "failOnDataLoss": (
         "true",
         "fail when entries are gone before they were read; else warn and count",

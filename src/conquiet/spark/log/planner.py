@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from conquiet.spark.log.connection import client_of
 from conquiet.spark.log.counting import Walk
@@ -86,6 +87,7 @@ class Planner:
             self._losses.notice_again(start, end, self._streams.states(end))
             starts, ways = {}, {}
         pieces = []
+        begins: Positions = {}
         for name, to in end.items():
             given = start.get(name, START)
             begin = starts.get(name, given)
@@ -93,8 +95,19 @@ class Planner:
                 begin = Position(BEGINNING, begin.added if begin.id == BEGINNING else None)
             if to.is_after(begin):
                 pieces.append(Piece(name, begin.id, to.id, entries_between(begin, to)))
+                begins[name] = begin._replace(lost=to.lost)
         least, most = self._options.min_partitions, self._options.max_per_partition
-        return plan(self._streams.wire, pieces, least, most, ways)
+        tasks = plan(self._streams.wire, pieces, least, most, ways)
+        self._look_again(tasks, begins, end)
+        return tasks
+
+    def _look_again(self, tasks: Sequence[LogPartition], begins: Positions, end: Positions) -> None:
+        """Parts of a piece begin with what was there when it was split: a trim just before that
+        would be seen by none of them."""
+        parts_of = Counter(piece.stream for task in tasks for piece in task.pieces)
+        split = {name: begins[name] for name, count in parts_of.items() if count > 1}
+        if split:
+            self._losses.notice_again(split, end, self._streams.states(split))
 
     def done(self, end: Positions) -> None:
         """All up to here is committed."""

@@ -55,7 +55,7 @@ def split(wire: Wire, piece: Piece, count: int, way: Walk | None = None) -> list
     if piece.entries is None or piece.entries > _COUNTED_ANYWAY:
         cuts = _probed(wire, piece, count)
         if cuts:
-            return _with_firsts(wire, _between(piece, [(cut, None) for cut in cuts]))
+            return with_firsts(wire, _between(piece, [(cut, None) for cut in cuts]))
     [way] = walk(wire, [(piece, piece.entries if piece.entries is not None else 2**62)])
     return _along(way, piece, count)
 
@@ -70,7 +70,9 @@ def _along(way: Walk, piece: Piece, count: int) -> list[Piece]:
         if mark < len(places) - 1 and places[mark] > done:
             cuts.append((way.marks[mark][1], places[mark] - done))
             done = places[mark]
-    return _between(piece, cuts, last=way.walked - done)
+    # What the piece should have, not what is left of it now: then the last part is found short.
+    expected = way.walked if piece.entries is None else piece.entries
+    return _between(piece, cuts, last=expected - done)
 
 
 def _between(
@@ -84,7 +86,7 @@ def _between(
     return [*pieces, Piece(piece.stream, after, piece.until, last)]
 
 
-def _with_firsts(wire: Wire, pieces: Sequence[Piece]) -> list[Piece]:
+def with_firsts(wire: Wire, pieces: Sequence[Piece]) -> list[Piece]:
     """Nobody counted these parts: by their first entries it can be told that one was trimmed."""
     ranges = [(id_after(piece.after.encode()), piece.until.encode()) for piece in pieces]
     found = _ids(wire, pieces[0].stream, ranges, 1)
