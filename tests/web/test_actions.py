@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import pytest
 from starlette.routing import Route
 
 from conquiet.web import Token
@@ -95,6 +96,17 @@ def test_what_cannot_be_replayed_stays_and_says_why(client, shop) -> None:
     assert "1 message could not be, and stayed" in done.text
     assert "does not say where it came from" in done.text
     assert shop.client.xlen("dead") == 1
+
+
+@pytest.mark.parametrize("word", ["since", "until"])
+def test_a_time_that_is_none_means_no_letter_rather_than_all(client, shop, ids, word) -> None:
+    asked = client.get("/dead-letters/drop", params={"stream": "dead", word: "yesterday"})
+    assert asked.status_code == 400
+    assert "is no time; write it as 2026-01-31T12:00" in asked.text
+    page = client.get("/dead-letters/drop", params={"stream": "dead"})
+    form = {**form_of(page, "/dead-letters/drop"), word: "yesterday"}
+    assert client.post("/dead-letters/drop", data=form).status_code == 400
+    assert shop.client.xlen("dead") == 3
 
 
 def test_dropping_asks_first_and_tells(client, shop, ids) -> None:

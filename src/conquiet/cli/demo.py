@@ -130,8 +130,10 @@ class _Told:
         self._bar = Progress("", after=0.0)
 
     def begin(self, what: str, word: str) -> None:
-        self._bar.what, self._bar.total = word, None
+        from conquiet.cli.progress import Progress
+
         self._say(f"{what} …")
+        self._bar = Progress(word, after=0.0)  # its own: the time that is left is the stage's
 
     def progress(self, done: int, total: int) -> None:
         self._bar.total = total or None

@@ -63,7 +63,13 @@ def _redis(url: str) -> Iterator[Check]:
             yield _redis_version(url, info)
             yield _redis_clock(client)
             yield from _redis_eviction(info)
-            yield _dead_letters(client)
+            if info.get("cluster_enabled"):  # a node knows only its own streams
+                with redis.RedisCluster.from_url(
+                    url, socket_connect_timeout=_CONNECT_SECONDS, socket_timeout=_CONNECT_SECONDS
+                ) as whole:
+                    yield _dead_letters(whole)
+            else:
+                yield _dead_letters(client)
     except (redis.RedisError, OSError, ValueError, ConquietError) as error:
         yield _unreachable("redis server", url, error, "CONQUIET_REDIS_URL")
 

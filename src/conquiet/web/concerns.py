@@ -59,10 +59,11 @@ def _of_outbox(request: HTTPConnection, sample: Sample) -> Iterator[Concern]:
 
 def _of_groups(request: HTTPConnection, sample: Sample) -> Iterator[Concern]:
     for stream, group in sample.groups():
-        if group.lag and not group.alive:
-            unread = words.plural(group.lag, "entry", "entries")
+        left = [(group.lag or 0, "unread"), (group.pending, "in hand of nobody")]
+        told = [f"{words.plural(n, 'entry', 'entries')} {what}" for n, what in left if n]
+        if told and not group.alive:
             yield Concern(
-                f"Nobody reads {stream.name} for group {group.name}: {unread} unread",
+                f"Nobody reads {stream.name} for group {group.name}: {', '.join(told)}",
                 "Start a worker of this group, or remove the group.",
                 link(request, "/group", stream=stream.name, name=group.name),
             )

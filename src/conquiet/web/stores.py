@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 
 _CONNECT_SECONDS = 3
 _ANSWER_SECONDS = 5
+_PATIENCE: dict[str, Any] = {
+    "socket_connect_timeout": _CONNECT_SECONDS,
+    "socket_timeout": _ANSWER_SECONDS,
+    "client_name": "conquiet-dashboard",
+}
 
 
 class Stores:
@@ -39,6 +44,7 @@ class Stores:
         self._lock = threading.Lock()
         self._engine: Engine | None = None
         self._client: Any = None
+        self._knows_server = False
         self.table = table
         self.streams = streams
         self.relays = tuple(relays)
@@ -74,7 +80,18 @@ class Stores:
                 "no Redis was named: start the dashboard with --redis URL or CONQUIET_REDIS_URL,"
                 " or give dashboard(redis=…)"
             )
-        return self._client if isinstance(self._redis, str) else self._redis
+        return self._whole(self._redis) if isinstance(self._redis, str) else self._redis
+
+    def _whole(self, url: str) -> Any:
+        """The server of a URL, or the cluster that it belongs to: a node of it knows only its own
+        streams."""
+        with self._lock:
+            if not self._knows_server:
+                if _is_in_cluster(self._client, url):
+                    node, self._client = self._client, _cluster(url)
+                    node.close()
+                self._knows_server = True
+            return self._client
 
     @property
     def outbox(self) -> Inspection:
@@ -113,12 +130,7 @@ def _client(url: str) -> Any:
             f"{error.name} is not installed: pip install 'conquiet[redis]', or say --redis off"
         ) from error
     try:
-        client = redis.Redis.from_url(
-            url,
-            socket_connect_timeout=_CONNECT_SECONDS,
-            socket_timeout=_ANSWER_SECONDS,
-            client_name="conquiet-dashboard",
-        )
+        client = redis.Redis.from_url(url, **_PATIENCE)
         client.connection_pool.make_connection()  # refuses options that it does not know
     except (ValueError, TypeError, redis.RedisError) as error:
         raise ConfigError(
@@ -126,6 +138,23 @@ def _client(url: str) -> Any:
             " redis://HOST:PORT/0"
         ) from None
     return client
+
+
+def _is_in_cluster(client: Any, url: str) -> bool:
+    import redis
+
+    try:
+        return bool(client.info("cluster").get("cluster_enabled"))
+    except redis.exceptions.NoPermissionError:  # an ACL without INFO; then it is what was named
+        return False
+    except (redis.RedisError, OSError) as error:
+        raise StoreError(f"Redis does not answer at {masked(url)}: {error}") from error
+
+
+def _cluster(url: str) -> Any:
+    import redis
+
+    return redis.RedisCluster.from_url(url, **_PATIENCE)
 
 
 def _engine(url: str) -> Engine:

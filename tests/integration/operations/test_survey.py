@@ -27,6 +27,7 @@ from conquiet.operations import (
     survey,
 )
 from conquiet.redis import StreamSink, advance_reader, register_reader, server_of
+from conquiet.web.stores import Stores
 
 
 def test_a_stream_tells_its_length_its_ends_and_its_size(redis_client, publish) -> None:
@@ -140,6 +141,9 @@ def test_a_cluster_is_asked_node_by_node(capsys) -> None:
         for port in ports:  # whichever node is named, all of them are meant
             assert main(["streams", "list", "--json", "--url", f"redis://127.0.0.1:{port}"]) == 0
             assert len(json.loads(capsys.readouterr().out)) == 7
+            stores = Stores(None, f"redis://127.0.0.1:{port}")
+            assert len(streams(stores.client)) == 7
+            stores.close()
 
 
 def test_the_room_is_imported_without_packages() -> None:

@@ -62,7 +62,8 @@ def judge_services(
     asked_ids = {message.id for message in world.commands}
     verdict.add("commands sent, with duplicates", asked + commands_repeated, log.commands)
     verdict.add("commands that took effect", asked, len(asked_ids & books.effects.keys()))
-    verdict.add("duplicates dropped by the workers", commands_repeated, log.commands - asked)
+    dropped = log.commands - log.dead_letters - len(books.effects)  # sent, and without effect
+    verdict.add("duplicates dropped by the workers", commands_repeated, dropped)
     verdict.add("commands refused", 0, log.dead_letters)
     verdict.differ("orders unlike the generator's", _orders(world, books))
     verdict.add("events in the outbox", world.events.total(), books.events.total())

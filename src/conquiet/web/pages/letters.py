@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from conquiet.errors import ConfigError
 from conquiet.operations.dead_letters import Letters, Outcome, Wanted, drop, find, replay, show
 from conquiet.operations.errors import NotFound
 from conquiet.web import words
@@ -60,11 +61,14 @@ def wanted_of(said: Mapping[str, str]) -> Wanted:
 
 
 def _moment(text: str) -> datetime | None:
-    """As a browser's field for a time gives it, in UTC."""
+    """As a browser's field for a time gives it, in UTC; what is no time is not left out: all
+    letters would be meant."""
+    if not text:
+        return None
     try:
         at = datetime.fromisoformat(text)
     except ValueError:
-        return None
+        raise ConfigError(f"{text!r:.60} is no time; write it as 2026-01-31T12:00") from None
     return at if at.tzinfo else at.replace(tzinfo=UTC)
 
 
