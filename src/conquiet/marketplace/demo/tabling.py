@@ -19,7 +19,12 @@ def main() -> int:
     scratch = read_settings()["scratch"]
     spark = _session(scratch)
     say(ready=True)
-    addresses = read_settings()
+    try:
+        addresses = read_settings()
+    except SystemExit:  # the demo is gone before it came to that
+        spark.stop()
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
     when_orphaned(lambda: _end_now(scratch))
     _make_tables(spark, addresses)
     spark.stop()
