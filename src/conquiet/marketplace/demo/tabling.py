@@ -17,18 +17,22 @@ if TYPE_CHECKING:
 def main() -> int:
     """First it is told where it may write; then, when the log is complete, where that is."""
     scratch = read_settings()["scratch"]
-    spark = _session(scratch)
-    say(ready=True)
     try:
-        addresses = read_settings()
-    except SystemExit:  # the demo is gone before it came to that
-        spark.stop()
+        _run(scratch)
+    finally:  # also when the demo is gone, and nobody hears or says anything any more
         shutil.rmtree(scratch, ignore_errors=True)
-        raise
-    when_orphaned(lambda: _end_now(scratch))
-    _make_tables(spark, addresses)
-    spark.stop()
     return 0
+
+
+def _run(scratch: str) -> None:
+    spark = _session(scratch)
+    try:
+        say(ready=True)
+        addresses = read_settings()
+        when_orphaned(lambda: _end_now(scratch))
+        _make_tables(spark, addresses)
+    finally:
+        spark.stop()
 
 
 def _session(scratch: str) -> SparkSession:
