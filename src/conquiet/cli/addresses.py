@@ -77,7 +77,7 @@ def _read_redis(url: str, reading: Reading) -> Source:
             " to another stream: add &dead_letters=NAME to the URL"
         )
     place = _StreamPlace(url, "--source", needs_group=True)
-    return place.room.StreamSource(  # type: ignore[no-any-return]
+    return place.room.StreamSource(  # type: ignore[no-any-return]  # the room may be absent
         place.client(),
         place.topic,
         place.group,
@@ -97,7 +97,7 @@ def _write_file(url: str, files: ExitStack) -> Sink:
 def _write_redis(url: str, files: ExitStack) -> Sink:
     place = _StreamPlace(url, "--sink", needs_group=False)
     name = place.topic.name
-    return place.room.StreamSink(  # type: ignore[no-any-return]
+    return place.room.StreamSink(  # type: ignore[no-any-return]  # the room may be absent
         place.client(), name, streams={name: place.topic}
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from conquiet.message import printable
 
@@ -16,8 +17,8 @@ class LineFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's own name
         return printable(super().formatMessage(record))
 
-    def formatException(self, ei: object) -> str:  # noqa: N802
-        text = super().formatException(ei)  # type: ignore[arg-type]
+    def formatException(self, ei: Any) -> str:  # noqa: N802
+        text = super().formatException(ei)
         return "\n".join(f"  {printable(line)}" for line in text.splitlines())
 
 
