@@ -6,7 +6,6 @@ import shutil
 import sys
 import threading
 import time
-from types import TracebackType
 from typing import TextIO
 
 from conquiet.cli.terminal import dim
@@ -49,12 +48,7 @@ class Progress:
         end_waiting()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.clear()
 
     def tell(self, done: int, what: str | None = None) -> None:
@@ -128,12 +122,7 @@ class Waiting:
             _waiting.append(self)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.end()
 
     def end(self) -> None:
