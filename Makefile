@@ -2,7 +2,7 @@
 
 BIN := .venv/bin
 # More than two cores have: most tests wait for a server most of the time.
-WORKERS ?= 3
+WORKERS ?= 4
 TESTS ?= tests
 export WORKERS
 

@@ -162,7 +162,7 @@ def test_a_failover_to_a_replica_leaves_effects_events_and_acks_in_step(private_
 # --- the network --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("threads", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fault", ["cut", "delay", "mute", "lose", "refuse"])
 def test_a_bad_network_loses_nothing_and_repeats_nothing(redis_client, fault, threads):
     settings = redis_client.connection_pool.connection_kwargs

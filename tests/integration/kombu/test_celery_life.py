@@ -81,6 +81,7 @@ def test_a_warm_stop_ends_what_runs_and_gives_the_rest_back_at_once(start, notes
     assert len(notes.of(f"{name}-later")) == 1
 
 
+@pytest.mark.slow
 def test_a_soft_shutdown_lets_tasks_end_and_gives_the_rest_back(start, notes, name):
     settings = {"pool": "prefork", "concurrency": 1, "SOFT_SHUTDOWN_SECONDS": "3"}
     first = start("first", **settings)
