@@ -12,8 +12,10 @@ from tests.spark.log.conftest import Log, Query
 from conquiet import embedded
 from conquiet.errors import ConquietError
 from conquiet.redis import readers, register_reader, trim_stream
+from conquiet.spark.log.ahead import Ahead
 from conquiet.spark.log.loss import DataLoss
 from conquiet.spark.log.offsets import read_offsets
+from conquiet.spark.log.piece import parts
 
 LENIENT = {"failOnDataLoss": "false"}
 
@@ -374,3 +376,77 @@ def test_what_was_counted_for_a_limit_is_not_counted_for_the_tasks(plain_log, mo
     monkeypatch.setattr("conquiet.spark.log.splitting.walk", None)
     tasks = query.reader.partitions(query.offset, end)
     assert sorted(piece.entries for task in tasks for piece in task.pieces) == [1000, 1500]
+
+
+# --- the end of the next batch ----------------------------------------------------------------
+
+
+def looked_ahead(query: Query) -> Ahead:
+    """Waits until the end of the next batch is known."""
+    ahead = query.reader.planner._ahead
+    assert ahead is not None
+    ahead._thread.join()
+    return ahead
+
+
+def test_the_end_of_the_next_batch_is_known_before_it_is_asked_for(plain_log, monkeypatch) -> None:
+    plain_log.add("orders", *range(1000))
+    plain_log.add("other", *range(1000, 1500))
+    query = Query(plain_log, streams="orders,other", maxOffsetsPerTrigger=400)
+    first = query.batch()
+    looked_ahead(query)
+    monkeypatch.setattr("conquiet.spark.log.planner.limited", None)
+    monkeypatch.setattr("conquiet.spark.log.planner.Ahead", lambda *asked: None)
+    second = query.batch()
+    assert (len(first), len(second)) == (400, 400)
+    monkeypatch.undo()
+    rest = [number for _ in range(3) for number in query.batch()]
+    assert sorted([*first, *second, *rest]) == list(range(1500))
+
+
+def test_what_comes_while_a_batch_is_read_is_not_left_out(plain_log) -> None:
+    """The last full batch was looked for ahead; the one behind it takes all that there is."""
+    plain_log.add("orders", *range(1000))
+    query = Query(plain_log, streams="orders,late", maxOffsetsPerTrigger=400)
+    assert query.batch() == list(range(400))
+    looked_ahead(query)
+    plain_log.add("orders", *range(1000, 1100))
+    assert query.batch() == list(range(400, 800))
+    looked_ahead(query)
+    plain_log.add("late", 5000)
+    assert query.batch() == [*range(800, 1100), 5000]
+
+
+def test_a_look_ahead_is_forgotten_when_its_entries_were_trimmed(plain_log) -> None:
+    log = plain_log
+    log.add("orders", *range(1000))
+    query = Query(log, maxOffsetsPerTrigger=300, **LENIENT)
+    assert query.batch() == list(range(300))
+    looked_ahead(query)
+    log.client.xtrim("orders", maxlen=650, approximate=False)
+    assert query.batch() == list(range(350, 650))
+    assert read_offsets(query.offset)["orders"].added == 650
+
+
+def test_a_look_ahead_is_forgotten_when_its_stream_begins_anew(plain_log) -> None:
+    log = plain_log
+    log.add("orders", *range(1, 1001), ids="{}-0")
+    query = Query(log, maxOffsetsPerTrigger=300, **LENIENT)
+    assert query.batch() == list(range(1, 301))
+    looked_ahead(query)
+    log.client.delete("orders")
+    log.add("orders", *range(1, 401), ids="{}-0")
+    assert len(query.batch()) <= 300
+    looked = query.reader.planner._ends["orders"]
+    assert parts(looked.id) <= (400, 0)
+
+
+def test_a_look_ahead_that_fails_is_made_good_when_it_is_needed(plain_log, monkeypatch) -> None:
+    plain_log.add("orders", *range(1000))
+    query = Query(plain_log, maxOffsetsPerTrigger=300)
+
+    def fails(*asked):
+        raise OSError("no route")
+
+    monkeypatch.setattr("conquiet.spark.log.ahead.limited", fails)
+    assert [len(query.batch()) for _ in range(4)] == [300, 300, 300, 100]

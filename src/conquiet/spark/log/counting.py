@@ -19,8 +19,8 @@ from conquiet.spark.log.piece import Piece, id_of, parts
 logger = logging.getLogger("conquiet.spark")
 
 PAGE = 500
-_ONE_CALL = 5_000
-"""Entries that one call of the script walks through: Redis serves nobody else meanwhile."""
+_IN_ONE_GO = 5_000
+"""Entries that are walked through in one go: Redis serves nobody else meanwhile."""
 _AT_ONCE = 100
 
 # KEYS[1]  the stream
@@ -69,9 +69,9 @@ def walk(wire: Wire, wanted: Sequence[tuple[Piece, int]]) -> list[Walk]:
         if not one.is_done:
             _step_over_dense_ids(one)
     while left := [one for one in walks if not one.is_done][:_AT_ONCE]:
-        for one, reply in zip(left, _replies(wire, left), strict=True):
+        steps = [min(_IN_ONE_GO // len(left), one.wanted - one.walked) for one in left]
+        for one, asked, reply in zip(left, steps, _replies(wire, left, steps), strict=True):
             marks, walked = reply
-            asked = min(_ONE_CALL, one.wanted - one.walked)
             base = one.walked
             for number, mark in enumerate(marks, 1):
                 one.marks.append((base + min(number * PAGE, walked), mark.decode()))
@@ -90,26 +90,26 @@ def _step_over_dense_ids(one: Walk) -> None:
         one.is_done = True
 
 
-def _replies(wire: Wire, walks: Sequence[Walk]) -> list[tuple[list[bytes], int]]:
+def _replies(
+    wire: Wire, walks: Sequence[Walk], steps: Sequence[int]
+) -> list[tuple[list[bytes], int]]:
     commands = []
-    for one in walks:
+    for one, count in zip(walks, steps, strict=True):
         key, first = one.piece.stream.encode(), id_after(one.end.encode())
-        count = min(_ONE_CALL, one.wanted - one.walked)
         until = one.piece.until.encode()
         commands.append((key, (b"EVAL", _WALK, 1, key, first, until, count, PAGE)))
     replies = ask(wire, commands)
     return [
-        _read_instead(wire, one, reply) if isinstance(reply, Exception) else (reply[0], reply[1])
-        for one, reply in zip(walks, replies, strict=True)
+        _read_instead(wire, one, count, reply) if isinstance(reply, Exception) else reply
+        for one, count, reply in zip(walks, steps, replies, strict=True)
     ]
 
 
-def _read_instead(wire: Wire, one: Walk, error: Exception) -> tuple[list[bytes], int]:
+def _read_instead(wire: Wire, one: Walk, wanted: int, error: Exception) -> tuple[list[bytes], int]:
     """A page of entries, of which only the last id is used: Redis before 6.2, or no scripts."""
     logger.debug("entries of %r are counted by reading them: %s", one.piece.stream, error)
     key, marks, walked = one.piece.stream.encode(), [], 0
     first, until = id_after(one.end.encode()), one.piece.until.encode()
-    wanted = min(_ONE_CALL, one.wanted - one.walked)
     while walked < wanted:
         count = min(PAGE, wanted - walked)
         [page] = ask(wire, [(key, (b"XRANGE", key, first, until, b"COUNT", count))])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from conquiet.redis.wire import Wire
 from conquiet.spark.log.counting import Walk, walk
@@ -10,17 +11,24 @@ from conquiet.spark.log.offsets import Position, entries_between
 from conquiet.spark.log.piece import Piece, parts
 
 
+class Limited(NamedTuple):
+    """The ends that are within a limit, and the ways that were walked to find them."""
+
+    ends: dict[str, Position]
+    ways: dict[str, Walk]
+
+
 def limited(
     wire: Wire, starts: Mapping[str, Position], ends: Mapping[str, Position], limit: int
-) -> tuple[dict[str, Position], dict[str, Walk]]:
-    """The ends that are within the limit, exactly, and the ways that were walked to find them.
+) -> Limited:
+    """The ends that are within the limit, exactly.
 
     Each stream has its share of what waits, and none waits for ever.
     """
     waiting = _waiting(wire, starts, ends, limit)
     total = sum(waiting.values())
     if total <= limit:
-        return dict(ends), {}
+        return Limited(dict(ends), {})
     shares = _shares(waiting, limit, starts)
     cut = {name: share for name, share in shares.items() if share < waiting[name]}
     wanted = [
@@ -34,7 +42,7 @@ def limited(
         if way.end != ends[name].id:
             added = None if start.added is None else start.added + way.walked
             result[name] = Position(way.end, added) if way.walked else start
-    return result, ways
+    return Limited(result, ways)
 
 
 def _waiting(

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from conquiet.spark.log.ahead import Ahead
 from conquiet.spark.log.connection import client_of
 from conquiet.spark.log.counting import Walk
-from conquiet.spark.log.limiting import limited
+from conquiet.spark.log.limiting import Limited, limited
 from conquiet.spark.log.losses import Losses
 from conquiet.spark.log.offsets import START, Position, entries_between
 from conquiet.spark.log.options import ReadOptions
@@ -33,6 +34,7 @@ class Planner:
         self._ends: Positions = {}
         self._ways: dict[str, Walk] = {}
         """What was planned last, and what was counted for it."""
+        self._ahead: Ahead | None = None
         self._losses = Losses(options)
         self.newest: Positions = {}
 
@@ -65,13 +67,21 @@ class Planner:
         self._standing.tell(starts)
         self._ways = {}
         if limit is not None:
-            ends, self._ways = limited(self._streams.wire, starts, ends, limit)
+            ends, self._ways = self._limited(starts, ends, limit)
         # A stream that is gone keeps its place; one that was not begun is not mentioned yet.
         kept = {name: at for name, at in start.items() if name not in ends}
         begun = {name: at for name, at in ends.items() if name in start or at.id != BEGINNING}
         self._starts = starts
         self._ends = self._losses.counted(kept | begun, start, missing)
         return self._ends
+
+    def _limited(self, starts: Positions, ends: Positions, limit: int) -> Limited:
+        """Where the batch ends; then the end of the next is looked for while this one is read."""
+        wire = self._streams.wire
+        found = self._ahead.found(starts, ends, limit) if self._ahead is not None else None
+        found = found or limited(wire, starts, ends, limit)
+        self._ahead = Ahead(wire, found.ends, ends, limit) if found.ways else None
+        return found
 
     def _end(self, name: str, state: StreamState) -> Position | None:
         """How far a stream may be read now; None if not at all."""
