@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sqlite3
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, date, datetime
 from decimal import Decimal
 from pathlib import Path
 
+import psycopg
 import pyarrow as pa
 import pytest
 from pyspark.sql.pandas.types import from_arrow_schema
 from tests.spark.sinks.upserting import Base, postgres_base, sqlite_base
+from tests.waiting import eventually
 
 from conquiet.errors import ConfigError
 from conquiet.spark import register
@@ -262,6 +265,25 @@ def test_two_drivers_of_one_query_write_a_batch_once(database_url):
     base.run("DELETE FROM orders")
     second.commit([messages[1]])
     assert base.rows("SELECT * FROM orders") == []
+
+
+def test_a_key_that_another_writer_brings_into_an_empty_table_is_replaced(database_url):
+    base = postgres_base(database_url)
+    base.run(ORDERS)
+    made = writer(base, frame((1, "ours", 1), (2, "ours", 2)))
+    message = made.write(iter([frame((1, "ours", 1), (2, "ours", 2))]))
+    with psycopg.connect(base.url) as other, ThreadPoolExecutor(1) as beside:
+        other.execute("INSERT INTO orders VALUES (2, 'theirs', 9), (3, 'theirs', 9)")
+        committed = beside.submit(made.commit, [message])
+        waiting = "SELECT FROM pg_locks WHERE NOT granted AND locktype = 'transactionid'"
+        eventually(lambda: len(base.rows(waiting)) == 1)
+        other.commit()
+        committed.result()
+    assert base.rows("SELECT * FROM orders ORDER BY id") == [
+        (1, "ours", 1),
+        (2, "ours", 2),
+        (3, "theirs", 9),
+    ]
 
 
 def test_sqlite_waits_for_the_application(sqlite_url, tmp_path):
