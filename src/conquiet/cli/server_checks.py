@@ -143,14 +143,15 @@ def _database(url: str) -> Iterator[Check]:
 
 
 def _verification(url: Any) -> Iterator[Check]:
-    """Whether somebody between us and PostgreSQL could pass for it; libpq's default lets them."""
-    host = str(url.query.get("host", url.host or ""))
-    mode = str(url.query.get("sslmode", os.environ.get("PGSSLMODE", "prefer")))
-    is_near = host in ("", "localhost", "127.0.0.1", "::1") or host.startswith("/")
-    if url.get_backend_name() != "postgresql" or is_near or mode == "verify-full":
+    """Whether somebody between us and PostgreSQL could pass for it, since the URL says so."""
+    from conquiet.sql.tls import VERIFIED, is_near, mode_of
+
+    mode = mode_of(url)
+    if url.get_backend_name() != "postgresql" or is_near(url) or mode == VERIFIED:
         return
-    fix = "add sslmode=verify-full&sslrootcert=system, or the file of your authority, to its URL"
-    detail = f"sslmode={mode}: the certificate of {host} is not verified"
+    fix = "say sslmode=verify-full in its URL, with sslrootcert=FILE for an authority of your own"
+    said = f"sslmode={mode}" if mode else "a service file"
+    detail = f"{said}: the certificate of {url.host} is not verified"
     yield Check("servers", "database TLS", "notice", detail, fix)
 
 

@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from conquiet.errors import ConfigError, StoreError
 from conquiet.spark.address import Database
+from conquiet.sql.tls import advised
 
 _idle: dict[tuple[int, str], Any] = {}
 
@@ -98,7 +99,7 @@ def _open(database: Database) -> Any:
     try:
         return module.connect(where)
     except module.Error as error:
-        raise StoreError(f"{database.shown}: {one_line(error):.300}") from error
+        raise StoreError(f"{database.shown}: {advised(one_line(error)[:300])}") from error
 
 
 def _answers(connection: Any) -> bool:

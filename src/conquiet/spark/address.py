@@ -17,6 +17,7 @@ from sqlalchemy.exc import ArgumentError
 
 from conquiet.errors import ConfigError
 from conquiet.sql import dialect
+from conquiet.sql.tls import verified_text
 
 _WANTED = "postgresql://USER@HOST/NAME or sqlite:////PATH/FILE"
 
@@ -84,7 +85,7 @@ class Database:
         shown = dialect.shown(parsed)
         if kind in ("postgresql", "postgres"):
             _, _, rest = url.partition("://")  # as written: libpq decodes by its own rules
-            return cls(f"postgresql://{rest}", None, shown)
+            return cls(verified_text(f"postgresql://{rest}"), None, shown)
         if kind != "sqlite":
             raise ConfigError(f"{shown}: this works on PostgreSQL and SQLite; write {_WANTED}")
         file = (parsed.database or "").removeprefix("file:").partition("?")[0]

@@ -12,6 +12,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from conquiet.errors import ConfigError
+from conquiet.sql.tls import advised, verified
 
 BUSY_SECONDS = 10.0
 """How long a connection to SQLite waits for the one writer before it gives up."""
@@ -47,11 +48,12 @@ class Own(tuple[Any, ...]):
 def engine(url: str | URL, **options: Any) -> Engine:
     """A SQLAlchemy engine as conquiet wants it.
 
-    PostgreSQL by psycopg, whatever the URL says before `://`; SQLite with a write-ahead log and
+    PostgreSQL by psycopg, whatever the URL says before `://`, and on another host by TLS that is
+    verified unless the URL says another `sslmode`; SQLite with a write-ahead log and
     `BUSY_SECONDS` of patience. `options` go to `sqlalchemy.create_engine`. Behind PgBouncer,
     `?prepare_threshold=none` in the URL switches prepared statements off.
     """
-    address = make_url(url)
+    address = verified(make_url(url), options.get("connect_args"))
     if address.drivername in ("postgresql", "postgres"):
         address = address.set(drivername="postgresql+psycopg")
     if address.get_backend_name() == "sqlite":
@@ -201,7 +203,7 @@ def one_line(error: BaseException) -> str:
         )
     if _sqlstate(original) == _UNDEFINED_TABLE or "no such table" in told:
         told += " (conquiet outbox migrate makes the tables)"
-    return told
+    return advised(told)
 
 
 def is_consequence(error: BaseException) -> bool:

@@ -105,8 +105,8 @@ class OutboxLog:
             with self.engine.connect() as connection:
                 return connection.execute(statement, given).all()
         except SQLAlchemyError as error:
-            reason = " ".join(str(getattr(error, "orig", None) or error).split())
-            raise StoreError(f"{dialect.shown(self.engine.url)}: {reason:.300}") from error
+            reason = dialect.one_line(error)
+            raise StoreError(f"{dialect.shown(self.engine.url)}: {reason:.500}") from error
 
 
 def _message(row: Row[Any]) -> Message[bytes]:

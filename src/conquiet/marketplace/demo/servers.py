@@ -32,6 +32,7 @@ from conquiet.marketplace.generator.entry import DOMAIN_TOPIC, TELEMETRY_TOPIC
 from conquiet.marketplace.service import init
 from conquiet.redis import Topic
 from conquiet.relay.sinks.url import trouble
+from conquiet.sql.tls import verified
 
 STREAMS = Topic(COMMANDS, WORKERS).streams
 _LEASES = tuple(f"conquiet:leases:{stream}" for stream in STREAMS)
@@ -106,7 +107,7 @@ def _own_schema(url: str) -> Iterator[str]:
     schema = f"conquiet_demo_{uuid.uuid4().hex[:8]}"
     name = sql.Identifier(schema)
     try:
-        address = make_url(url).set(drivername="postgresql")
+        address = verified(make_url(url).set(drivername="postgresql"))
         plain = address.render_as_string(hide_password=False)
         psycopg.connect(plain).close()
     except (psycopg.Error, SQLAlchemyError, ValueError) as error:

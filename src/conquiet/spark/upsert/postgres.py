@@ -28,6 +28,7 @@ from conquiet.spark.upsert.target import (
     quoted,
 )
 from conquiet.sql.tables import checked_name
+from conquiet.sql.tls import advised
 
 _PREFIX = "conquiet_stage"
 _DEADLOCKS = 3
@@ -246,7 +247,7 @@ def twice(options: UpsertOptions, found: Sequence[object]) -> str:
 
 
 def _told(error: psycopg.Error) -> str:
-    return " ".join(str(error).split())
+    return advised(" ".join(str(error).split()))
 
 
 def _made(name: str) -> int:

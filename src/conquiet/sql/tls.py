@@ -1,0 +1,124 @@
+"""TLS to PostgreSQL: a server on another host is verified, unless somebody says otherwise.
+
+libpq's own default, `sslmode=prefer`, takes any certificate, or none. Who says a mode, by the URL,
+by PGSSLMODE or by a service file, gets that mode; a server on this host needs no certificate.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import ssl
+from collections.abc import Mapping
+from ipaddress import ip_address
+from typing import Any
+from urllib.parse import urlencode
+
+from sqlalchemy import URL, make_url
+
+VERIFIED = "verify-full"
+_LIBPQ_DRIVERS = ("default", "psycopg", "psycopg_async", "psycopg2")
+_OF_SYSTEM = "system"
+# Where systems keep the authorities that they trust: Debian and Alpine, Red Hat, SUSE, macOS. Asked
+# for `system`, the libpq that comes with psycopg looks into a directory that no system has.
+_BUNDLES = (
+    "/etc/ssl/certs/ca-certificates.crt",
+    "/etc/pki/tls/certs/ca-bundle.crt",
+    "/etc/ssl/ca-bundle.pem",
+    "/etc/ssl/cert.pem",
+)
+_REFUSED = re.compile(
+    r"certificate verify failed|does not match host name|root certificate file .* does not exist"
+    r"|server does not support SSL",
+    re.IGNORECASE,
+)
+
+
+def verified(url: URL, given: Mapping[str, Any] | None = None) -> URL:
+    """The URL with all that libpq needs to verify the server; `given` goes to the driver besides.
+
+    >>> str(verified(make_url("postgresql://db.example/shop?sslrootcert=ca.pem")))
+    'postgresql://db.example/shop?sslmode=verify-full&sslrootcert=ca.pem'
+    >>> str(verified(make_url("postgresql://127.0.0.1/shop")))
+    'postgresql://127.0.0.1/shop'
+    """
+    return url.update_query_dict(_wanted(url, given or {}))
+
+
+def verified_text(url: str) -> str:
+    """The same for a URL as libpq takes it, of which nothing else may change."""
+    wanted = _wanted(make_url(url), {})
+    if not wanted:
+        return url
+    plain = re.sub(rf"(?<=[?&])sslrootcert={_OF_SYSTEM}(&|$)", "", url).rstrip("?&")
+    return f"{plain}{'&' if '?' in plain else '?'}{urlencode(wanted, safe='/')}"
+
+
+def is_near(url: URL, given: Mapping[str, Any] | None = None) -> bool:
+    """Whether all that is sent stays on this host."""
+    known = {**url.query, **(given or {})}
+    names = known.get("host") or url.host or os.environ.get("PGHOST", "")
+    addresses = known.get("hostaddr") or os.environ.get("PGHOSTADDR", "")
+    listed = [part for part in (names, addresses) if isinstance(part, str)]
+    listed += [each for part in (names, addresses) if not isinstance(part, str) for each in part]
+    return all(_is_near(host) for each in listed for host in each.split(","))
+
+
+def mode_of(url: URL, given: Mapping[str, Any] | None = None) -> str | None:
+    """What somebody has said; None if nobody has, and it is for us to decide."""
+    known = {**url.query, **(given or {})}
+    if "sslmode" in known:
+        return str(known["sslmode"])
+    if "PGSSLMODE" in os.environ:
+        return os.environ["PGSSLMODE"]
+    if "service" in known or "PGSERVICE" in os.environ:  # a file that libpq reads
+        return ""
+    return None
+
+
+def advised(told: str) -> str:
+    """What libpq says, and what to change if a server could not be verified."""
+    if not _REFUSED.search(told):
+        return told
+    return (
+        f"{told} (PostgreSQL on another host is verified: sslrootcert=FILE in the URL names an"
+        " authority of your own, sslmode=prefer gives it up)"
+    )
+
+
+def _wanted(url: URL, given: Mapping[str, Any]) -> dict[str, str]:
+    if url.get_backend_name() not in ("postgresql", "postgres") or not _is_libpq(url):
+        return {}
+    said = mode_of(url, given)
+    if said not in (None, VERIFIED) or (said is None and is_near(url, given)):
+        return {}
+    wanted = {} if said else {"sslmode": VERIFIED}
+    known = {"sslrootcert": os.environ.get("PGSSLROOTCERT"), **url.query, **given}["sslrootcert"]
+    if known in (None, _OF_SYSTEM) and not (known is None and _has_own_authority()):
+        wanted["sslrootcert"] = _authorities()
+    return wanted
+
+
+def _is_libpq(url: URL) -> bool:
+    """Whether the driver has libpq's parameters; asyncpg and pg8000 have their own."""
+    return (url.drivername.partition("+")[2] or "default") in _LIBPQ_DRIVERS
+
+
+def _is_near(host: str) -> bool:
+    name = host if host.count(":") > 1 else host.partition(":")[0]  # SQLAlchemy allows host:port
+    if not name or name == "localhost" or name.startswith(("/", "@")):
+        return True
+    try:
+        return ip_address(name.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _has_own_authority() -> bool:
+    return os.path.exists(os.path.expanduser("~/.postgresql/root.crt"))
+
+
+def _authorities() -> str:
+    """A file of the authorities that this system trusts."""
+    known = ssl.get_default_verify_paths().cafile
+    return next((path for path in (known, *_BUNDLES) if path and os.path.exists(path)), _OF_SYSTEM)
