@@ -187,7 +187,7 @@ class Catalog:
         """The envelope and the typed data of what a relay published."""
         try:
             envelope = Envelope.read(payload)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidMessage(f"{event_type!s:.60}: not an envelope: {error}") from error
         return Received(envelope, self.read(event_type, envelope.version, envelope.data))
 
@@ -199,7 +199,7 @@ class Catalog:
             raise UnknownEvent(f"{event_type!s:.60} version {version}; known versions: {known}")
         try:
             return decoder.decode(data)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidMessage(f"{event_type} version {version}: {error}") from error
 
 

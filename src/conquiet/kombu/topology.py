@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from typing import Any
 
 from amqp.protocol import queue_declare_ok_t  # type: ignore[import-untyped]
@@ -13,6 +14,8 @@ from kombu.utils.uuid import uuid
 from conquiet.kombu import scripts
 from conquiet.kombu.connecting import Connecting
 from conquiet.kombu.keys import BACK, GROUP
+
+logger = logging.getLogger(__name__)
 
 _LIMITS = (("x-expires", 1), ("x-message-ttl", 0), ("x-max-length", 0))
 
@@ -170,7 +173,7 @@ class Topology(Connecting):
 
     def get_table(self, exchange: str) -> list[Binding]:
         members = self.commands.smembers(self.keys.bindings(exchange))
-        return [tuple(json.loads(member)) for member in members]
+        return [found for member in members if (found := _binding(member)) is not None]
 
     # Kombu 5.7 keeps the tables of expiring queues alive by these; ours go with their queue.
 
@@ -183,6 +186,18 @@ class Topology(Connecting):
 
 def _member(routing_key: str | None, pattern: str | None, queue: str) -> str:
     return json.dumps([routing_key or "", pattern or "", queue])
+
+
+def _binding(member: bytes) -> Binding | None:
+    """What `_member` wrote; what a stranger put there must not stop whoever publishes."""
+    try:
+        routing_key, pattern, queue = json.loads(member)
+    except (ValueError, TypeError, RecursionError):
+        routing_key = pattern = queue = None
+    if isinstance(routing_key, str) and isinstance(pattern, str) and isinstance(queue, str):
+        return routing_key, pattern, queue
+    logger.warning("no binding, and passed over: %.100r", member)
+    return None
 
 
 def _unknown_exchange() -> dict[str, Any]:

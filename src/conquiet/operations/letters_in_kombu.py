@@ -13,7 +13,7 @@ from conquiet.kombu.keys import BACK, GROUP, Keys
 from conquiet.operations.asking import asking
 from conquiet.operations.content import time_of
 from conquiet.operations.dead_letters import Letter, Wanted
-from conquiet.operations.text import as_text, whole
+from conquiet.operations.text import as_text, unpaired, whole
 from conquiet.redis.delivery import FIRST, LAST, id_after, split_id
 from conquiet.redis.wire import Wire
 
@@ -60,9 +60,9 @@ class KombuLetters:
         text, is_base64 = as_text(payload)
         return Letter(
             entry_id.decode(),
-            str(headers.get("id") or ""),
-            str(headers.get("task") or ""),
-            str(headers.get("origin") or ""),
+            headers.get("id", ""),
+            headers.get("task", ""),
+            headers.get("origin", ""),
             as_text(named.get(b"reason", b""))[0],
             "",
             whole(as_text(named.get(b"deliveries", b""))[0]),
@@ -71,7 +71,7 @@ class KombuLetters:
             self.queue,
             "",
             as_text(named.get(b"id", b""))[0],
-            {name: str(value) for name, value in headers.items() if value is not None},
+            headers,
             text,
             is_base64,
         )
@@ -95,9 +95,11 @@ class KombuLetters:
             return bool(self._wire.call(self._key, b"XDEL", self._key, letter.id))
 
 
-def _headers(payload: bytes) -> dict[str, Any]:
+def _headers(payload: bytes) -> dict[str, str]:
     try:
         headers = json.loads(payload)["headers"]
-    except (ValueError, TypeError, KeyError, RecursionError):
+        known = {name: str(value) for name, value in headers.items() if value is not None}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return {}
-    return headers if isinstance(headers, dict) else {}
+    # JSON may name half a surrogate pair, which no page and no terminal can show.
+    return {unpaired(name): unpaired(value) for name, value in known.items()}

@@ -17,6 +17,11 @@ def as_text(data: bytes) -> tuple[str, bool]:
         return b64encode(data).decode(), True
 
 
+def unpaired(text: str) -> str:
+    """A text with every half of a surrogate pair written out: they have no UTF-8."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def whole(text: str) -> int:
     """The number that a text is; 0 for what is none, or longer than anybody counts."""
     return int(text) if text.isdecimal() and len(text) <= _MOST_DIGITS else 0

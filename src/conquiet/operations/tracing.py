@@ -126,7 +126,6 @@ def trace(
 def _written(
     engine: Engine, tables: Sequence[str], event_id: str, notes: list[str]
 ) -> tuple[Written, ...]:
-    import msgspec
     from sqlalchemy import inspect
 
     from conquiet.relay.inspection import Inspection
@@ -154,7 +153,7 @@ def _written(
         entry, more = shown
         source = "/outbox_events" if inspection.is_events else ""
         if not inspection.is_events:
-            source = str(msgspec.json.decode(more["attributes"]).get("source", ""))
+            source = _source(more["attributes"])
         found.append(
             Written(
                 *(table, entry.id, entry.event_type, source, entry.state, entry.attempts),
@@ -164,6 +163,17 @@ def _written(
     if not found:
         notes.append(f"no row of {' or '.join(tables)} has it: never written, or pruned")
     return tuple(found)
+
+
+def _source(attributes: str) -> str:
+    """Of a row; nothing, if its attributes are not what an outbox wrote."""
+    import msgspec
+
+    try:
+        found = msgspec.json.decode(attributes)
+    except (msgspec.DecodeError, RecursionError):
+        return ""
+    return str(found.get("source", "")) if isinstance(found, dict) else ""
 
 
 def _span(

@@ -87,6 +87,7 @@ def payload(text: str | None) -> str:
     if len(text) <= _SHOWN_CHARS:
         try:
             text = json.dumps(json.loads(text), indent=2, ensure_ascii=False)
+            text = text.encode(errors="backslashreplace").decode()  # half a pair is no UTF-8
         except (ValueError, RecursionError):
             pass
     if len(text) <= _SHOWN_CHARS:

@@ -110,9 +110,9 @@ def _unzoned(column: pa.Array) -> pa.Array:
 def _time(text: str | None) -> datetime | None:
     try:
         moment = datetime.fromisoformat(text or "")
-    except ValueError:
+        return moment.astimezone(UTC) if moment.tzinfo else moment.replace(tzinfo=UTC)
+    except (ValueError, OverflowError):  # in UTC, the last hours of the year 9999 are in the next
         return None
-    return moment.astimezone(UTC) if moment.tzinfo else moment.replace(tzinfo=UTC)
 
 
 # --- JSON -----------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ def published(column: pa.Array) -> tuple[pa.Array, pa.Array]:
         data = [canonical(one) for joined in _joined(column) for one in _values.decode(joined)]
         if len(data) == rows:
             return pa.array(data, pa.binary()), pa.nulls(rows, pa.string())
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         pass
     made = [_published(text) for text in column.to_pylist()]
     return (
@@ -214,7 +214,7 @@ def published(column: pa.Array) -> tuple[pa.Array, pa.Array]:
 def _published(text: str) -> tuple[bytes, str | None]:
     try:
         return canonical(_value.decode(text)), None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         return text.encode(), f"the column payload_json is not JSON: {error}"
 
 
