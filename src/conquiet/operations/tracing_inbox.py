@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from sqlalchemy import Connection, Table, func, inspect, select
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import ProgrammingError, SQLAlchemyError
 
 from conquiet.errors import StoreError
 from conquiet.message import Message
@@ -48,6 +48,9 @@ def remembered_in_table(
                     table.c.subscriber.in_(subscribers), table.c.message_id.in_(identities)
                 )
             ).all()
+    except ProgrammingError as error:  # whoever may look at the outbox need not see the inbox
+        notes.append(f"{name} was not looked at: {dialect.one_line(error):.300}")
+        return ()
     except SQLAlchemyError as error:
         where = dialect.shown(engine.url)
         raise StoreError(f"{where}: {dialect.one_line(error):.300}") from error
