@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import venv
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,16 +44,21 @@ def rate(python: Path, url: str, peer: Peer) -> float | None:
 
 def interpreter(*, make: bool) -> Path | None:
     """The Python that has the other libraries; made if need be."""
-    python = HOME / "bin" / "python"
-    marker = HOME / "complete"
-    if marker.exists():
-        return python
-    if not make:
+    if not make and not (HOME / "complete").exists():
         print("no other libraries: run without --quick once to install them", file=sys.stderr)
         return None
-    print(f"installing {', '.join(PACKAGES)} into {HOME.name}", file=sys.stderr)
-    venv.create(HOME, with_pip=True)
-    install = [str(python), "-m", "pip", "install", "--quiet", *PACKAGES]
+    return environment(HOME, PACKAGES)
+
+
+def environment(home: Path, packages: Sequence[str]) -> Path | None:
+    """The Python of a virtual environment with these packages, made if need be."""
+    python = home / "bin" / "python"
+    marker = home / "complete"
+    if marker.exists():
+        return python
+    print(f"installing {', '.join(packages)} into {home.name}", file=sys.stderr)
+    venv.create(home, with_pip=True)
+    install = [str(python), "-m", "pip", "install", "--quiet", *packages]
     if subprocess.run(install).returncode != 0:
         print("they cannot be installed and are left out", file=sys.stderr)
         return None
