@@ -38,7 +38,7 @@ def restarted(log, query):
     return Query(log, query.offset, **LENIENT)
 
 
-@pytest.mark.parametrize("text", ["5-0", "5-0@7", "5-0@7!2:60", "5-0!1:0"])
+@pytest.mark.parametrize("text", ["5-0", "5-0@7", "5-0@7!2:60", "5-0!1:0", "5-0@7!1:0~"])
 def test_a_position_is_read_as_it_was_written(text) -> None:
     assert str(Position.read(text)) == text
 
@@ -92,6 +92,35 @@ def test_a_loss_whose_size_nobody_knows_is_counted_by_times(plain_log) -> None:
     assert lost(progress_of(query.offset)) == {"orders": (2, 0)}  # it is gone, and it began anew
 
 
+def test_a_stream_that_stays_gone_is_counted_once_however_often_the_query_restarts(
+    plain_log,
+) -> None:
+    query = read_ten(plain_log)
+    plain_log.client.delete("orders")
+    query.batch()
+    told = query.offset
+    for _ in range(3):
+        query = restarted(plain_log, query)
+        assert query.batch() == []
+        assert query.offset == told  # so Spark makes no batch of it
+    assert lost(progress_of(told)) == {"orders": (1, 0)}
+    assert Query(plain_log, told).batch() == []  # known, and so no error any more
+    plain_log.add("orders", 11)
+    assert query.batch() == [11]
+    assert "~" not in query.offset["orders"]
+
+
+def test_a_stream_that_goes_before_a_batch_is_repeated_is_counted_once(plain_log) -> None:
+    query = read_ten(plain_log)
+    plain_log.add("orders", *range(10, 13))
+    start, end = query.offset, query.reader.latestOffset(query.offset, None)
+    plain_log.client.delete("orders")
+    query = Query(plain_log, end, **LENIENT)
+    assert query.between(start, end) == []
+    assert [query.batch() for _ in range(2)] == [[], []]
+    assert lost(progress_of(query.offset)) == {"orders": (1, 0)}
+
+
 @pytest.mark.parametrize("before", [0, 4], ids=["whole when planned", "trimmed when planned"])
 def test_a_batch_that_has_shrunk_when_it_is_read_again_is_counted_once(plain_log, before) -> None:
     """The driver died after it had written what the batch holds, and before it was read."""
@@ -107,6 +136,18 @@ def test_a_batch_that_has_shrunk_when_it_is_read_again_is_counted_once(plain_log
     trim(log, 2)
     assert again.batch() == [21, 22]
     assert lost(progress_of(again.offset))["orders"].entries == 8
+
+
+def test_the_lag_counts_a_stream_whose_turn_has_not_come(plain_log) -> None:
+    for number in range(3):
+        plain_log.add(f"s{number}", *range(10 * number, 10 * number + 10), ids="{}-5")
+    plain_log.client.xtrim("s2", maxlen=4, approximate=False)
+    query = Query(plain_log, {}, streams="s*", maxOffsetsPerTrigger=2)
+    assert len(query.batch()) == 2
+    newest = json.dumps(query.reader.reportLatestOffset())
+    source = SimpleNamespace(endOffset=json.dumps(query.offset), latestOffset=newest)
+    waiting = lag(SimpleNamespace(sources=[source]))
+    assert sum(waiting.values()) == 10 + 10 + 4 - 2
 
 
 def test_an_outbox_counts_under_its_own_name() -> None:

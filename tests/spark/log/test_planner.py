@@ -7,15 +7,19 @@ import logging
 
 import pytest
 import redis
+from pyspark.sql.pandas.types import from_arrow_schema
 from tests.spark.log.conftest import Log, Query
 
 from conquiet import embedded
 from conquiet.errors import ConquietError
 from conquiet.redis import readers, register_reader, trim_stream
+from conquiet.spark.columns import ARROW_SCHEMA
 from conquiet.spark.log.ahead import Ahead
 from conquiet.spark.log.loss import DataLoss
 from conquiet.spark.log.offsets import read_offsets
+from conquiet.spark.log.options import ReadOptions
 from conquiet.spark.log.piece import parts
+from conquiet.spark.log.reader import LogReader
 
 LENIENT = {"failOnDataLoss": "false"}
 
@@ -268,6 +272,50 @@ def test_entries_deleted_before_a_stream_is_split_are_missed(plain_log) -> None:
     plain_log.client.xdel("orders", *ids[1500:1600])
     with pytest.raises(DataLoss, match="100 entries are gone"):
         query.reader.partitions({}, end)
+
+
+@pytest.mark.parametrize("limit", [None, 1500], ids=["all", "limited"])
+def test_the_first_batch_from_a_time_is_spread_over_tasks(plain_log, monkeypatch, limit) -> None:
+    monkeypatch.setattr("conquiet.spark.log.tasks.WORTH_A_TASK", 100)
+    plain_log.add("orders", *range(1000, 4000), ids="{}-0")
+    more = {} if limit is None else {"maxOffsetsPerTrigger": limit}
+    query = Query(
+        plain_log, startingOffsets="1970-01-01T00:00:02Z", maxRecordsPerPartition=500, **more
+    )
+    end = query.reader.latestOffset(query.offset, query.reader.getDefaultReadLimit())
+    tasks = query.reader.partitions(query.offset, end)
+    found = [sum(batch.num_rows for batch in query.reader.read(task)) for task in tasks]
+    assert sum(found) == (limit or 2000)
+    assert len(found) >= sum(found) // 500
+    assert max(found) <= 750
+    again = Query(plain_log, query.offset, maxRecordsPerPartition=500)
+    assert again.between(query.offset, end) == list(range(2000, 2000 + sum(found)))
+    assert len(again.reader.partitions(query.offset, end)) > 1
+
+
+@pytest.mark.parametrize(
+    ("bounds", "wanted"),
+    [
+        ({"startingTimestamp": "2000"}, range(2000, 4000)),
+        ({"endingOffsets": '{"orders": "3000-0"}'}, range(1000, 3000)),
+        ({"startingTimestamp": "1500", "endingTimestamp": "3500"}, range(1500, 3500)),
+    ],
+)
+def test_a_batch_of_a_part_of_a_stream_is_spread_over_tasks(
+    plain_log, monkeypatch, bounds, wanted
+) -> None:
+    monkeypatch.setattr("conquiet.spark.log.tasks.WORTH_A_TASK", 100)
+    plain_log.add("orders", *range(1000, 4000), ids="{}-0")
+    given = plain_log._all({"maxRecordsPerPartition": "500"} | bounds)
+    schema = from_arrow_schema(ARROW_SCHEMA)
+    reader = LogReader(ReadOptions.of(given, streaming=False), schema)
+    found = [
+        [number for batch in reader.read(task) for number in batch["event_id"].to_pylist()]
+        for task in reader.partitions()
+    ]
+    assert len(found) >= 4
+    assert max(map(len, found)) <= 750
+    assert sorted(int(number) for part in found for number in part) == list(wanted)
 
 
 @pytest.mark.parametrize("start", ["1-0", "2001-01-01T00:00:00Z"])

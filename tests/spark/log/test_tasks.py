@@ -9,8 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from conquiet.redis.wire import Wire
-from conquiet.spark.log import counting, splitting
+from conquiet.spark.log import counting, density, splitting, tasks
 from conquiet.spark.log.arrays import columns_of
+from conquiet.spark.log.asking import ask
 from conquiet.spark.log.piece import Piece, parts
 from conquiet.spark.log.ranges import Ranges
 from conquiet.spark.log.resp import Table
@@ -128,7 +129,7 @@ def test_bursts_with_much_in_a_millisecond_are_split_without_counting(
 
 def test_bursts_are_split_where_scripts_are_not_allowed(wire, redis_client, monkeypatch) -> None:
     monkeypatch.setattr(splitting, "_COUNTED_ANYWAY", 0)
-    monkeypatch.setattr(splitting, "_PROBE", b"no script")
+    monkeypatch.setattr(density, "_PROBE", b"no script")
     monkeypatch.setattr(counting, "_WALK", b"no script")
     piece = fill(redis_client, "orders", BURSTS)
     assert max(sizes(redis_client, splitting.split(wire, piece, 3))) <= 1250
@@ -137,9 +138,9 @@ def test_bursts_are_split_where_scripts_are_not_allowed(wire, redis_client, monk
 def test_small_streams_share_a_task_and_a_large_one_has_several(wire, redis_client) -> None:
     large = fill(redis_client, "large", STEADY)
     small = [Piece(f"small:{n}", "0-0", "9-9", 10) for n in range(50)]
-    tasks = plan(wire, [*small, large], most_entries=1000)
-    loads = [sum(piece.entries for piece in task.pieces) for task in tasks]
-    assert len(tasks) == 4
+    planned = plan(wire, [*small, large], most_entries=1000)
+    loads = [sum(piece.entries for piece in task.pieces) for task in planned]
+    assert len(planned) == 4
     assert sum(loads) == 3500
     assert max(loads) <= 1100
 
@@ -151,8 +152,99 @@ def test_a_few_entries_are_one_task(wire) -> None:
     assert plan(wire, []) == []
 
 
-def test_pieces_of_unknown_size_are_planned_too(wire, redis_client) -> None:
-    piece = fill(redis_client, "orders", BURST)._replace(entries=None)
-    tasks = plan(wire, [piece], least=3)
-    pieces = sorted((p for task in tasks for p in task.pieces), key=lambda p: parts(p.until))
-    assert sum(sizes(redis_client, pieces)) == 3000
+HIDDEN = [
+    *[f"{1_700_000_000_000 + 7_000 * n}-0" for n in range(2000)],
+    *[f"1700014000000-{n}" for n in range(3000)],
+    *[f"{1_700_014_000_000 + 7_000 * n}-0" for n in range(1, 1000)],
+]
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known", "unknown size"])
+@pytest.mark.parametrize("count", [2, 8])
+def test_a_burst_within_a_millisecond_is_found_and_cut_without_counting(
+    wire, redis_client, monkeypatch, known, count
+) -> None:
+    """As in a stream too large to be counted, where a look at each bin ends before the burst."""
+    monkeypatch.setattr(splitting, "_COUNTED_ANYWAY", 0)
+    monkeypatch.setattr(density, "_MOST_ENTRIES", 8)
+    monkeypatch.setattr(splitting, "walk", None)
+    piece = fill(redis_client, "orders", HIDDEN)
+    if not known:
+        piece = piece._replace(entries=None)
+    found = sizes(redis_client, splitting.split(wire, piece, count))
+    assert len(found) == count
+    assert max(found) < 1.5 * len(HIDDEN) / count
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 8])
+def test_a_burst_in_a_stream_too_large_to_be_counted_is_cut(wire, redis_client, count) -> None:
+    begin, burst = 1_700_000_000_000, 120_000
+    ids = [f"{begin + 1_000_000 * n + 900 * k}-0" for n in range(128) for k in range(1000)]
+    ids += [f"{begin + 100_950_000}-{n}" for n in range(burst)]
+    ids.sort(key=parts)
+    found = sizes(redis_client, splitting.split(wire, fill(redis_client, "orders", ids), count))
+    assert max(found) < 1.25 * len(ids) / count
+
+
+@pytest.mark.parametrize("ids", [STEADY, BURST, HIDDEN], ids=["steady", "burst", "hidden"])
+def test_a_piece_of_unknown_size_is_split_like_any_other(
+    wire, redis_client, monkeypatch, ids
+) -> None:
+    monkeypatch.setattr(tasks, "WORTH_A_TASK", 100)
+    piece = fill(redis_client, "orders", ids)._replace(entries=None)
+    planned = plan(wire, [piece._replace(at_most=len(ids))], most_entries=len(ids) // 4)
+    pieces = sorted((p for task in planned for p in task.pieces), key=lambda p: parts(p.until))
+    found = sizes(redis_client, pieces)
+    assert sum(found) == len(ids)
+    assert 4 <= len(found) <= 5
+    assert max(found) < 1.5 * len(ids) / 4
+
+
+def test_a_small_part_of_a_large_stream_is_one_task(wire, redis_client) -> None:
+    piece = fill(redis_client, "orders", STEADY)._replace(entries=None, at_most=1_000_000)
+    [task] = plan(wire, [piece._replace(after=STEADY[-11])], most_entries=100)
+    assert sizes(redis_client, task.pieces) == [10]
+
+
+def test_large_pieces_of_unknown_size_weigh_what_they_have(wire, redis_client) -> None:
+    large = fill(redis_client, "large", STEADY)._replace(entries=None)
+    small = [fill(redis_client, f"s:{n}", STEADY[:100])._replace(entries=None) for n in range(10)]
+    planned = plan(wire, [*small, large], least=4)
+    loads = [sum(sizes(redis_client, [piece])[0] for piece in task.pieces) for task in planned]
+    assert sum(loads) == 4000
+    assert max(loads) < 1500
+
+
+def test_entries_with_numbers_instead_of_times_are_split_by_their_numbers(
+    wire, redis_client, monkeypatch
+) -> None:
+    monkeypatch.setattr(splitting, "walk", None)
+    piece = fill(redis_client, "orders", [f"0-{n}" for n in range(1, 3001)])
+    pieces = splitting.split(wire, piece._replace(entries=None, after="0-1000"), 4)
+    assert max(sizes(redis_client, pieces)) <= 510
+
+
+def test_a_look_takes_few_large_entries_at_a_time(wire, redis_client, monkeypatch) -> None:
+    """A script copies entries with their data, and Redis serves nobody meanwhile."""
+    monkeypatch.setattr(density, "_CALL_BYTES", 20_000)
+    pipeline = redis_client.pipeline(transaction=False)
+    for number in range(400):
+        pipeline.xadd("orders", {"data": "x" * 1000}, id=f"{1000 + number}-0")
+    pipeline.execute()
+    replies = []
+    monkeypatch.setattr(density, "ask", recording(replies))
+    found = density.density_of(wire, Piece("orders", "0-0", "1399-0"))
+    looked = [sum(entries for entries, _, _ in reply) for [reply] in replies[1:]]
+    assert max(looked) <= 20
+    assert found.total == 400
+
+
+def recording(replies):
+    """Asks, and keeps what was said."""
+
+    def asked(wire, commands):
+        replies.append(ask(wire, commands))
+        return replies[-1]
+
+    return asked

@@ -24,17 +24,13 @@ class Losses:
     def __init__(self, options: ReadOptions) -> None:
         self._options = options
         self._warned: set[Loss] = set()
-        self._gone: set[str] = set()
-        """Streams that do not exist: their place stays, and they are counted once."""
         self._late: dict[str, Lost] = {}
         """Found in a batch whose end was written before: for the next one to tell, if it comes."""
 
     def notice(self, start: Positions, states: Mapping[str, StreamState]) -> dict[str, Lost]:
         """What follows `start` and is not there any more; an error if that is not allowed."""
         return {
-            name: Lost(1, loss.entries or 0)
-            for name, loss in self._allowed(start, states).items()
-            if not self._is_known_to_be_gone(name, states)
+            name: Lost(1, loss.entries or 0) for name, loss in self._allowed(start, states).items()
         }
 
     def notice_again(
@@ -42,7 +38,7 @@ class Losses:
     ) -> None:
         """The same for a batch that was planned before a restart, and is read once more."""
         for name, loss in self._allowed(start, states).items():
-            if name not in end or self._is_known_to_be_gone(name, states):
+            if name not in end or name not in states:  # what is gone is told by the next batch
                 continue
             before, after = start[name], end[name]
             if loss.entries is None:
@@ -72,6 +68,8 @@ class Losses:
         """Losses that the query goes on without; each is told once."""
         refused, allowed = [], {}
         for name, position in start.items():
+            if position.is_gone and name not in states:
+                continue
             loss = loss_of(name, position, states.get(name))
             if loss is None:
                 continue
@@ -88,11 +86,3 @@ class Losses:
                 allowed[name] = loss
         refuse(refused)
         return allowed
-
-    def _is_known_to_be_gone(self, name: str, states: Mapping[str, StreamState]) -> bool:
-        if name in states:
-            self._gone.discard(name)
-            return False
-        was_known = name in self._gone
-        self._gone.add(name)
-        return was_known

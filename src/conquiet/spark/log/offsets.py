@@ -6,6 +6,7 @@ The id is the last entry that is done. The number behind it counts the entries t
 added up to there, where the server counts them (Redis 7): it makes lag a subtraction, and tells a
 trimmed stream from one that begins anew. What a query has missed stands behind them, if it was
 allowed to go on (`failOnDataLoss=false`): `1763212345678-0@1204!2:60` is 60 entries, in 2 losses.
+A `~` at the end says that the stream is gone; that was counted, and its place is kept.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class Lost(NamedTuple):
 
 
 NOTHING = Lost()
+_GONE = "~"
 
 
 class Position(NamedTuple):
@@ -37,18 +39,22 @@ class Position(NamedTuple):
     id: str
     added: int | None = None
     lost: Lost = NOTHING
+    is_gone: bool = False
+    """Whether the stream did not exist any more, when that was looked at last."""
 
     @classmethod
     def read(cls, text: str) -> Position:
-        place, _, lost = text.partition("!")
+        place, _, lost = text.removesuffix(_GONE).partition("!")
         entry_id, _, added = place.partition("@")
         times, _, entries = lost.partition(":")
         missed = Lost(int(times), int(entries)) if lost else NOTHING
-        return cls(entry_id, int(added) if added else None, missed)
+        return cls(entry_id, int(added) if added else None, missed, text.endswith(_GONE))
 
     def __str__(self) -> str:
         place = self.id if self.added is None else f"{self.id}@{self.added}"
-        return place if self.lost == NOTHING else f"{place}!{self.lost.times}:{self.lost.entries}"
+        if self.lost != NOTHING:
+            place += f"!{self.lost.times}:{self.lost.entries}"
+        return place + _GONE if self.is_gone else place
 
     def is_after(self, other: Position) -> bool:
         return parts(self.id) > parts(other.id)

@@ -22,6 +22,8 @@ class Piece(NamedTuple):
     """How many there should be, where that is known."""
     first: str | None = None
     """Where it is not: the first of them, which must be there until all are read."""
+    at_most: int | None = None
+    """Where it is not: how many entries its whole stream has."""
 
 
 def parts(entry_id: str) -> tuple[int, int]:

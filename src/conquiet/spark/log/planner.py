@@ -33,6 +33,7 @@ class Planner:
         self._starts: Positions = {}
         self._ends: Positions = {}
         self._ways: dict[str, Walk] = {}
+        self._lengths: dict[str, int] = {}
         """What was planned last, and what was counted for it."""
         self._ahead: Ahead | None = None
         self._losses = Losses(options)
@@ -55,6 +56,7 @@ class Planner:
         names = sorted({*self._streams.names(), *start})
         states = self._streams.states(names)
         self.newest = {name: state.end for name, state in states.items()}
+        self._lengths = {name: state.length for name, state in states.items()}
         missing = self._losses.notice(start, states)
         starts: Positions = {}
         ends: Positions = {}
@@ -65,14 +67,20 @@ class Planner:
                 ends[name] = end if end is not None and end.is_after(begin) else begin
         # Spark asks for the next batch when the last one is committed: all up to here is done.
         self._standing.tell(starts)
+        # One that has nothing to read is not mentioned before it begins.
+        begun = {name for name, at in ends.items() if name in start or at.id != BEGINNING}
         self._ways = {}
         if limit is not None:
             ends, self._ways = self._limited(starts, ends, limit)
-        # A stream that is gone keeps its place; one that was not begun is not mentioned yet.
-        kept = {name: at for name, at in start.items() if name not in ends}
-        begun = {name: at for name, at in ends.items() if name in start or at.id != BEGINNING}
+        # A stream that is gone keeps its place.
+        kept = {
+            name: at._replace(is_gone=at.is_gone or name in missing)
+            for name, at in start.items()
+            if name not in ends
+        }
         self._starts = starts
-        self._ends = self._losses.counted(kept | begun, start, missing)
+        reached = kept | {name: at for name, at in ends.items() if name in begun}
+        self._ends = self._losses.counted(reached, start, missing)
         return self._ends
 
     def _limited(self, starts: Positions, ends: Positions, limit: int) -> Limited:
@@ -94,7 +102,9 @@ class Planner:
         """The tasks that read from one offset to another."""
         starts, ways = self._starts, self._ways
         if end != self._ends:  # planned before the query was restarted
-            self._losses.notice_again(start, end, self._streams.states(end))
+            states = self._streams.states(end)
+            self._losses.notice_again(start, end, states)
+            self._lengths = {name: state.length for name, state in states.items()}
             starts, ways = {}, {}
         pieces = []
         begins: Positions = {}
@@ -104,7 +114,8 @@ class Planner:
             if parts(to.id) < parts(given.id):  # it begins anew
                 begin = Position(BEGINNING, begin.added if begin.id == BEGINNING else None)
             if to.is_after(begin):
-                pieces.append(Piece(name, begin.id, to.id, entries_between(begin, to)))
+                entries, length = entries_between(begin, to), self._lengths.get(name)
+                pieces.append(Piece(name, begin.id, to.id, entries, at_most=length))
                 begins[name] = begin._replace(lost=to.lost)
         least, most = self._options.min_partitions, self._options.max_per_partition
         tasks = plan(self._streams.wire, pieces, least, most, ways)
@@ -131,4 +142,4 @@ def _begin(start: Position | None, state: StreamState) -> Position:
     if not state.length or parts(state.first_id) > parts(start.id):
         # Nothing up to there is left, so that much is known to be added before what is left.
         return Position(start.id, state.removed)
-    return start
+    return start._replace(is_gone=False)

@@ -18,7 +18,6 @@ from conquiet.spark.log.loss import DataLoss
 from conquiet.spark.log.options import ReadOptions
 from conquiet.spark.log.piece import BEGINNING, Piece
 from conquiet.spark.log.ranges import Ranges
-from conquiet.spark.log.splitting import with_firsts
 from conquiet.spark.log.streams import Streams, StreamState
 from conquiet.spark.log.tasks import LogPartition, plan
 
@@ -59,14 +58,10 @@ class LogReader(DataSourceReader):
         names = [name for name in streams.names() if self._filters.allow(name)]
         states = streams.states(names)
         pieces = [self._piece(name, states[name]) for name in names if name in states]
-        found = [self._with_first(streams, piece) for piece in pieces if piece is not None]
+        found = [piece for piece in pieces if piece is not None]
         tasks = plan(streams.wire, found, options.min_partitions, options.max_per_partition)
         # Spark makes one task that reads None of an empty list.
         return tasks or [LogPartition(())]
-
-    def _with_first(self, streams: Streams, piece: Piece) -> Piece:
-        """Of a part of a stream nobody knows the size: by its first entry a trim is noticed."""
-        return piece if piece.entries is not None else with_firsts(streams.wire, [piece])[0]
 
     def _piece(self, stream: str, state: StreamState) -> Piece | None:
         start = self._options.start.position(stream, state)
@@ -75,7 +70,8 @@ class LogReader(DataSourceReader):
         if not state.length or not end.is_after(start):
             return None
         is_whole = start.id == BEGINNING and end.id == state.last_id
-        return Piece(stream, start.id, end.id, state.length if is_whole else None)
+        entries = state.length if is_whole else None
+        return Piece(stream, start.id, end.id, entries, at_most=state.length)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         assert isinstance(partition, LogPartition)

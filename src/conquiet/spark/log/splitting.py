@@ -1,63 +1,70 @@
 """Splitting: cuts a large piece into parts of about the same number of entries.
 
-The time between ids says nothing about how many entries there are: one burst can outweigh a day.
-So the density is probed at many places, and the sum of what that promises is compared with the
-number of entries, which is known. If they agree, the probes were good enough; else it is counted,
-unless counting would take longer than parts that are not even.
+By its density, if the sum of what that promises agrees with the number of entries, where that is
+known. Else the entries are counted, unless counting would take longer than parts that are not even.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import accumulate
 
-from conquiet.errors import StoreError
-from conquiet.redis.delivery import id_after
 from conquiet.redis.wire import Wire
-from conquiet.spark.log.asking import ask
 from conquiet.spark.log.counting import Walk, walk
-from conquiet.spark.log.piece import LARGEST, Piece, id_of, parts
+from conquiet.spark.log.density import LOOK, Density, density_of, first_ids
+from conquiet.spark.log.piece import Piece
 
 _COUNTED_ANYWAY = 20_000
 """So few entries are counted in no time."""
 _MANY = 200_000
 """So many take longer to count than parts cost that are somewhat uneven."""
-_PROBES_PER_PART, _MOST_PROBES = 64, 512
-_PROBED_ENTRIES = 64_000
-"""Of all probes together; a burst has hundreds of entries in a millisecond."""
-_PROBES_PER_CALL = 16
-_PLAIN_PROBE_ENTRIES = 8
-"""Of one probe, where its entries must be sent."""
+_MORE_LOOKS = 3
+"""As long as the sum is off, or if there is none to compare with."""
 _BELIEVABLE, _BELIEVABLE_OF_MANY = 4 / 3, 2.5
-"""By which factor the sum of the probes may be off the truth."""
-
-# KEYS[1]  the stream
-# ARGV     how many entries at most, then the first and the last id of each probe
-# Answers with how many entries there were, and the last of their ids, for each.
-_PROBE = b"""
-local found = {}
-for at = 2, #ARGV, 2 do
-  local entries = redis.call('XRANGE', KEYS[1], ARGV[at], ARGV[at + 1], 'COUNT', ARGV[1])
-  local last = entries[#entries]
-  found[#found + 1] = {#entries, last and last[1] or ''}
-end
-return found
-"""
+"""By which factor the sum of the bins may be off the truth."""
+_AT_ONCE = 1_000
 
 
-def split(wire: Wire, piece: Piece, count: int, way: Walk | None = None) -> list[Piece]:
-    """So many parts, or fewer if it has not that many entries. `way` leads through it, if known."""
+def split(
+    wire: Wire, piece: Piece, count: int, way: Walk | None = None, density: Density | None = None
+) -> list[Piece]:
+    """So many parts, or fewer if it has not that many entries.
+
+    `way` leads through it, and `density` tells where its entries lie, if that is known already.
+    """
     if count < 2:
         return [piece]
-    if way is not None and (way.piece.after, way.end) == (piece.after, piece.until):
+    if way is not None and leads_through(way, piece):
         return _along(way, piece, count)
-    if piece.entries is None or piece.entries > _COUNTED_ANYWAY:
-        cuts = _probed(wire, piece, count)
-        if cuts:
-            return with_firsts(wire, _between(piece, [(cut, None) for cut in cuts]))
+    at_most = piece.at_most if piece.entries is None else piece.entries
+    if density is None and (at_most is None or at_most > _COUNTED_ANYWAY):
+        density = probed(wire, piece)
+    cuts = density.cuts(count) if density is not None else []
+    if cuts:
+        return _between(piece, [(cut, None) for cut in cuts])
     [way] = walk(wire, [(piece, piece.entries if piece.entries is not None else 2**62)])
     return _along(way, piece, count)
+
+
+def leads_through(way: Walk, piece: Piece) -> bool:
+    return (way.piece.after, way.end) == (piece.after, piece.until)
+
+
+def probed(wire: Wire, piece: Piece, look: int = LOOK) -> Density | None:
+    """Where the entries of a piece lie; None if that cannot be believed, and can be counted."""
+    density = density_of(wire, piece, look)
+    for _ in range(_MORE_LOOKS):
+        if piece.entries is not None and _is_near(density.total, piece.entries, _BELIEVABLE):
+            return density
+        density = density.finer(wire, look)
+    if piece.entries is None:
+        return density
+    factor = _BELIEVABLE if piece.entries < _MANY else _BELIEVABLE_OF_MANY
+    return density if _is_near(density.total, piece.entries, factor) else None
+
+
+def _is_near(guess: float, entries: int, factor: float) -> bool:
+    return entries / factor <= guess <= entries * factor
 
 
 def _along(way: Walk, piece: Piece, count: int) -> list[Piece]:
@@ -87,88 +94,11 @@ def _between(
 
 
 def with_firsts(wire: Wire, pieces: Sequence[Piece]) -> list[Piece]:
-    """Nobody counted these parts: by their first entries it can be told that one was trimmed."""
-    ranges = [(id_after(piece.after.encode()), piece.until.encode()) for piece in pieces]
-    found = _ids(wire, pieces[0].stream, ranges, 1)
-    return [
-        piece._replace(first=ids[0] if ids else None)
-        for piece, ids in zip(pieces, found, strict=True)
-    ]
-
-
-# --- probes ---------------------------------------------------------------------------------
-
-
-def _probed(wire: Wire, piece: Piece, count: int) -> list[str]:
-    """Where to cut, by the density of ids; nothing if the probes cannot be believed."""
-    first, last = max(parts(piece.after)[0], _first_ms(wire, piece)), parts(piece.until)[0]
-    step = (last - first) // min(_PROBES_PER_PART * count, _MOST_PROBES)
-    if step < 1:
-        return []
-    places = list(range(first, last + 1, step))
-    weights = _weights(wire, piece, places, step)
-    total = sum(weights)
-    if not total:
-        return []
-    if piece.entries is not None:
-        factor = _BELIEVABLE if piece.entries < _MANY else _BELIEVABLE_OF_MANY
-        if not piece.entries / factor <= total <= piece.entries * factor:
-            return []
-    reached = list(accumulate(weights))
-    cuts: list[str] = []
-    for number in range(1, count):
-        at = bisect_left(reached, total * number / count)
-        cut = id_of(places[at] + step)
-        if parts(cut) < parts(piece.until) and (not cuts or cut != cuts[-1]):
-            cuts.append(cut)
-    return cuts
-
-
-def _first_ms(wire: Wire, piece: Piece) -> int:
-    start = id_of(parts(piece.after)[0]).encode()
-    [found] = _ids(wire, piece.stream, [(start, piece.until.encode())], 1)
-    return parts(found[0])[0] if found else 0
-
-
-def _weights(wire: Wire, piece: Piece, places: Sequence[int], step: int) -> list[float]:
-    """About how many entries there are from each place to the next."""
-    most = max(_PLAIN_PROBE_ENTRIES, _PROBED_ENTRIES // len(places))
-    weights: list[float] = []
-    for start in range(0, len(places), _PROBES_PER_CALL):
-        some = places[start : start + _PROBES_PER_CALL]
-        ranges = [(b"%d-0" % place, b"%d" % min(place + step - 1, LARGEST)) for place in some]
-        limit, found = most, _probe(wire, piece.stream, ranges, most)
-        if found is None:
-            limit = _PLAIN_PROBE_ENTRIES
-            pages = _ids(wire, piece.stream, ranges, limit)
-            found = [(len(ids), ids[-1] if ids else "") for ids in pages]
-        for place, (entries, last) in zip(some, found, strict=True):
-            # From the place itself, not from the first entry: the gap before it counts.
-            share = 1.0 if entries < limit else step / (parts(last)[0] - place + 1)
-            weights.append(entries * share)
-    return weights
-
-
-def _probe(
-    wire: Wire, stream: str, ranges: Sequence[tuple[bytes, bytes]], most: int
-) -> list[tuple[int, str]] | None:
-    """How many entries each range has, up to so many, and their last id; None without scripts."""
-    key = stream.encode()
-    ends = [end for pair in ranges for end in pair]
-    [reply] = ask(wire, [(key, (b"EVAL", _PROBE, 1, key, most, *ends))])
-    if isinstance(reply, Exception):
-        return None
-    return [(entries, last.decode()) for entries, last in reply]
-
-
-def _ids(
-    wire: Wire, stream: str, ranges: Sequence[tuple[bytes, bytes]], count: int
-) -> list[list[str]]:
-    """The ids of the first entries of each range."""
-    key = stream.encode()
-    commands = [(key, (b"XRANGE", key, *ends, b"COUNT", count)) for ends in ranges]
-    replies = ask(wire, commands)
-    for reply in replies:
-        if isinstance(reply, Exception):
-            raise StoreError(f"stream {stream!r} cannot be read: {reply}") from reply
-    return [[entry_id.decode() for entry_id, _ in reply] for reply in replies]
+    """Of pieces that nobody counted, the first entries: by them it can be told that one was
+    trimmed."""
+    uncounted = [piece for piece in pieces if piece.entries is None]
+    firsts: dict[Piece, str | None] = {}
+    for at in range(0, len(uncounted), _AT_ONCE):
+        some = uncounted[at : at + _AT_ONCE]
+        firsts |= zip(some, first_ids(wire, some), strict=True)
+    return [piece._replace(first=firsts.get(piece)) for piece in pieces]

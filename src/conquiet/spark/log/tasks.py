@@ -11,15 +11,14 @@ from pyspark.sql.datasource import InputPartition
 
 from conquiet.redis.wire import Wire
 from conquiet.spark.log.counting import Walk
+from conquiet.spark.log.density import LOOK, Density
 from conquiet.spark.log.piece import Piece
-from conquiet.spark.log.splitting import split
+from conquiet.spark.log.splitting import leads_through, probed, split, with_firsts
 
 WORTH_A_TASK = 20_000
 """Entries that are read in about the time that it takes to start a task."""
 MOST_PER_TASK = 2_000_000
 """What a task that failed does again, at the most, and the longest that it is silent."""
-_UNKNOWN = 10_000
-"""Entries of a piece of which nobody knows how many it has."""
 _UNEVEN = 1.25
 
 
@@ -43,19 +42,46 @@ def plan(
     `least` tasks, even if they are small; no task with many more than `most_entries`. `ways`
     lead through pieces whose entries were counted already.
     """
-    total = sum(_size(piece) for piece in pieces)
     if not pieces:
         return []
+    known = ways or {}
+    sized = _sized(wire, pieces, known)
+    total = sum(size for _, size, _ in sized)
     # The planner cannot see the cluster; on one machine its cores are those that will work.
     tasks = min(ceil(total / WORTH_A_TASK), os.cpu_count() or 1)
     tasks = max(1, tasks, least, ceil(total / (most_entries or MOST_PER_TASK)))
-    size = total / tasks
-    weighed: list[tuple[float, Piece]] = []
+    share = total / tasks
+    weights: list[float] = []
+    parts: list[Piece] = []
+    for piece, size, density in sized:
+        count = ceil(size / share) if size > _UNEVEN * share else 1
+        cut = split(wire, piece, count, known.get(piece.stream), density)
+        weights.extend(part.entries or size / len(cut) for part in cut)
+        parts.extend(cut)
+    return _pack(list(zip(weights, with_firsts(wire, parts), strict=True)), tasks)
+
+
+def _sized(
+    wire: Wire, pieces: Sequence[Piece], ways: Mapping[str, Walk]
+) -> list[tuple[Piece, float, Density | None]]:
+    """Each piece, how many entries it has, and where they lie if they had to be looked at."""
+    sized: list[tuple[Piece, float, Density | None]] = []
+    unknown: list[Piece] = []
     for piece in pieces:
-        count = ceil(_size(piece) / size) if _size(piece) > _UNEVEN * size else 1
-        cut = split(wire, piece, count, (ways or {}).get(piece.stream))
-        weighed.extend((part.entries or _size(piece) / len(cut), part) for part in cut)
-    return _pack(weighed, tasks)
+        way = ways.get(piece.stream)
+        if way is not None and leads_through(way, piece):
+            sized.append((piece, max(1, way.walked), None))
+        elif piece.entries is not None:
+            sized.append((piece, max(1, piece.entries), None))
+        elif piece.at_most is not None and piece.at_most <= WORTH_A_TASK:
+            sized.append((piece, max(1, piece.at_most), None))
+        else:
+            unknown.append(piece)
+    for piece in unknown:
+        density = probed(wire, piece, LOOK // len(unknown))
+        found = density.total if density is not None else 0.0
+        sized.append((piece, max(1.0, min(found, piece.at_most or found)), density))
+    return sized
 
 
 def _pack(weighed: Sequence[tuple[float, Piece]], tasks: int) -> list[LogPartition]:
@@ -67,7 +93,3 @@ def _pack(weighed: Sequence[tuple[float, Piece]], tasks: int) -> list[LogPartiti
         bins[number].append(piece)
         heapq.heappush(loads, (load + weight, number))
     return [LogPartition(item) for item in bins]
-
-
-def _size(piece: Piece) -> int:
-    return _UNKNOWN if piece.entries is None else max(1, piece.entries)
