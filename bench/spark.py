@@ -7,7 +7,8 @@ log      events of about 300 bytes in 4 streams, read by a batch (count, to Parq
          with redis-py and hiredis. And what an event costs in a log of other sizes.
 latency  how long a trigger takes while another process adds 1,000 and 10,000 events a second
 outbox   read to a count, against two processes that COPY the same rows
-upsert   into an empty table with a key, against one COPY into it
+upsert   into an empty table with a key, against one COPY into it; and only its last statement, as
+         it is for a table that is not empty, when the rows lie in the database already
 sink     events to a stream, against redis-benchmark with the same XADD
 router   the same router on Spark and in plain workers: inbox, one upsert, one outbox row; 1 and 2
          processes that handle

@@ -22,6 +22,8 @@ STREAMS = [f"events:{number}" for number in range(4)]
 TICKS = [f"ticks:{number}" for number in range(4)]
 PER_TRIGGER = 200_000
 FLOOR, OTHER_FLOOR = "two redis-py + hiredis readers", "the same by COUNT 1000"
+NO_OP, TO_PARQUET = "AvailableNow, no-op", "AvailableNow to Parquet"
+TO_TABLE = {"parquet": "AvailableNow to a Parquet table", "delta": "AvailableNow to a Delta table"}
 LEAST_CPU_COUNT, OTHER_COUNT = 200, 1_000
 """Replies that stay in the caches of a CPU are parsed fastest; 1,000 is what many would write."""
 _WAIT_SECONDS = 60.0
@@ -35,6 +37,8 @@ class Log:
         self.size = 0
         self._numbers = itertools.count()
         self._smallest: Case | None = None
+        self._queries: dict[str, StreamingQuery] = {}
+        """The last one of each case."""
 
     def grow(self, size: int) -> None:
         url, half = self.ground.redis_url, (size - self.size) // 2
@@ -79,24 +83,23 @@ class Log:
             "read to Parquet": self._to_files(
                 "batch", lambda path: self.batch().write.mode("overwrite").parquet(path)
             ),
-            "AvailableNow, no-op": Run(self._to_nothing),
-            "AvailableNow to Parquet": self._to_files("sink", self._to_parquet),
-            "AvailableNow to a Parquet table": self._to_table("parquet"),
-            "AvailableNow to a Delta table": self._to_table("delta"),
+            NO_OP: Run(self._to_nothing),
+            TO_PARQUET: self._to_files("sink", self._to_parquet),
+            TO_TABLE["parquet"]: self._to_table("parquet"),
+            TO_TABLE["delta"]: self._to_table("delta"),
         }
         bars = {
             "read, count": 1.0,
             "read to Parquet": 0.6,
-            "AvailableNow to a Parquet table": 0.35,
-            "AvailableNow to a Delta table": 0.35,
+            **dict.fromkeys(TO_TABLE.values(), 0.35),
         }
         seconds = in_turn(runs, self.size, ground.rounds)
         for name in runs:
             if name in (FLOOR, OTHER_FLOOR):
                 continue
-            settings = {"events": self.size}
-            if name.startswith("AvailableNow"):
-                settings["per_trigger"] = self._limit
+            settings: dict[str, Any] = {"events": self.size}
+            if name in self._queries:
+                settings |= {"per_trigger": self._limit} | _durations(self._queries[name])
             case = compare(name, self.size, seconds, name, FLOOR, **settings)
             yield judged(case, bars[name], ground.events) if name in bars else case
 
@@ -132,16 +135,20 @@ class Log:
     def _checkpoint(self) -> str:
         return str(self.ground.directory / f"checkpoint-{next(self._numbers)}")
 
+    def _finish(self, name: str, query: StreamingQuery | None) -> None:
+        assert query is not None
+        query.awaitTermination()
+        self._queries[name] = query
+
     def _to_nothing(self) -> int:
         writer = self._stream().writeStream.format("noop").trigger(availableNow=True)
-        query = writer.option("checkpointLocation", self._checkpoint()).start()
-        query.awaitTermination()
-        return _rows(query)
+        self._finish(NO_OP, writer.option("checkpointLocation", self._checkpoint()).start())
+        return _rows(self._queries[NO_OP])
 
     def _to_parquet(self, path: str) -> None:
         writer = self._stream().writeStream.format("parquet").trigger(availableNow=True)
         writer = writer.options(path=path, checkpointLocation=self._checkpoint())
-        writer.start().awaitTermination()
+        self._finish(TO_PARQUET, writer.start())
 
     def _to_table(self, format: Any) -> Run:
         path = str(self.ground.directory / f"table-{format}")
@@ -154,8 +161,7 @@ class Log:
                 checkpoint=self._checkpoint(),
                 trigger={"availableNow": True},
             )
-            assert query is not None
-            query.awaitTermination()
+            self._finish(TO_TABLE[format], query)
 
         return Run(
             write,
@@ -211,3 +217,10 @@ def _wait(query: StreamingQuery, rows: int) -> None:
 
 def _rows(query: StreamingQuery) -> int:
     return sum(one["numInputRows"] for one in query.recentProgress)
+
+
+def _durations(query: StreamingQuery) -> dict[str, int]:
+    """Where the time of a trigger goes, on average."""
+    took = [one["durationMs"] for one in query.recentProgress if one["numInputRows"]]
+    phases = ("triggerExecution", "latestOffset", "addBatch")
+    return {f"{name}_ms": sum(one.get(name, 0) for one in took) // len(took) for name in phases}

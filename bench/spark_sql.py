@@ -17,6 +17,7 @@ from conquiet.marketplace.catalog import CATALOG, NotificationRequested
 from conquiet.sql import engine, schema
 
 TWO_COPIES, ONE_COPY = "two COPY processes", "COPY"
+STAGED = "INSERT … ON CONFLICT alone"
 
 OUTBOX = """
 INSERT INTO outbox (topic, event_type, event_id, key, content_type, data, attributes)
@@ -42,6 +43,11 @@ MIDDLE = "SELECT id FROM {} ORDER BY id OFFSET {} LIMIT 1"
 ORDERS = (
     "CREATE TABLE orders (id text PRIMARY KEY, type text, subject text, at timestamptz, data text)"
 )
+STAGE = "CREATE UNLOGGED TABLE staged (id text, type text, subject text, at timestamptz, data text)"
+INSERT = """
+INSERT INTO orders SELECT * FROM staged ON CONFLICT (id) DO UPDATE
+   SET type = excluded.type, subject = excluded.subject, at = excluded.at, data = excluded.data
+"""
 _BLOCK_ROWS = 5_000
 _DATA = "y" * 200
 
@@ -91,11 +97,11 @@ def upsert(ground: Ground) -> Iterator[Case]:
     frame = _orders(ground, rows)
     blocks = _blocks(rows)
 
-    def by_copy() -> None:
+    def by_copy(table: str = "orders") -> None:
         with (
             psycopg.connect(url) as connection,
             connection.cursor() as cursor,
-            cursor.copy("COPY orders FROM STDIN") as copying,
+            cursor.copy(f"COPY {table} FROM STDIN") as copying,
         ):
             for block in blocks:
                 copying.write(block)
@@ -115,8 +121,15 @@ def upsert(ground: Ground) -> Iterator[Case]:
             [(found,)] = direct.execute("SELECT count(*) FROM orders").fetchall()
             return int(found)
 
-        runs = {ONE_COPY: Run(by_copy, count, empty), "upsert": Run(by_upsert, count, empty)}
+        direct.execute(STAGE)
+        by_copy("staged")
+        runs = {
+            ONE_COPY: Run(by_copy, count, empty),
+            STAGED: Run(lambda: direct.execute(INSERT), count, empty),
+            "upsert": Run(by_upsert, count, empty),
+        }
         seconds = in_turn(runs, rows, ground.rounds)
+        yield compare(STAGED, rows, seconds, STAGED, ONE_COPY, rows=rows)
         case = compare("upsert, an empty table", rows, seconds, "upsert", ONE_COPY, rows=rows)
         yield judged(case, 0.7, ground.events)
         again = in_turn({"again": Run(by_upsert, count)}, rows, 1)
