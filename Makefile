@@ -7,7 +7,7 @@ TESTS ?= tests
 export WORKERS
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run run-outbox-publisher build test test-slow test-compat soak audit lint format bench docs docs-serve clean
+.PHONY: help setup run run-outbox-publisher build test test-slow test-compat soak peers audit lint format bench docs docs-serve clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1|/p' Makefile | while IFS='|' read -r name text; do \
@@ -46,6 +46,9 @@ soak: setup ## faults at random for MINUTES=30, or kills while MESSAGES=1000000 
 	@$(BIN)/python scripts/soak.py \
 		$(if $(MESSAGES),--messages $(MESSAGES),--minutes $(or $(MINUTES),30)) $(SOAK)
 
+peers: setup ## other libraries and conquiet under the same kills, into docs/reliability.md
+	@$(BIN)/python scripts/peers.py $(PEERS)
+
 audit: setup ## bandit, whose findings SECURITY.md answers; pip-audit, where its service is in reach
 	@test -x .venv-audit/bin/pip-audit || { $(BIN)/python -m venv .venv-audit && \
 		.venv-audit/bin/pip install --quiet --disable-pip-version-check -c constraints.txt bandit pip-audit; }
@@ -73,7 +76,7 @@ docs-serve: setup ## the site on http://127.0.0.1:8000, made anew whenever a pag
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --strict --watch src
 
 clean: ## remove everything that make has made, .venv included
-	rm -rf .venv .venv-audit .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+	rm -rf .venv .venv-peer* .venv-audit .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .hypothesis \
 		.import_linter_cache dist build site soak spark-warehouse metastore_db derby.log \
 		conquiet-demo
 	find src tests bench examples -name __pycache__ -type d -prune -exec rm -rf {} +

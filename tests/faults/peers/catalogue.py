@@ -81,7 +81,11 @@ SAFE = {"safe": True, "quiet": 20.0, "returns": "5 s"}
 
 PEERS: tuple[Peer, ...] = (
     CELERY._replace(returns="started: never; prefetched: 1 h (`visibility_timeout`)"),
-    CELERY._replace(settings=f"{LATE}, `visibility_timeout` 5", **SAFE),
+    CELERY._replace(
+        settings=f"{LATE}, `visibility_timeout` 5, `unacked_restore_interval` 1,"
+        " `unacked_restore_throttle` 1, `unacked_mutex_expire` 5",
+        **SAFE,
+    ),
     OURS._replace(returns="started: never; prefetched: 60 s (`lease`)"),
     OURS._replace(settings=f"{LATE}, `lease` 5", **SAFE),
     FASTSTREAM._replace(returns="never: a list has no acks"),

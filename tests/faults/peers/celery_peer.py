@@ -7,8 +7,16 @@ import functools
 import ground
 from celery import Celery
 
-OPTIONS = {"lists": {"visibility_timeout": ground.RETURN_SECONDS}}
-OPTIONS["streams"] = {"lease": ground.RETURN_SECONDS}
+OPTIONS = {
+    # Kombu looks for what has become visible every 100 seconds, unless it is told otherwise.
+    "lists": {
+        "visibility_timeout": ground.RETURN_SECONDS,
+        "unacked_restore_interval": 1,
+        "unacked_restore_throttle": 1,
+        "unacked_mutex_expire": ground.RETURN_SECONDS,
+    },
+    "streams": {"lease": ground.RETURN_SECONDS},
+}
 broker = ground.REDIS
 if ground.KIND == "streams":
     import conquiet.kombu  # noqa: F401 - registers the scheme
