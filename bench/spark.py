@@ -13,9 +13,11 @@ sink     events to a stream, against redis-benchmark with the same XADD
 router   the same router on Spark and in plain workers: inbox, one upsert, one outbox row; 1 and 2
          processes that handle
 
-Everything on `local[2]`. PostgreSQL has fsync on. Each result is counted. There are 2 million
-events, with --quick 200,000; sizes are a twentieth, a half and, with --full, five times of that (10
-million events are 3.2 GB in Redis). `bar` is the ratio that was wanted.
+Everything on `local[2]`. CONQUIET_REDIS_FLAVOUR=path takes the redis-server of the PATH, whose
+memory is jemalloc's, instead of the embedded Valkey, whose is libc's. PostgreSQL has fsync on. Each
+result is counted. There are 2 million events, with --quick 200,000; sizes are a twentieth, a half
+and, with --full, five times of that (10 million events are 3.2 GB in Redis). `bar` is the ratio
+that was wanted.
 """
 
 from __future__ import annotations

@@ -46,9 +46,12 @@ class _Writing:
             "sink, partitions=4": self._run(partitions="4"),
         }
         seconds = in_turn(runs, self._rows, self._ground.rounds)
+        allocator = self._allocator()
         for name in runs:
             if name != floor:
-                case = compare(name, self._rows, seconds, name, floor, rows=self._rows)
+                case = compare(
+                    name, self._rows, seconds, name, floor, rows=self._rows, allocator=allocator
+                )
                 yield judged(case, 0.5, self._ground.events) if name == "sink" else case
         seconds |= self._twice()
         yield compare("sink, written again", self._rows, seconds, "again", floor, rows=self._rows)
@@ -64,6 +67,11 @@ class _Writing:
     def _count(self) -> int:
         streams: Any = self._client.scan_iter(f"{TOPIC}*", _type="stream")
         return sum(int(str(self._client.xlen(name))) for name in streams)
+
+    def _allocator(self) -> str:
+        """With that of libc, EXEC takes the longer, the more entries there are."""
+        memory: Any = self._client.info("memory")
+        return str(memory["mem_allocator"])
 
     def _twice(self) -> dict[str, Seconds]:
         """A batch with a name, written once more: nothing may be added."""
