@@ -1,4 +1,4 @@
-"""Typed: the events of a catalog as columns with types, from the log.
+"""Typed: the events of a catalog as columns with types, from the log or from an outbox.
 
 events(spark, CATALOG, "order_created", url="redis://…", streams="events:*").select("data.*")
 """
@@ -49,7 +49,8 @@ def events(
     """The events of one type and version (the newest, unless said), `data` as its struct has it.
 
     Beside the columns of the log there are `version`, `occurred_at` and `actor` of the envelope.
-    What does not fit is a row with `_malformed` and `_raw`. `options` are those of the format.
+    What does not fit is a row with `_malformed` and `_raw`. `options` are those of the format,
+    which may be `conquiet-outbox`.
     """
     version = version or max(catalog.versions(event_type), default=0)
     found = catalog.declaration(event_type, version)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pyarrow as pa
 from pyspark.sql.pandas.types import from_arrow_schema
+from pyspark.sql.types import StructType
 from tests.integration.events.samples import one_of_each
 from tests.spark.outbox.rows import message, read
 
@@ -14,11 +15,13 @@ from conquiet.events import EventSource, emit
 from conquiet.events import schema as events_schema
 from conquiet.marketplace.catalog import CATALOG
 from conquiet.redis import StreamSink
-from conquiet.spark.columns import ARROW_SCHEMA
+from conquiet.spark.columns import ARROW_SCHEMA, MALFORMED
 from conquiet.spark.log.source import LogSource
+from conquiet.spark.outbox.source import OutboxSource
 from conquiet.sql import Outbox
 from conquiet.sql.log import OutboxLog
 
+ODD = {"id": "x", "type": "t", "source": "/s"}
 PLACE = ("entry_id", "entry_time")
 
 
@@ -62,3 +65,23 @@ def test_domain_events_are_the_same_too(url, engine, redis_url, redis_client):
     found = compared(read(url, table="outbox_events"))
     assert len(found) == len(CATALOG.declarations)
     assert found == compared(read_log(redis_url, "pf-domain-events"))
+
+
+def test_data_of_an_outbox_is_a_struct_or_text_if_asked_for(url, engine):
+    with engine.begin() as connection:
+        Outbox("orders").add(connection, [message(7), Message(b"no JSON", ODD)])
+    source = OutboxSource({"url": url, "schema": "number INT"})
+    assert "data STRUCT<number INT>" in source.schema()
+    columns = StructType().add("data", StructType().add("number", "integer"))
+    rows = rows_of(source.reader(columns.add(MALFORMED, "string").add("_raw", "binary")))
+    good, bad = sorted(rows, key=lambda row: row["_raw"] or b"")
+    assert good == {"data": {"number": 7}, MALFORMED: None, "_raw": None}
+    assert (bad["data"], bad["_raw"]) == (None, b"no JSON")
+    assert "does not fit the schema" in bad[MALFORMED]
+    texts = rows_of(OutboxSource({"url": url}).reader(StructType().add("data", "string")))
+    assert sorted(row["data"] for row in texts) == ["no JSON", '{"number": 7}']
+
+
+def rows_of(reader) -> list[dict[str, Any]]:
+    batches = [batch for part in reader.partitions() for batch in reader.read(part)]
+    return pa.Table.from_batches(batches).to_pylist()

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from pyspark.sql.pandas.types import to_arrow_schema
-from pyspark.sql.types import BinaryType, StringType, StructType
+from pyspark.sql.types import StructType
 
-from conquiet.errors import ConfigError
-from conquiet.spark.columns import ARROW_SCHEMA, MALFORMED
+from conquiet.spark.columns import MALFORMED
 from conquiet.spark.log.arrays import columns_of
-from conquiet.spark.log.payload import RAW, Payload, as_text
+from conquiet.spark.log.payload import RAW, check_columns, finisher, has_struct, has_text
 from conquiet.spark.log.ranges import Found
 from conquiet.spark.log.resp import Table
 from conquiet.spark.log.rows import RowBuilder
@@ -25,17 +22,11 @@ class Batches:
     """Makes record batches for one schema; can be pickled."""
 
     def __init__(self, schema: StructType, types: tuple[str, ...] = ()) -> None:
-        for field in schema:
-            if field.name not in {*ARROW_SCHEMA.names, RAW}:
-                known = ", ".join([*ARROW_SCHEMA.names, RAW])
-                raise ConfigError(f"the log has no column {field.name!r}; it has {known}")
+        check_columns(schema, "the log")
         self._schema = schema
         self._types = types
         self._wanted = frozenset(schema.names) - {RAW}
-        data = schema["data"].dataType if "data" in schema.names else BinaryType()
-        self._is_text = isinstance(data, StringType)
-        self._typed = data if isinstance(data, StructType) else None
-        if self._is_text or self._typed is not None:
+        if has_struct(schema) or has_text(schema):
             self._wanted |= {MALFORMED, "data"}
         if types:
             self._wanted |= {MALFORMED, "type"}
@@ -56,26 +47,12 @@ class Batches:
         if len(rows):
             yield finish(rows.take())
 
-    def _finisher(self) -> Any:
-        target = to_arrow_schema(self._schema, timezone="UTC")
-        payload = None
-        if self._typed is not None:
-            place = target.get_field_index("data")
-            payload = Payload(self._typed, target.field(place).type)
-
-        types = pa.array(self._types, pa.string()) if self._types else None
-
-        def finish(columns: dict[str, pa.Array]) -> pa.RecordBatch:
-            if types is not None:
-                columns = _only(types, columns)
-            if payload is not None:
-                columns = payload.parse(columns)
-            elif self._is_text:
-                columns = as_text(columns)
-            arrays = [columns[name] for name in target.names]
-            return pa.RecordBatch.from_arrays(arrays, schema=target)
-
-        return finish
+    def _finisher(self) -> Callable[[dict[str, pa.Array]], pa.RecordBatch]:
+        finish = finisher(self._schema)
+        if not self._types:
+            return finish
+        types = pa.array(self._types, pa.string())
+        return lambda columns: finish(_only(types, columns))
 
 
 def _only(types: pa.Array, columns: dict[str, pa.Array]) -> dict[str, pa.Array]:

@@ -85,18 +85,6 @@ class ReadOptions:
         )
 
 
-def schema_of(options: Mapping[str, str]) -> str:
-    """The type of the column `data`, as DDL."""
-    given = {str(name).lower(): value for name, value in options.items()}
-    kind = given.get("datatype", "binary").lower()
-    fields = given.get("schema", "").strip()
-    if fields:
-        return f"STRUCT<{fields}>"
-    if kind not in ("binary", "string"):
-        raise ConfigError(f"dataType={kind!r}: choose 'binary' or 'string'")
-    return kind.upper()
-
-
 def _refuse_unknown(given: Mapping[str, str]) -> None:
     known = {name.lower(): name for name in READ_OPTIONS}
     for name in given:

@@ -1,17 +1,19 @@
-"""Payload: the data of events as text, or as the struct that a schema describes."""
+"""Payload: the data of events as it is, as text, or as the struct that a schema describes."""
 
 from __future__ import annotations
 
 import datetime
+from collections.abc import Callable, Mapping
 from decimal import Decimal
 from typing import Annotated, Any, TypedDict
 
 import msgspec
 import pyarrow as pa
 from pyspark.sql import types
+from pyspark.sql.pandas.types import from_arrow_type, to_arrow_schema
 
 from conquiet.errors import ConfigError
-from conquiet.spark.columns import MALFORMED
+from conquiet.spark.columns import ARROW_SCHEMA, MALFORMED
 
 RAW = "_raw"
 """The data of an entry that does not fit a schema, as it is; null for the others."""
@@ -20,6 +22,66 @@ JSON_COMMENT = "json"
 """A string column with this comment takes any JSON value, as the text that it is."""
 
 Columns = dict[str, pa.Array]
+
+
+def schema_of(options: Mapping[str, str]) -> str:
+    """The type of the column `data`, as DDL."""
+    given = {str(name).lower(): value for name, value in options.items()}
+    kind = given.get("datatype", "binary").lower()
+    fields = given.get("schema", "").strip()
+    if fields:
+        return f"STRUCT<{fields}>"
+    if kind not in ("binary", "string"):
+        raise ConfigError(f"dataType={kind!r}: choose 'binary' or 'string'")
+    return kind.upper()
+
+
+def columns_ddl(data: str) -> str:
+    """The columns of a source of events, if `data` has this type."""
+    columns = [
+        *(f"{field.name} {_ddl(field)}" for field in ARROW_SCHEMA if field.name != "data"),
+        *([f"{RAW} BINARY"] if data.startswith("STRUCT") else []),
+    ]
+    columns.insert(ARROW_SCHEMA.get_field_index("data"), f"data {data}")
+    return ", ".join(columns)
+
+
+def _ddl(field: pa.Field) -> str:
+    kind = from_arrow_type(field.type).simpleString()
+    return kind if field.nullable else f"{kind} NOT NULL"
+
+
+def check_columns(schema: types.StructType, whose: str) -> None:
+    """Refuse columns that a source of events does not have."""
+    known = [*ARROW_SCHEMA.names, *([RAW] if has_struct(schema) else [])]
+    unknown = [name for name in schema.names if name not in known]
+    if unknown:
+        raise ConfigError(f"{whose} has no column {', '.join(unknown)}; it has {', '.join(known)}")
+
+
+def has_struct(schema: types.StructType) -> bool:
+    return "data" in schema.names and isinstance(schema["data"].dataType, types.StructType)
+
+
+def has_text(schema: types.StructType) -> bool:
+    return "data" in schema.names and isinstance(schema["data"].dataType, types.StringType)
+
+
+def finisher(schema: types.StructType) -> Callable[[Columns], pa.RecordBatch]:
+    """Puts columns together as Spark asked for them, data as its type says."""
+    target = to_arrow_schema(schema, timezone="UTC")
+    read: Callable[[Columns], Columns] = dict
+    if has_struct(schema):
+        place = target.get_field_index("data")
+        read = Payload(schema["data"].dataType, target.field(place).type).parse
+    elif has_text(schema):
+        read = as_text
+
+    def finish(columns: Columns) -> pa.RecordBatch:
+        found = read(columns)
+        return pa.RecordBatch.from_arrays([found[name] for name in target.names], schema=target)
+
+    return finish
 
 
 class _Json(str):
@@ -53,7 +115,8 @@ class Payload:
     Fields that the schema does not name are passed over, and those that are missing are null.
     """
 
-    def __init__(self, schema: types.StructType, target: pa.DataType) -> None:
+    def __init__(self, schema: types.DataType, target: pa.DataType) -> None:
+        assert isinstance(schema, types.StructType)
         self._decode = msgspec.json.Decoder(_struct(schema), dec_hook=_as_json).decode
         self._target = target
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-import pyarrow as pa
 from pyspark.sql.datasource import (
     DataSource,
     DataSourceReader,
@@ -13,12 +12,10 @@ from pyspark.sql.datasource import (
     DataSourceStreamWriter,
     DataSourceWriter,
 )
-from pyspark.sql.pandas.types import from_arrow_type
 from pyspark.sql.types import StructType
 
-from conquiet.spark.columns import ARROW_SCHEMA
-from conquiet.spark.log.options import ReadOptions, schema_of
-from conquiet.spark.log.payload import RAW
+from conquiet.spark.log.options import ReadOptions
+from conquiet.spark.log.payload import columns_ddl, schema_of
 from conquiet.spark.log.reader import FilteringLogReader, LogReader, pushes_filters
 from conquiet.spark.log.stream_reader import LogStreamReader
 
@@ -33,13 +30,7 @@ class LogSource(DataSource):
         return "conquiet"
 
     def schema(self) -> str:
-        data = schema_of(self.options)
-        columns = [
-            *(f"{field.name} {_ddl(field)}" for field in ARROW_SCHEMA if field.name != "data"),
-            *([f"{RAW} BINARY"] if data.startswith("STRUCT") else []),
-        ]
-        columns.insert(ARROW_SCHEMA.get_field_index("data"), f"data {data}")
-        return ", ".join(columns)
+        return columns_ddl(schema_of(self.options))
 
     def reader(self, schema: StructType) -> DataSourceReader:
         options = ReadOptions.of(self.options, streaming=False)
@@ -57,11 +48,6 @@ class LogSource(DataSource):
     ) -> DataSourceStreamWriter:
         made: DataSourceStreamWriter = _writing().stream_writer(self.options, schema, overwrite)
         return made
-
-
-def _ddl(field: pa.Field) -> str:
-    kind = from_arrow_type(field.type).simpleString()
-    return kind if field.nullable else f"{kind} NOT NULL"
 
 
 def _writing() -> Any:

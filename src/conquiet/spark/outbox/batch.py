@@ -7,8 +7,10 @@ from dataclasses import replace
 
 import pyarrow as pa
 from pyspark.sql.datasource import DataSourceReader, InputPartition
+from pyspark.sql.types import StructType
 
 from conquiet.errors import ConfigError
+from conquiet.spark.log.payload import check_columns
 from conquiet.spark.outbox.options import EARLIEST, LATEST, OutboxOptions
 from conquiet.spark.outbox.select import Stretch
 from conquiet.spark.outbox.survey import Survey
@@ -18,9 +20,10 @@ from conquiet.sql.log import Position
 class OutboxReader(DataSourceReader):
     """Reads in parallel by ranges of ids; a range is one task and one query."""
 
-    def __init__(self, options: OutboxOptions, columns: Sequence[str]) -> None:
+    def __init__(self, options: OutboxOptions, schema: StructType) -> None:
+        check_columns(schema, "an outbox")
         self.options = options
-        self.columns = list(columns)
+        self.schema = schema
         positions = {options.starting, options.ending} - {EARLIEST, LATEST}
         if positions and options.has_domain_events:
             raise ConfigError(
@@ -53,4 +56,4 @@ class OutboxReader(DataSourceReader):
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         from conquiet.spark.outbox.fetch import fetched
 
-        return fetched(self.options, partition.value, self.columns)
+        return fetched(self.options, partition.value, self.schema)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pyarrow as pa
+from pyspark.sql.types import StructType
 
 from conquiet.errors import StoreError
 from conquiet.spark.adbc import connected, one_line
 from conquiet.spark.address import Database
+from conquiet.spark.log.payload import finisher
 from conquiet.spark.outbox.columns import events
 from conquiet.spark.outbox.loss import lost
 from conquiet.spark.outbox.options import OutboxOptions
@@ -19,16 +21,18 @@ BATCH_ROWS = 10_000
 
 
 def fetched(
-    options: OutboxOptions, stretch: Stretch, columns: Sequence[str]
+    options: OutboxOptions, stretch: Stretch, schema: StructType
 ) -> Iterator[pa.RecordBatch]:
-    """The events of a stretch, in some columns; says so when it has fewer than were counted."""
+    """The events of a stretch, as asked for; says so when it has fewer than were counted."""
+    finish = finisher(schema)
     database = options.address.resolve()
     query = statement(options, stretch, postgresql=database.is_postgresql)
     rows = 0
     for answer in _answers(database, query):
         rows += answer.num_rows
         if answer.num_rows:
-            yield events(answer, options).select(columns)
+            found = events(answer, options)
+            yield finish(dict(zip(found.schema.names, found.columns, strict=True)))
     if stretch.rows is not None and not options.filters and rows < stretch.rows:
         lost(options, stretch.after, stretch.upto, stretch.rows - rows)
 

@@ -31,6 +31,8 @@ OPTIONS = {
     "minPartitions": "into how many tasks a read is cut at least (1)",
     "failOnDataLoss": "of a stream: whether rows that cleanup took from a planned batch are an"
     " error (true) or a warning (false)",
+    "dataType": "binary, or string if data is text",
+    "schema": "DDL of JSON data; data is then a struct, as of the log",
     "delivery": "whether attributes tell of the relay: publishedat, attempts, lasterror (false)",
 }
 """Every option and what it means; the table in the documentation is made of it."""

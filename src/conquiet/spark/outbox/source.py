@@ -7,8 +7,6 @@ from typing import Any
 from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader
 from pyspark.sql.types import StructType
 
-from conquiet.errors import ConfigError
-
 
 class OutboxSource(DataSource):
     """What Spark asks for a schema or a reader; imports the rest when it is asked."""
@@ -19,33 +17,23 @@ class OutboxSource(DataSource):
     def name(cls) -> str:
         return "conquiet-outbox"
 
-    def schema(self) -> StructType:
+    def schema(self) -> StructType | str:
         from pyspark.sql.pandas.types import from_arrow_schema
 
         from conquiet.spark.columns import ARROW_SCHEMA
+        from conquiet.spark.log.payload import columns_ddl, schema_of
 
-        return from_arrow_schema(ARROW_SCHEMA)
+        data = schema_of(self.options)
+        return from_arrow_schema(ARROW_SCHEMA) if data == "BINARY" else columns_ddl(data)
 
     def reader(self, schema: StructType) -> DataSourceReader:
         from conquiet.spark.outbox.batch import OutboxReader
         from conquiet.spark.outbox.options import OutboxOptions
 
-        return OutboxReader(OutboxOptions.of(self.options), _columns(schema))
+        return OutboxReader(OutboxOptions.of(self.options), schema)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's
         from conquiet.spark.outbox.options import OutboxOptions
         from conquiet.spark.outbox.stream import OutboxStreamReader
 
-        return OutboxStreamReader(OutboxOptions.of(self.options), _columns(schema))
-
-
-def _columns(schema: StructType) -> list[str]:
-    """The columns that are asked for: all, or those of a schema of the query's own."""
-    from conquiet.spark.columns import ARROW_SCHEMA
-
-    unknown = [name for name in schema.names if name not in ARROW_SCHEMA.names]
-    if unknown:
-        raise ConfigError(
-            f"an outbox has no column {', '.join(unknown)}; it has {', '.join(ARROW_SCHEMA.names)}"
-        )
-    return list(schema.names)
+        return OutboxStreamReader(OutboxOptions.of(self.options), schema)

@@ -19,8 +19,10 @@ from pyspark.sql.streaming.datasource import (
     ReadMaxRows,
     SupportsTriggerAvailableNow,
 )
+from pyspark.sql.types import StructType
 
 from conquiet.errors import ConfigError
+from conquiet.spark.log.payload import check_columns
 from conquiet.spark.outbox.loss import lost, misplaced
 from conquiet.spark.outbox.options import EARLIEST, LATEST, OutboxOptions
 from conquiet.spark.outbox.select import Stretch
@@ -33,15 +35,16 @@ Offset = dict[str, Any]
 class OutboxStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     """Plans on the driver, in one process per query; reads in tasks."""
 
-    def __init__(self, options: OutboxOptions, columns: Sequence[str]) -> None:
+    def __init__(self, options: OutboxOptions, schema: StructType) -> None:
         if options.has_domain_events:
             raise ConfigError(
                 f"{options.table} cannot be read as a stream: it has no column that tells rows"
                 " which committed late. Read it in batches, or stream the log that its relay"
                 " publishes to"
             )
+        check_columns(schema, "an outbox")
         self.options = options
-        self.columns = list(columns)
+        self.schema = schema
         self._survey: Survey | None = None
         self._target: Position | None = None
         self._planned: tuple[Offset, Offset, list[Stretch]] | None = None
@@ -134,7 +137,7 @@ class OutboxStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         from conquiet.spark.outbox.fetch import fetched
 
-        return fetched(self.options, partition.value, self.columns)
+        return fetched(self.options, partition.value, self.schema)
 
 
 def _offset(position: Position, rows: int) -> Offset:
