@@ -9,7 +9,8 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from conquiet.cli.logs import set_up_logs
-from conquiet.cli.pipeline_run import Progress, failed, telling
+from conquiet.cli.pipeline_progress import Progress, telling
+from conquiet.cli.pipeline_run import check_whole, failed
 from conquiet.cli.terminal import OK
 from conquiet.errors import ConfigError
 
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
     from conquiet.marketplace.pipeline import Job
-
-DOMAIN_EVENTS = "outbox_events"
 
 
 def run_tables(options: Namespace, source: dict[str, str], config: dict[str, str]) -> int:
@@ -28,9 +27,11 @@ def run_tables(options: Namespace, source: dict[str, str], config: dict[str, str
     if options.checkpoint is not None:
         raise ConfigError("--checkpoint is for --tables raw_events: others keep it in the lake")
     tables = _tables(options.tables)
-    has_domain_rows = options.origin == "outbox" and options.table == DOMAIN_EVENTS
-    if has_domain_rows and not options.once:
-        raise ConfigError(f"{DOMAIN_EVENTS} is read as a whole, since it is no log: add --once")
+    from conquiet.spark.bronze import is_whole_table
+
+    is_whole = is_whole_table(options.origin, source)
+    if is_whole:
+        check_whole(options)
     from conquiet.marketplace.pipeline import Job, Lake
     from conquiet.spark.checkpoint import held
     from conquiet.spark.session import session
@@ -51,7 +52,7 @@ def run_tables(options: Namespace, source: dict[str, str], config: dict[str, str
             outbox=outbox_at(spark, options.outbox_url),
         )
         try:
-            if has_domain_rows:
+            if is_whole:
                 progress.events, progress.batches = job.take_outbox(_outbox(spark, source)), 1
                 stopped = False
             else:
@@ -93,10 +94,13 @@ def _run_stream(job: Job, events: DataFrame, progress: Progress) -> bool:
 
 def outbox_at(spark: SparkSession, url: str | None) -> Callable[[], DataFrame | None]:
     """Reads `outbox_events` with the relay's attempts, or nothing where no database is named."""
-    return lambda: None if url is None else _outbox(spark, {"url": url})
+    if url is None:
+        return lambda: None
+    from conquiet.events.table import EVENTS_TABLE
+
+    return lambda: _outbox(spark, {"url": url, "table": EVENTS_TABLE})
 
 
 def _outbox(spark: SparkSession, source: dict[str, str]) -> DataFrame:
-    options: dict[str, Any] = {**source, "table": DOMAIN_EVENTS, "delivery": "true"}
-    options.pop("startingOffsets", None)
+    options: dict[str, Any] = {**source, "delivery": "true"}
     return spark.read.format("conquiet-outbox").options(**options).load()

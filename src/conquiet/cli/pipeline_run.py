@@ -5,19 +5,18 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import time
 from argparse import Namespace
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 from conquiet.cli.logs import set_up_logs
-from conquiet.cli.terminal import FAILED, OK, has_colour, one_line, print_json, red
+from conquiet.cli.pipeline_progress import Progress, telling
+from conquiet.cli.terminal import FAILED, OK, one_line, red
 from conquiet.errors import ConfigError
 
-_LINE_SECONDS = 10.0
-"""How often a line is written where it cannot be written over."""
 _ENDS_OF_QUERIES = "org.apache.spark.sql.execution.streaming.runtime.MicroBatchExecution"
+_POSITIONS = frozenset({"startingoffsets", "endingoffsets", "maxoffsetspertrigger"})
+"""Options of a log, in small letters."""
 _URL_VARIABLES = {"log": "CONQUIET_REDIS_URL", "outbox": "CONQUIET_DATABASE_URL"}
 
 
@@ -50,12 +49,15 @@ def _carry(options: Namespace, source: dict[str, str], config: dict[str, str]) -
     table.check()
     is_whole = is_whole_table(options.origin, source)
     if is_whole:
-        _check_whole(options)
+        check_whole(options)
     debug = getattr(options, "debug", False)
     set_up_logs(logging.INFO if debug else logging.WARNING)
     with ExitStack() as stack:
-        if options.remote is None:  # else the checkpoint is the server's
+        if is_whole:
             stack.enter_context(held(table.checkpoint_path))
+        elif options.remote is None:  # else the checkpoint is the server's
+            with held(table.checkpoint_path):
+                pass  # the query will hold it; that another does is told before Spark is started
         spark = session(
             "conquiet pipeline", master=options.master, remote=options.remote, config=config
         )
@@ -93,7 +95,7 @@ def _take_whole(spark: Any, source: dict[str, str], table: Any, progress: Progre
     return False
 
 
-def _check_whole(options: Namespace) -> None:
+def check_whole(options: Namespace) -> None:
     """A table that is no log is read to its end, and its rows are added in one commit."""
     if not options.once:
         raise ConfigError("outbox_events is read as a whole, since it is no log: add --once")
@@ -101,7 +103,8 @@ def _check_whole(options: Namespace) -> None:
         raise ConfigError(
             "--remote cannot take outbox_events: its rows are committed by the driver"
         )
-    if options.starting != "earliest" or options.max_events is not None:
+    told = {name.lower() for name, _ in options.option} & _POSITIONS
+    if options.starting != "earliest" or options.max_events is not None or told:
         raise ConfigError(
             "outbox_events has no positions: choose its rows by --option since=… and until=…"
         )
@@ -120,7 +123,7 @@ def source_options(options: Namespace) -> dict[str, str]:
     """The options of the format that reads the events."""
     if options.origin == "files":
         return _file_options(options)
-    found = _address(options) | {"startingOffsets": options.starting}
+    found = _address(options)
     if options.origin == "log":
         if not options.streams:
             raise ConfigError("name the streams of the log: --streams 'orders,payments:*'")
@@ -134,20 +137,29 @@ def source_options(options: Namespace) -> dict[str, str]:
             found["table"] = options.table
     if options.max_events is not None:
         found["maxOffsetsPerTrigger"] = str(options.max_events)
-    return found | dict(options.option)
+    found |= dict(options.option)
+    from conquiet.spark.bronze import is_whole_table
+
+    if not is_whole_table(options.origin, found):
+        found = {"startingOffsets": options.starting} | found
+    return found
 
 
 def _check_source(origin: str, source: dict[str, str]) -> None:
     """What a source would refuse, before Spark is started for it."""
     if origin == "log":
-        from conquiet.spark.log.options import ReadOptions, schema_of
+        from conquiet.spark.log.options import ReadOptions
 
         ReadOptions.of(source, streaming=True)
-        schema_of(source)
     elif origin == "outbox":
         from conquiet.spark.outbox.options import OutboxOptions
 
         OutboxOptions.of(source)
+    else:
+        return
+    from conquiet.spark.log.payload import schema_of
+
+    schema_of(source)
 
 
 def _address(options: Namespace) -> dict[str, str]:
@@ -211,88 +223,6 @@ def _refuse_what_connect_lacks(options: Namespace) -> None:
         raise ConfigError(
             "--remote cannot write Delta: its commits are made on the driver, which is the server;"
             " use --format parquet, or run the driver there: --master"
-        )
-
-
-# --- progress -------------------------------------------------------------------------------
-
-
-@contextmanager
-def telling(as_json: bool) -> Iterator[Progress]:
-    progress = Progress(as_json)
-    try:
-        yield progress
-    finally:
-        progress.clear()
-
-
-class Progress:
-    """Tells batch by batch: on a terminal in one line, else now and then, or as JSON."""
-
-    def __init__(self, as_json: bool) -> None:
-        self._as_json = as_json
-        self._over = has_colour(sys.stderr)
-        self._started = self._told = time.monotonic()
-        self._last_batch = -1
-        self.events = 0
-        self.batches = 0
-        self.lag: int | None = None
-        self.lost = 0
-        """Entries and rows that were gone before they were read (`failOnDataLoss=false`)."""
-
-    def look(self, query: Any) -> None:
-        from conquiet.spark.progress import lost
-
-        for progress in query.recentProgress:
-            if progress.batchId > self._last_batch:
-                missed = sum(item.entries for item in lost(progress).values())
-                if progress.numInputRows or missed != self.lost:
-                    self.lost = missed
-                    self._take(progress)
-
-    def _take(self, progress: Any) -> None:
-        from conquiet.spark.progress import lag
-
-        self._last_batch = progress.batchId
-        self.batches += 1
-        self.events += progress.numInputRows
-        waiting = list(lag(progress).values())
-        self.lag = None if not waiting or None in waiting else sum(item or 0 for item in waiting)
-        speed = progress.processedRowsPerSecond or 0.0
-        if self._as_json:
-            told = {"batch": progress.batchId, "events": progress.numInputRows}
-            told |= {"events_per_second": round(speed, 1), "lag": self.lag, "lost": self.lost}
-            print_json(told)
-            sys.stdout.flush()
-            return
-        behind = "" if self.lag is None else f", lag {self.lag:,}"
-        behind += f", {self.lost:,} lost" if self.lost else ""
-        text = f"batch {progress.batchId}: {progress.numInputRows:,} events, {speed:,.0f}/s{behind}"
-        if self._over:
-            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
-        elif time.monotonic() - self._told >= _LINE_SECONDS:
-            self._told = time.monotonic()
-            print(text, file=sys.stderr, flush=True)
-
-    def take_whole(self, events: int) -> None:
-        """Of a table that was taken as one batch."""
-        self.batches, self.events = 1, events
-        if self._as_json:
-            print_json({"batch": 0, "events": events})
-
-    def clear(self) -> None:
-        if self._over and self.batches and not self._as_json:
-            print("\r\x1b[K", end="", file=sys.stderr)
-
-    def end(self, path: str, stopped: bool) -> None:
-        self.clear()
-        seconds = time.monotonic() - self._started
-        how = "stopped" if stopped else "done"
-        missed = f"; {self.lost:,} were gone before they were read" if self.lost else ""
-        print(
-            f"{how}: {self.events:,} events in {self.batches:,} batches to {path},"
-            f" in {seconds:.1f} s{missed}",
-            file=sys.stderr,
         )
 
 

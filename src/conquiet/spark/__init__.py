@@ -12,6 +12,7 @@ from conquiet.spark.session import session
 
 if TYPE_CHECKING:
     from conquiet.spark.progress import LagListener, lag, lost
+    from conquiet.spark.query import start_query
     from conquiet.spark.tables.reading import read_table, table_files
     from conquiet.spark.tables.writing import (
         append_once,
@@ -35,6 +36,7 @@ __all__ = [
     "register",
     "replace_partitions",
     "session",
+    "start_query",
     "table_files",
     "upsert_into",
     "upserting",
@@ -51,6 +53,7 @@ _home = {
     "appending": "conquiet.spark.tables.writing",
     "read_table": "conquiet.spark.tables.reading",
     "replace_partitions": "conquiet.spark.tables.writing",
+    "start_query": "conquiet.spark.query",
     "table_files": "conquiet.spark.tables.reading",
     "write_table": "conquiet.spark.tables.writing",
     "upsert_into": "conquiet.spark.upsert.batches",

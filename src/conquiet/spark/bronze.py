@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from conquiet.errors import ConfigError
 from conquiet.spark.checkpoint import local_directory
+from conquiet.spark.query import start_query
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -85,16 +86,16 @@ def raw_events(events: DataFrame) -> DataFrame:
 
 
 def start_bronze(events: DataFrame, table: Bronze) -> StreamingQuery:
-    """Start to write the table; hold its checkpoint while it runs (`conquiet.spark.checkpoint`).
+    """Start to write the table; the query holds the lock of its checkpoint until it ends.
 
     Where the driver cannot commit, because it is a Connect server or the files are in an object
     store, Spark's own sink writes Parquet; Spark then reads the table exactly, by its log.
     """
     rows = raw_events(events)
     if table.format == "parquet" and (_is_remote() or local_directory(table.to) is None):
-        writing = rows.writeStream.queryName(TABLE).trigger(**table.trigger)
-        writing = writing.option("checkpointLocation", table.checkpoint_path)
-        return writing.format("parquet").partitionBy(INGEST_DATE).start(table.path)
+        writing = rows.writeStream.queryName(TABLE).trigger(**table.trigger).format("parquet")
+        writing = writing.option("path", table.path).partitionBy(INGEST_DATE)
+        return start_query(writing, table.checkpoint_path)
     from conquiet.spark.tables.writing import write_table
 
     query = write_table(
@@ -112,10 +113,12 @@ def start_bronze(events: DataFrame, table: Bronze) -> StreamingQuery:
 
 def is_whole_table(origin: str, options: Mapping[str, str]) -> bool:
     """Whether the events lie in a table that is no log, and can only be read as a whole."""
+    if origin != "outbox":
+        return False
     from conquiet.events.table import EVENTS_TABLE
 
     given = {name.lower(): value for name, value in options.items()}
-    return origin == "outbox" and given.get("table", "").rpartition(".")[2] == EVENTS_TABLE
+    return given.get("table", "").rpartition(".")[2] == EVENTS_TABLE
 
 
 def take_whole(spark: SparkSession, options: Mapping[str, str], table: Bronze) -> int:
@@ -129,8 +132,7 @@ def take_whole(spark: SparkSession, options: Mapping[str, str], table: Bronze) -
     from conquiet.spark.tables.reading import read_table
     from conquiet.spark.tables.writing import append_once
 
-    given = {name: value for name, value in options.items() if name != "startingOffsets"}
-    rows = raw_events(spark.read.format(FORMATS["outbox"]).options(**given).load())
+    rows = raw_events(spark.read.format(FORMATS["outbox"]).options(**options).load())
     commits = commits_of(table_path(table.path), table.format)
     before = 0
     if commits.schema() is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,8 @@ from pathlib import Path
 from conquiet.errors import ConfigError
 
 _LOCK_NAME = ".conquiet.lock"
+_LETTING_GO_SECONDS = 1.0
+"""So long after its end may a query of this process still hold its lock."""
 
 
 @contextmanager
@@ -39,16 +42,25 @@ def held(checkpoint: str) -> Iterator[None]:
 
 
 def _lock(file: int, checkpoint: str) -> None:
+    end = time.monotonic() + _LETTING_GO_SECONDS
+    while not _is_locked(file):
+        holder = os.pread(file, 20, 0).decode(errors="replace").strip() or "?"
+        if holder != str(os.getpid()) or time.monotonic() > end:
+            raise ConfigError(
+                f"checkpoint {checkpoint!r} is in use by process {holder}: stop the query that"
+                " runs there, or give this one a checkpoint of its own"
+            )
+        time.sleep(0.01)
+    os.truncate(file, 0)
+    os.pwrite(file, str(os.getpid()).encode(), 0)
+
+
+def _is_locked(file: int) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        holder = os.pread(file, 20, 0).decode(errors="replace").strip() or "?"
-        raise ConfigError(
-            f"checkpoint {checkpoint!r} is in use by process {holder}: stop the query that runs"
-            " there, or give this one a checkpoint of its own"
-        ) from None
-    os.truncate(file, 0)
-    os.pwrite(file, str(os.getpid()).encode(), 0)
+        return False
+    return True
 
 
 def local_directory(checkpoint: str) -> Path | None:

@@ -10,7 +10,7 @@ from pyspark.sql.streaming.listener import StreamingQueryListener
 from conquiet.spark.log.offsets import NOTHING, Lost, Position, entries_between, read_offsets
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 
 def lag(progress: Any) -> dict[str, int | None]:
@@ -34,12 +34,19 @@ def lost(progress: Any) -> dict[str, Lost]:
     Empty if nothing is missing, as it always is unless `failOnDataLoss=false`. The rows that an
     outbox has lost are under the name `outbox`.
     """
+    return _lost(source.endOffset for source in progress.sources)
+
+
+def lost_before(progress: Any) -> dict[str, Lost]:
+    """The same, of what came before a micro-batch."""
+    return _lost(source.startOffset for source in progress.sources)
+
+
+def _lost(offsets: Iterable[str | None]) -> dict[str, Lost]:
     missed: dict[str, Lost] = {}
-    for source in progress.sources:
-        missed |= _lost_rows(source.endOffset)
-        for stream, at in _offsets(source.endOffset).items():
-            if at.lost != NOTHING:
-                missed[stream] = at.lost
+    for text in offsets:
+        missed |= _lost_rows(text)
+        missed |= {name: at.lost for name, at in _offsets(text).items() if at.lost != NOTHING}
     return missed
 
 

@@ -1,15 +1,23 @@
-"""A streaming query in the foreground: until it ends, or a signal asks it to."""
+"""A streaming query: alone at its checkpoint; and in the foreground, until a signal ends it."""
 
 from __future__ import annotations
 
 import logging
+import os
 import re
 import time
 from collections.abc import Callable
-from typing import Any
+from contextlib import ExitStack, suppress
+from threading import Thread
+from typing import TYPE_CHECKING, Any
 
 from conquiet.errors import ConquietError
+from conquiet.spark.checkpoint import held
 from conquiet.stopping import Signals
+
+if TYPE_CHECKING:
+    from pyspark.sql.streaming.query import StreamingQuery
+    from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 logger = logging.getLogger("conquiet.spark")
 
@@ -21,6 +29,31 @@ _own = re.compile(r"^conquiet(?:\.\w+)+: (.+)$", re.MULTILINE)
 
 class QueryFailed(ConquietError):
     """What an error of conquiet said that ended a query, without the pages that Spark adds."""
+
+
+def start_query(writing: DataStreamWriter, checkpoint: str | os.PathLike[str]) -> StreamingQuery:
+    """Start a query that holds the lock of its checkpoint until it ends.
+
+    start_query(events.writeStream.format("parquet").option("path", "orders"), "checkpoint")
+
+    Through Spark Connect there is no lock: the checkpoint is the server's.
+    """
+    from pyspark.sql.utils import is_remote
+
+    place = os.fspath(checkpoint)
+    writing = writing.option("checkpointLocation", place)
+    if is_remote():
+        return writing.start()
+    with ExitStack() as lock:
+        lock.enter_context(held(place))
+        query = writing.start()
+        Thread(target=_let_go, args=(query, lock.pop_all()), daemon=True).start()
+    return query
+
+
+def _let_go(query: StreamingQuery, lock: ExitStack) -> None:
+    with lock, suppress(Exception):  # what it failed with is told to whoever else waits for it
+        query.awaitTermination()
 
 
 def run_query(

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from conquiet.cli import build_parser, main
+from conquiet.cli.pipeline_progress import Progress
 from conquiet.cli.pipeline_run import source_options, spark_settings
 from conquiet.errors import ConfigError
 from conquiet.spark.packaging import needed
 
+END = ("--option", "endingOffsets=9-9")
+WHOLE = ("--from", "outbox", "--url", "u")
 HEAVY = ("pyarrow", "pandas", "numpy", "deltalake", "sqlalchemy", "psycopg-binary")
 
 
@@ -48,6 +52,19 @@ def no_servers(monkeypatch: pytest.MonkeyPatch) -> None:
                 "--max-events",
                 "5",
             ],
+            "has no positions",
+        ),
+        (
+            [*WHOLE, "--table", "outbox_events", "--once", "--option", "startingOffsets=5-1"],
+            "has no positions",
+        ),
+        (
+            [*WHOLE, "--option", "table=outbox_events", "--once", "--starting", "latest"],
+            "has no positions",
+        ),
+        ([*WHOLE, "--table", "public.outbox_events", "--tables", "all"], "add --once"),
+        (
+            [*WHOLE, "--option", "Table=outbox_events", "--tables", "all", "--once", *END],
             "has no positions",
         ),
         (
@@ -105,6 +122,37 @@ def test_the_address_may_stand_in_a_file_where_no_list_of_processes_shows_it(mon
     both = parsed("--url", "redis://h", "--streams", "a", "--option", "urlFile=x")
     with pytest.raises(ConfigError, match="not both"):
         source_options(both)
+
+
+def test_a_table_without_positions_is_asked_for_none() -> None:
+    options = parsed(*WHOLE, "--table", "public.outbox_events", "--once")
+    assert source_options(options) == {"url": "u", "table": "public.outbox_events"}
+
+
+def batch(number: int, rows: int, start: str, end: str) -> SimpleNamespace:
+    """The progress of a query over one stream."""
+    places = {name: json.dumps({"orders": at}) for name, at in (("start", start), ("end", end))}
+    source = SimpleNamespace(
+        startOffset=places["start"], endOffset=places["end"], latestOffset=None
+    )
+    return SimpleNamespace(
+        batchId=number, numInputRows=rows, sources=[source], processedRowsPerSecond=1.0
+    )
+
+
+def test_what_a_run_has_missed_is_told_and_not_what_was_missed_before(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    progress = Progress(as_json=False)
+    batches = [batch(4, 2, "5-0@7!1:6", "9-0@9!1:6"), batch(5, 3, "9-0@9!1:6", "12-0@12!1:6")]
+    progress.look(SimpleNamespace(recentProgress=batches))
+    progress.end("lake", stopped=False)
+    assert "lost" not in capsys.readouterr().err
+    batches.append(batch(6, 0, "12-0@12!1:6", "12-0@12!2:6~"))  # of a size that nobody knows
+    progress.look(SimpleNamespace(recentProgress=batches))
+    assert progress.lost == (1, 0)
+    progress.end("lake", stopped=False)
+    assert "0 or more events lost (losses: 1)" in capsys.readouterr().err
 
 
 def test_an_archive_comes_with_the_settings_that_unpack_it(tmp_path: Path) -> None:

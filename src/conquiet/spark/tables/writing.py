@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conquiet.errors import ConfigError
+from conquiet.spark.query import start_query
 from conquiet.spark.tables.commits import Commits, Fence, Format, commits_of
 from conquiet.spark.tables.files import (
     OWN,
@@ -128,7 +129,8 @@ def write_table(
 ) -> StreamingQuery | None:
     """Write a stream, each micro-batch once, and give the running query; or append a frame.
 
-    `trigger` is what `DataStreamWriter.trigger` takes: `{"availableNow": True}`.
+    `trigger` is what `DataStreamWriter.trigger` takes: `{"availableNow": True}`. The query holds
+    the lock of its checkpoint until it ends.
     """
     if not frame.isStreaming:
         if checkpoint is not None or trigger is not None:
@@ -139,9 +141,8 @@ def write_table(
         raise ConfigError("a stream needs checkpoint=…, a folder where it keeps its place")
     write = appending(path, format=format, partition_by=partition_by)
     writer = frame.writeStream.foreachBatch(write)
-    writer = writer.option("checkpointLocation", os.fspath(checkpoint))
     writer = writer.queryName(name) if name else writer
-    return (writer.trigger(**trigger) if trigger else writer).start()
+    return start_query(writer.trigger(**trigger) if trigger else writer, checkpoint)
 
 
 def appending(
