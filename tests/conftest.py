@@ -148,7 +148,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """List by name what did not run because something is not installed."""
+    """Say what was counted, and list by name what did not run for want of something."""
+    _tell_counts(terminalreporter)
     wanting: dict[str, list[str]] = {}
     for report in terminalreporter.stats.get("skipped", []):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
@@ -162,6 +163,19 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(reason)
         for name in sorted(names):
             terminalreporter.write_line(f"  {name}")
+
+
+def _tell_counts(terminal: pytest.TerminalReporter) -> None:
+    """What tests have noted as user properties, by its heading: how many crash points there are."""
+    counted: dict[str, list[str]] = {}
+    for outcome in ("passed", "failed"):
+        for report in terminal.stats.get(outcome, []):
+            for heading, line in report.user_properties:
+                counted.setdefault(heading, []).append(str(line))
+    for heading, lines in counted.items():
+        terminal.section(heading)
+        for line in sorted(lines):
+            terminal.write_line(line)
 
 
 @pytest.fixture

@@ -30,7 +30,8 @@ class SparkSink(Scenario):
 
     def run(self, place: Place, seam: Seam, attempt: int) -> None:
         run = f"run-{attempt if self.restarts else 0}"
-        _pretend(attempt, {"sql.streaming.queryId": "q", "streaming.sql.batchId": "7"}, run)
+        query = {"sql.streaming.queryId": self.query(attempt), "streaming.sql.batchId": "7"}
+        _pretend(attempt, query, run)
         options = {"url": place.redis, "topic": STREAM, "source": "/shop", "type": "placed"}
         options["sliceRows"] = "2"
         columns = {
@@ -45,6 +46,9 @@ class SparkSink(Scenario):
         added = writer.write(iter([pa.record_batch(columns)]))
         assert added.rows == ROWS
 
+    def query(self, attempt: int) -> str:
+        return "q"
+
     def facts(self, place: Place) -> Facts:
         with place.client() as client:
             log = invariants.read_log(client, STREAM)[1:]
@@ -57,6 +61,15 @@ class SparkSink(Scenario):
 class RestartedQuery(SparkSink):
     name = "Spark sink, query restarted"
     restarts = True
+
+
+class Careless(SparkSink):
+    """Another query each time, which finds no fence. To be found out."""
+
+    name = "Spark sink, that does not look"
+
+    def query(self, attempt: int) -> str:
+        return f"q-{attempt}"
 
 
 def _expected() -> list[Event]:

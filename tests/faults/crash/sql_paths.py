@@ -124,7 +124,7 @@ class WorkerOverSql(OnSql):
         client = redis.Redis.from_url(place.redis)
         router = Router()
         router.use(DeadLetter(StreamSink(client), topic=DEAD))
-        router.use(Transaction(made), Inbox("billing"), Outbox(EVENTS))
+        router.use(Transaction(made), *self.inbox(), Outbox(EVENTS))
 
         @router.raw(type="place.order", source="/shop", name="place_order")
         def place_order(message: Message[bytes]) -> Message[Any]:
@@ -141,6 +141,9 @@ class WorkerOverSql(OnSql):
         worker.run()
         made.dispose()
         client.close()
+
+    def inbox(self) -> tuple[Any, ...]:
+        return (Inbox("billing"),)
 
     def facts(self, place: Place) -> Facts:
         facts = Facts(frozenset(SENT), HOPELESS, Counter())
@@ -188,9 +191,12 @@ class RelayOverSql(OnSql):
         client = redis.Redis.from_url(place.redis)
         kind = until(OutboxSource, drained, seam, self.read_seconds)
         source = kind(made, poll=1.0, ordered=self.ordered)
-        Relay(source, StreamSink(client), batch_size=2, ordered=self.ordered).run()
+        Relay(source, self.sink(client), batch_size=2, ordered=self.ordered).run()
         made.dispose()
         client.close()
+
+    def sink(self, client: redis.Redis) -> Any:
+        return StreamSink(client)
 
     def facts(self, place: Place) -> Facts:
         facts = Facts(ordered=self.ordered)
@@ -223,3 +229,43 @@ class RelayOverSqlite(OnSqlite, RelayOverSql):
 class OrderedRelayOverPostgres(RelayOverPostgres):
     name = "relay over PostgreSQL, ordered"
     ordered = True
+
+
+# --- to be found out --------------------------------------------------------------------------
+
+
+class WithoutInbox(WorkerOverSqlite):
+    """What was committed and not acked takes effect again."""
+
+    name = "worker over SQLite, without an inbox"
+
+    def inbox(self) -> tuple[Any, ...]:
+        return ()
+
+
+class MarkingFirst(RelayOverSqlite):
+    """A sink that says yes, and sends a batch with the next: a crash in between loses it."""
+
+    name = "relay over SQLite, that marks before it publishes"
+
+    def sink(self, client: redis.Redis) -> Any:
+        return Late(StreamSink(client))
+
+
+class Late:
+    keeps_order = True
+
+    def __init__(self, sink: StreamSink) -> None:
+        self._sink = sink
+        self._kept: list[Any] = []
+
+    def publish(self, messages: Any) -> Any:
+        self._sink.publish(self._kept)
+        self._kept = [
+            Message(bytes(one.data), dict(one.attributes), topic=EVENTS) for one in messages
+        ]
+        return [None] * len(messages)
+
+    def close(self) -> None:
+        self._sink.publish(self._kept)
+        self._sink.close()
