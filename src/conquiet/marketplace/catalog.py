@@ -16,9 +16,11 @@ import msgspec
 from conquiet.events.catalog import Catalog
 from conquiet.events.envelope import Moment
 
-Cents = Annotated[int, msgspec.Meta(ge=0)]
-Count = Annotated[int, msgspec.Meta(ge=0)]
-Quantity = Annotated[int, msgspec.Meta(ge=1)]
+MOST = 10**15
+"""Of cents and counts: sums of thousands of them stay within 64 bits, and no order is larger."""
+Cents = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
+Quantity = Annotated[int, msgspec.Meta(ge=1, le=MOST)]
 Currency = Annotated[str, msgspec.Meta(pattern="^[A-Z]{3}$")]
 PaymentMethod = Literal["cash", "ach"]
 

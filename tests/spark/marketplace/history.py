@@ -58,8 +58,8 @@ class Order:
         about["line_total_cents"] = it["line_total_cents"]
         return self._tell("line_item_state_changed", {**self.keys, **about}, day)
 
-    def collects(self, cents: int, day: float) -> str:
-        money = {"amount_cents": cents, "currency": "USD", "collected_at": self._at(day)}
+    def collects(self, cents: int, day: float, currency: str = "USD") -> str:
+        money = {"amount_cents": cents, "currency": currency, "collected_at": self._at(day)}
         ids = {"payment_intent_id": uuid(7), "ledger_event_id": uuid(8)}
         return self._tell("cash_collected", {**self.keys, **ids, **money}, day)
 

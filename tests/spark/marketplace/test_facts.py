@@ -159,6 +159,25 @@ def test_money_that_contradicts_itself_is_named_with_its_events(told) -> None:
     assert len(found[orphan, "no_order_created"]) == 1
 
 
+def test_an_order_that_was_closed_has_been_collected_and_paid_out_in_its_currency(spark) -> None:
+    history = History()
+    forgotten, unpaid, abroad = (Order(history, number) for number in (1, 2, 3))
+    right = Order(history, 4)
+    unpaid.collects(1600, 1)
+    abroad.collects(1600, 1, currency="EUR")
+    abroad.pays_out(1600, 2)
+    right.collects(1600, 1)
+    right.pays_out(1600, 2)
+    for one in (forgotten, unpaid, abroad, right):
+        one.moves("closed", 3)
+    rows = rows_of(recon_money(order_lives(events(history.silver(spark)))))
+    assert {(row["order_id"], row["problem"]) for row in rows} == {
+        (forgotten.keys["order_id"], "closed_without_collection"),
+        (unpaid.keys["order_id"], "closed_without_payout"),
+        (abroad.keys["order_id"], "currencies_differ"),
+    }
+
+
 def test_an_event_that_is_lost_on_the_way_is_named(spark, told) -> None:
     from tests.spark.marketplace.entries import entry, envelope, frame, order, uuid
 

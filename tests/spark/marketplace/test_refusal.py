@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 
 import pytest
 from tests.spark.marketplace.entries import (
@@ -19,7 +20,7 @@ from conquiet.marketplace.pipeline.silver import silver
 
 pytestmark = pytest.mark.slow
 
-OVERFLOWING = {**line(qty=2**62, price=4), "line_total_cents": 0}
+OVERFLOWING = {**line(qty=10**10, price=10**10), "line_total_cents": 0}
 
 
 def created(number: int, data, **changes):
@@ -31,6 +32,13 @@ def touch(number: int, type: str = "ad_impression", **changes):
     data = {name: uuid(place) for place, name in enumerate(names, 900)}
     data |= {"placement": "top", "target_type": "store", **changes}
     return entry(number, type, envelope(number, data), stream=TELEMETRY)
+
+
+def rollup(number: int, **changes):
+    data = {name: uuid(900) for name in ("ad_id", "vendor_store_id")}
+    counts = {"impressions": 1, "clicks": 0, "spend_micros": 5, "rollup_revision": 1}
+    data |= {"timezone": "America/Chicago", **counts, **changes}
+    return entry(number, "ad_daily_rollup_ready", envelope(number, data))
 
 
 CASES = [
@@ -79,6 +87,24 @@ CASES = [
     ("invalid_data", touch(43, "ad_click")),
     ("invalid_data", touch(44, target_type="planet")),
     ("unknown_type", touch(45, "order_created")),
+    # What would end every run from then on: a year that Python has not, a sum past 64 bits.
+    ("bad_envelope", created(46, order(), occurredAt="0000-01-01T00:00:00Z")),
+    ("bad_envelope", created(47, order(), occurredAt="9999-12-31T23:59:59-18:00")),
+    ("", created(48, order(), occurredAt="1970-01-01T00:00:00Z")),
+    ("invalid_data", created(49, order(line(qty=1, price=2**62), tax=0, transport=0))),
+    ("", entry(50, "order_created", envelope(50, order()), time=datetime(1, 1, 1, tzinfo=UTC))),
+    ("broken_json", entry(51, "order_created", json.dumps(envelope(51, order())).encode() + b"x")),
+    ("broken_json", entry(52, "order_created", json.dumps(envelope(52, order())).encode() * 2)),
+    ("", entry(53, "order_created", json.dumps(envelope(53, order())).encode() + b" \n")),
+    ("broken_json", entry(54, "order_created", json.dumps(envelope(54, order())).encode() + b"]")),
+    ("broken_json", entry(55, "order_created", b'{"x":' + b"[" * 3000 + b"]" * 3000 + b"}")),
+    ("broken_json", entry(56, "order_created", b'{"x":' + b"9" * 5000 + b"}")),
+    ("bad_envelope", created(57, order(), occurredAt="2026-03-07T12:00:00Z\n")),
+    ("invalid_data", created(58, order(order_id=uuid(101) + "\n"))),
+    ("invalid_data", created(59, order(currency="USD\n"))),
+    ("", rollup(60, day="9999-12-31")),
+    ("invalid_data", rollup(61, day="0000-03-07")),
+    ("invalid_data", rollup(62, day="2026-02-30")),
 ]
 
 
@@ -93,3 +119,5 @@ def test_the_first_check_that_fails_is_the_reason(spark) -> None:
     assert found["1023-0"][2] is None
     assert found["1042-0"][1] == "touch"
     assert found["1004-0"][1] == "event"
+    [timeless] = [row for row in rows if row.entry_id == "1050-0"]
+    assert (timeless.created_at, timeless.day) == (None, None)

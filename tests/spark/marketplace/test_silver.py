@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import pytest
 from tests.spark.marketplace.entries import START, entry, envelope, frame, order, uuid
+from tests.spark.marketplace.history import History, Order
 from tests.spark.marketplace.tables import rows_of
 
 from conquiet.marketplace.pipeline.silver import events, events_quarantine, merged, silver
@@ -62,3 +63,23 @@ def test_the_payload_is_kept_as_it_came(spark) -> None:
     text = json.dumps(order(line_title="x\u0000\u00e9")).encode()
     [row] = rows_of(events(silver(frame(spark, [delivery(1, body % (uuid(1).encode(), text))]))))
     assert row["payload"].encode() == body % (uuid(1).encode(), text)
+
+
+def test_events_of_a_version_have_typed_columns(spark) -> None:
+    from conquiet.marketplace.pipeline.typed import typed, typed_names
+
+    history = History()
+    paid = Order(history, 1)
+    paid.collects(1600, 2)
+    paid.collects(7, 3)
+    rows = events(history.silver(spark))
+    names = typed_names()
+    [created] = rows_of(typed(rows, names["order_created_v1"]))
+    assert created["data"]["lines"][0]["qty"] == 2
+    assert created["data"]["ship_to"] == {"postal_code": "60601"}
+    collected = rows_of(typed(rows, names["cash_collected_v1"]))
+    assert {(row["data"]["amount_cents"], row["data"]["collected_at"]) for row in collected} == {
+        (1600, START + timedelta(days=2)),
+        (7, START + timedelta(days=3)),
+    }
+    assert rows_of(typed(rows, names["ad_daily_rollup_ready_v1"])) == []

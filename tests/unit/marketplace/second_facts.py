@@ -304,13 +304,18 @@ class Facts:
         created, final, collected, paid = cents = [order[name] for name in names]
         amounts = {data["amount_cents"] for kind, _, _, data in events if kind in COLLECTIONS}
         ids = sorted(event_id for kind, _, event_id, _ in events if kind in MONEY)
+        currencies = {data["currency"] for kind, _, _, data in events if kind in MONEY}
         has_paid, has_collected = order["paid_out_at"], order["collected_at"]
+        is_closed = order["state"] == "closed"
         for problem, is_so in (
             ("final_over_created", final > created),
             ("collected_not_final", has_collected and collected != final),
             ("collections_differ", len(amounts) > 1),
             ("paid_without_collection", has_paid and not has_collected),
             ("paid_not_collected", has_paid and has_collected and paid != collected),
+            ("closed_without_collection", is_closed and final and not (has_collected or has_paid)),
+            ("closed_without_payout", is_closed and collected and not has_paid),
+            ("currencies_differ", len(currencies) > 1),
         ):
             if is_so:
                 self.money.append((order["order_id"], problem, *cents, ids))

@@ -61,7 +61,7 @@ def test_every_problem_and_every_reason_of_the_faults_occurs():
     problems = {row["problem"] for row in oracle.rows("recon_money")}
     assert problems == {
         *("no_order_created", "collected_not_final", "collections_differ"),
-        *("paid_without_collection", "paid_not_collected"),
+        *("paid_without_collection", "paid_not_collected", "closed_without_payout"),
     }
     reasons = {row["reason"] for row in oracle.rows("events_quarantine")}
     assert reasons == {

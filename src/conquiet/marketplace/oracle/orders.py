@@ -224,6 +224,7 @@ def _rank(touch: Touch) -> tuple[bool, int, str]:
 def mismatches(found: KnownOrder) -> list[str]:
     """The problems of an order, by their names in the contract."""
     is_collected, is_paid = found.collected_at is not None, found.paid_at is not None
+    is_closed = found.state == "closed"
     amounts = {amount for _, _, amount in found.note.collections}
     problems = {
         "final_over_created": found.final > found.created,
@@ -231,5 +232,9 @@ def mismatches(found: KnownOrder) -> list[str]:
         "collections_differ": len(amounts) > 1,
         "paid_without_collection": is_paid and not is_collected,
         "paid_not_collected": is_paid and is_collected and found.paid != found.collected,
+        "closed_without_collection": (
+            is_closed and not is_collected and not is_paid and found.final > 0
+        ),
+        "closed_without_payout": is_closed and not is_paid and found.collected > 0,
     }
     return [name for name, is_so in problems.items() if is_so]

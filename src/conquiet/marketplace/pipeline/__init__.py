@@ -1,10 +1,11 @@
 """The pipeline: from the log to the tables of the contract (docs/marketplace.md), by Spark.
 
 refusal, silver ─▶ facts, ads, attribution ─▶ marts, weekly ─▶ recon, ops   frames in, a frame out
-lake, state, taking, refresh, jobs                                          what is run, and when
+reading, lake, state, taking, refresh, jobs                                 what is run, and when
 """
 
-from conquiet.marketplace.pipeline.jobs import Job, read_files, replay
+from conquiet.marketplace.pipeline.jobs import Job, replay
 from conquiet.marketplace.pipeline.lake import Lake
+from conquiet.marketplace.pipeline.reading import read_files
 
 __all__ = ["Job", "Lake", "read_files", "replay"]

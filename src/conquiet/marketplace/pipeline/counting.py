@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from datetime import UTC, date, datetime, timedelta
+from datetime import date
 
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as f
 
-from conquiet.marketplace.pipeline.days import utc_day
+from conquiet.marketplace.pipeline.days import may_be_of, plausible, utc_day
 from conquiet.marketplace.pipeline.keeping import Kept
 from conquiet.marketplace.pipeline.lake import Lake, among, distinct
 from conquiet.marketplace.pipeline.ops import outbox_delivery
@@ -35,23 +35,11 @@ def reconcile(
     known = {day for day in days if day is not None}
     if None in days:  # rows without a time stand in the hour of their entry
         timeless = lake.read(SILVER, [None])
-        known |= set(distinct(timeless.select(utc_day(f.col("first_seen_at")).alias("d")), "d"))
+        seen = distinct(timeless.select(utc_day(f.col("first_seen_at")).alias("d")), "d")
+        known |= {day for day in seen if day is not None}
     silver = lake.read(SILVER, {*known, None})
-    _count(lake, _around(raw, known), silver, outbox, known, names)
-
-
-def _around(raw: DataFrame, days: set[date]) -> DataFrame:
-    """Entries of the time in which the days are, or of none: what lies elsewhere in bronze is
-    not read."""
-    if not days:
-        return raw
-    time = f.col("time")
-    is_there = (time >= _midnight(min(days))) & (time < _midnight(max(days) + timedelta(days=1)))
-    return raw.where(time.isNull() | is_there)
-
-
-def _midnight(day: date) -> datetime:
-    return datetime(day.year, day.month, day.day, tzinfo=UTC)
+    near = raw.where(may_be_of(f.col("time"), known))
+    _count(lake, near, silver, outbox, known, names)
 
 
 def _count(
@@ -63,7 +51,7 @@ def _count(
     names: Collection[str],
 ) -> None:
     if days is not None:
-        at = utc_day(f.coalesce(f.col("time"), f.col("entry_time")))
+        at = utc_day(f.coalesce(plausible(f.col("time")), f.col("entry_time")))
         raw = raw.withColumn("at_day", at).where(among("at_day", days))
         if outbox is not None:
             outbox = outbox.withColumn("at_day", utc_day(f.col("time")))

@@ -5,11 +5,39 @@ None of it depends on the time zone of the session.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from datetime import UTC, date, datetime, timedelta
+
 from pyspark.sql import Column
 from pyspark.sql import functions as f
 
 ZONE = "America/Chicago"
 _SECONDS = 24 * 3600
+_FIRST, _END = datetime(1970, 1, 1, tzinfo=UTC), datetime(9999, 1, 1, tzinfo=UTC)
+
+
+def plausible(moment: Column) -> Column:
+    """The moment, or null where nothing can have happened: before 1970, or after the year 9998.
+
+    Python, which names the days of files, has no year 0 and no year 10000: one event of such a time
+    would end every run.
+    """
+    return f.when((moment >= _FIRST) & (moment < _END), moment)
+
+
+def may_be_of(moment: Column, days: Collection[date]) -> Column:
+    """Whether a moment is near one of the days, or of no day at all: in words that the statistics
+    of Parquet files can answer, so that what lies elsewhere is not read."""
+    found = moment.isNull() | (moment < _FIRST) | (moment >= _END)
+    if days:
+        found |= (moment >= _midnight(min(days))) & (
+            moment < _midnight(max(days)) + timedelta(days=1)
+        )
+    return found
+
+
+def _midnight(day: date) -> datetime:
+    return datetime(day.year, day.month, day.day, tzinfo=UTC)
 
 
 def utc_day(moment: Column) -> Column:

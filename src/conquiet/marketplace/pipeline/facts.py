@@ -133,6 +133,7 @@ def _gathered(told: DataFrame) -> DataFrame:
         _first(kind.isin(*COLLECTIONS), cents.alias("cents")).alias("collected"),
         _first(kind == "vendor_payout_recorded", cents.alias("cents")).alias("paid"),
         f.collect_set(f.when(kind.isin(*COLLECTIONS), cents)).alias("amounts"),
+        f.collect_set(f.when(kind.isin(*MONEY), said["currency"])).alias("currencies"),
         f.collect_list("event_id").alias("event_ids"),
         f.collect_list(f.when(kind.isin(*MONEY), f.col("event_id"))).alias("money_ids"),
         f.min("day").alias("first_day"),

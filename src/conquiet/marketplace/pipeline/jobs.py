@@ -6,15 +6,17 @@ log ──▶ take ──▶ raw_events, silver        each micro-batch, once
 
 from __future__ import annotations
 
+import json
 import math
 import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from datetime import date
+from pathlib import Path
 from typing import Any
 
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import DataFrame
 from pyspark.sql.streaming.query import StreamingQuery
 
 from conquiet.errors import ConfigError
@@ -23,8 +25,16 @@ from conquiet.marketplace.catalog import CATALOG
 from conquiet.marketplace.pipeline.lake import Lake
 from conquiet.marketplace.pipeline.refresh import refresh
 from conquiet.marketplace.pipeline.state import State
-from conquiet.marketplace.pipeline.tables import NAMES, SILVER, with_sources
-from conquiet.marketplace.pipeline.taking import days_between, retake, take, take_rows
+from conquiet.marketplace.pipeline.tables import NAMES, RAW, SILVER, with_sources
+from conquiet.marketplace.pipeline.taking import (
+    ROWS,
+    applied,
+    days_between,
+    level,
+    retake,
+    take,
+    take_rows,
+)
 from conquiet.spark.bronze import raw_events
 from conquiet.spark.tables.writing import query_of
 
@@ -68,11 +78,21 @@ class Job:
     def checkpoint(self) -> str:
         return str(self.lake.root / "_checkpoints" / QUERY)
 
+    @property
+    def queries(self) -> list[str]:
+        """By whose names bronze and silver remember batches: rows, and the stream of this lake."""
+        try:
+            about = json.loads(Path(self.checkpoint, "metadata").read_text())
+        except FileNotFoundError:
+            return [ROWS]
+        return [ROWS, about["id"]]
+
     def start(self, events: DataFrame) -> StreamingQuery:
         """Start to take a stream in; hold the checkpoint meanwhile (`conquiet.spark.checkpoint`).
 
         After it has ended, `finish` brings the tables up to what was taken last.
         """
+        self._refuse_what_others_took()
         writing = raw_events(events).writeStream.queryName(QUERY)
         trigger: dict[str, Any] = {"availableNow": True}
         if not self.once:
@@ -100,30 +120,33 @@ class Job:
 
     def take_outbox(self, rows: DataFrame) -> int:
         """Take in rows of `outbox_events` that are not there yet, in place of a log; how many."""
+        self._refuse_what_others_took()
+        self.level()
         return take_rows(self.lake, raw_events(rows), self.catalog)
+
+    def _refuse_what_others_took(self) -> None:
+        """Silver is made of the batches of this lake's own queries, and would lack all others."""
+        lake = self.lake
+        if lake.files(RAW) and all(applied(lake, RAW, query) < 0 for query in self.queries):
+            raise ConfigError(
+                f"{lake.path(RAW)} was filled by another query, or its checkpoint is gone:"
+                " name another folder for the tables (--to), or remove this one to begin anew"
+            )
+
+    def level(self) -> None:
+        """Finish a batch that was killed between bronze and silver; a stream does it by itself."""
+        level(self.lake, self.queries, self.catalog)
 
     def finish(self) -> int:
         """Bring facts, marts and reconciliation up to silver; how many days had changed."""
-        if not with_sources(self.tables) or not self.lake.has(SILVER):
-            return 0
         with self._pace.lock:
+            self.level()
+            if not with_sources(self.tables) or not self.lake.has(SILVER):
+                return 0
             self._pace.is_behind = False
             changed = refresh(self.lake, self.outbox(), self.tables)
             self._pace.refreshed = time.monotonic()
         return changed
-
-
-def read_files(spark: SparkSession, path: str, **options: str) -> DataFrame:
-    """A folder of Parquet files with the columns of the log, as a stream.
-
-    `options` are those of Spark's source of files, as `maxFilesPerTrigger`.
-    """
-    from pyspark.sql.pandas.types import from_arrow_schema
-
-    from conquiet.spark.columns import ARROW_SCHEMA
-
-    reader = spark.readStream.schema(from_arrow_schema(ARROW_SCHEMA))
-    return reader.options(**options).parquet(path)
 
 
 def replay(job: Job, since: date, until: date) -> int:
@@ -133,10 +156,11 @@ def replay(job: Job, since: date, until: date) -> int:
     """
     if since >= until:
         raise ConfigError(f"since={since} is not before until={until}: name at least one day")
+    job.level()  # else what bronze has of a batch would be counted now, and again when it goes on
     days = days_between(job.lake, since, until)
     if not days:
         return 0
-    State.at(job.lake.root).forget(set(days))  # type: ignore[arg-type]  # rows of dates
+    State.at(job.lake.root).forget(days)
     retake(job.lake, days, job.catalog)
     job.finish()
     return len(days)

@@ -20,6 +20,7 @@ from conquiet.errors import ConfigError
 from conquiet.marketplace.pipeline.silver import DAY as SILVER_DAY
 from conquiet.marketplace.pipeline.silver import events, events_quarantine
 from conquiet.marketplace.pipeline.tables import SILVER, STORED, VIEWS, checked
+from conquiet.marketplace.pipeline.typed import typed, typed_names
 from conquiet.spark.tables.commits import commits_of
 from conquiet.spark.tables.files import partition_at
 from conquiet.spark.tables.reading import table_files
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from conquiet.spark.tables.commits import Format
 
 _VIEWS = dict(zip(VIEWS, (events, events_quarantine), strict=True))
+TYPED = typed_names()
+"""Views of `events` by type and version."""
 _SETTINGS: dict[str, str | int] = {
     # Else a table of many days is listed by a job with a task for each of its files.
     "spark.sql.sources.parallelPartitionDiscovery.threshold": 100_000,
@@ -57,19 +60,23 @@ class Lake:
         return self.root / name
 
     def has(self, name: str) -> bool:
-        folder = self.path(SILVER if name in VIEWS else name)
+        folder = self.path(SILVER if name in VIEWS or name in TYPED else name)
         return (folder / "_conquiet" / "state.json").is_file() or (folder / "_delta_log").is_dir()
 
     def read(self, name: str, values: Collection[Any] | None = None) -> DataFrame:
-        """A table of the contract, or silver itself; or what stands under some values of the
-        column by which its files are grouped: no other file is opened."""
-        if name != SILVER:
+        """A table of the contract, silver itself, or the events of a type and version
+        (`order_created_v1`); or what stands under some values of the column by which files are
+        grouped: no other file is opened."""
+        if name != SILVER and name not in TYPED:
             checked(name)
         if not self.has(name):
+            table = "events" if name in TYPED else name
             raise ConfigError(
                 f"{self.root} has no table {name}: make it by"
-                f" conquiet pipeline run --tables {name} --once"
+                f" conquiet pipeline run --tables {table} --once"
             )
+        if name in TYPED:
+            return typed(self.read("events", values), TYPED[name])
         if name in _VIEWS:
             return _VIEWS[name](self.read(SILVER, values))
         if values is None:

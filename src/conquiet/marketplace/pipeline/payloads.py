@@ -16,11 +16,12 @@ from pyspark.sql import Column
 from pyspark.sql import functions as f
 
 from conquiet.events.catalog import Catalog, Declaration
+from conquiet.marketplace.pipeline.days import plausible
 from conquiet.marketplace.pipeline.telemetry import KINDS, VERSION
 
-_UUID = "^[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}$"
-_RFC_3339 = r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)$"
-_DATE = r"^\d{4}-\d\d-\d\d$"
+_UUID = "^[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}\\z"
+_RFC_3339 = r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)\z"
+_DATE = r"^(?!0000)\d{4}-\d\d-\d\d\z"  # Python has no year 0
 _ACTOR = "STRUCT<type: STRING, id: STRING, storeId: STRING>"
 _NUMBERS = {inspect.IntType: "BIGINT", inspect.FloatType: "DOUBLE", inspect.BoolType: "BOOLEAN"}
 _ANYTHING = (inspect.AnyType, inspect.RawType)
@@ -36,9 +37,9 @@ def declarations(catalog: Catalog) -> list[Declaration]:
 
 
 def moment(text: Column) -> Column:
-    """The time of an RFC 3339 text, or null."""
+    """The time of an RFC 3339 text, or null; null too if nothing can have happened then."""
     upper = f.upper(text)
-    return f.when(upper.rlike(_RFC_3339), upper.try_cast("timestamp"))
+    return f.when(upper.rlike(_RFC_3339), plausible(upper.try_cast("timestamp")))
 
 
 def envelope_schema(catalog: Catalog) -> str:
@@ -134,8 +135,13 @@ def _leaf(value: Column, info: inspect.Type) -> Column:
     if isinstance(info, inspect.EnumType):
         return value.isin(*(member.value for member in info.cls))
     if isinstance(info, inspect.StrType) and info.pattern is not None:
-        return value.rlike(info.pattern)
+        return value.rlike(_to_the_end(info.pattern))
     return value.isNotNull()
+
+
+def _to_the_end(pattern: str) -> str:
+    """In Java `$` lets a line feed follow."""
+    return f"{pattern[:-1]}\\z" if pattern.endswith("$") else pattern
 
 
 def _in_bounds(value: Column, info: inspect.IntType) -> Column:

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as f
 
-from conquiet.marketplace.pipeline.days import hour
+from conquiet.marketplace.pipeline.days import hour, plausible
 from conquiet.marketplace.pipeline.refusal import is_telemetry
+from conquiet.marketplace.pipeline.silver import delivery_id
 
 MOST_NAMED = 100
 COUNTS = ("log_count", "entry_count", "silver_count", "quarantine_count")
@@ -84,10 +85,9 @@ def recon_completeness(counts: DataFrame, lost: DataFrame | None = None) -> Data
 
 def _log(raw: DataFrame) -> DataFrame:
     """The events of the domain's topic in bronze: one row each, with how often they came."""
-    place = f.concat_ws("/", "stream", "entry_id")
-    at = hour(f.coalesce(f.col("time"), f.col("entry_time")))
+    at = hour(f.coalesce(plausible(f.col("time")), f.col("entry_time")))
     entries = raw.where(~is_telemetry(f.col("stream"))).select(
-        f.coalesce(f.nullif("event_id", f.lit("")), place).alias("id"),
+        delivery_id().alias("id"),
         at.alias("hour"),
         f.struct("entry_time", "entry_id").alias("order"),
     )
@@ -156,6 +156,7 @@ def _problems() -> dict[str, Column]:
     is_there = f.col("created_at").isNotNull()
     is_collected = is_there & f.col("collected_at").isNotNull()
     is_paid = is_there & f.col("paid_out_at").isNotNull()
+    is_closed = is_there & (f.col("state") == "closed")
     return {
         "no_order_created": ~is_there,
         "final_over_created": is_there & (final > created),
@@ -163,4 +164,7 @@ def _problems() -> dict[str, Column]:
         "collections_differ": is_there & (f.size("amounts") > 1),
         "paid_without_collection": is_paid & ~is_collected,
         "paid_not_collected": is_paid & is_collected & (paid != collected),
+        "closed_without_collection": is_closed & ~is_collected & ~is_paid & (final > 0),
+        "closed_without_payout": is_closed & ~is_paid & (collected > 0),
+        "currencies_differ": is_there & (f.size("currencies") > 1),
     }

@@ -40,7 +40,7 @@ def reason(catalog: Catalog) -> Column:
     is_created = kind == "order_created"
     checks = {
         "malformed_entry": f.col("malformed").isNotNull() | _empty("event_id") | _empty("type"),
-        "broken_json": f.json_object_keys("text").isNull(),
+        "broken_json": ~_is_one_object(f.col("text")),
         "bad_envelope": ~_is_envelope(envelope),
         "unknown_type": ~(kind.isin(*types) & (kind.isin(*KINDS) == is_telemetry(f.col("stream")))),
         "unknown_version": ~reduce(Column.__or__, [_is(one, kind, version) for one in known]),
@@ -57,6 +57,14 @@ def reason(catalog: Catalog) -> Column:
 
 def _empty(name: str) -> Column:
     return f.coalesce(f.col(name), f.lit("")) == ""
+
+
+def _is_one_object(text: Column) -> Column:
+    """Whether a text is an object of JSON and nothing else: Spark reads the first value of a text,
+    whatever comes after it, but not in an array."""
+    trimmed = f.btrim(text, f.lit(" \t\r\n"))
+    values = f.json_array_length(f.concat(f.lit("["), trimmed, f.lit("]")))
+    return trimmed.startswith("{") & trimmed.endswith("}") & (values == 1)
 
 
 def _is_envelope(envelope: Column) -> Column:

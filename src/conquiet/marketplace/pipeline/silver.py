@@ -17,7 +17,7 @@ from pyspark.sql import functions as f
 
 from conquiet.events.catalog import Catalog
 from conquiet.marketplace.catalog import CATALOG
-from conquiet.marketplace.pipeline.days import utc_day
+from conquiet.marketplace.pipeline.days import plausible, utc_day
 from conquiet.marketplace.pipeline.payloads import declarations, envelope_schema, moment
 from conquiet.marketplace.pipeline.refusal import is_telemetry, reason
 
@@ -104,10 +104,19 @@ def _sequence() -> Column:
     return f.split_part("entry_id", f.lit("-"), f.lit(2)).try_cast("bigint")
 
 
+def day_of_entry() -> Column:
+    """The day of silver that an entry of the log belongs to; null if it has no time."""
+    return utc_day(plausible(f.col("time")))
+
+
+def delivery_id() -> Column:
+    """What deliveries of one event share: its id, or the entry's place if it has none."""
+    return f.coalesce(f.nullif("event_id", f.lit("")), f.concat_ws("/", "stream", "entry_id"))
+
+
 def _entries(raw: DataFrame) -> DataFrame:
-    place = f.concat_ws("/", "stream", "entry_id")
     return raw.select(
-        f.coalesce(f.nullif("event_id", f.lit("")), place).alias("delivery_id"),
+        delivery_id().alias("delivery_id"),
         "event_id",
         "stream",
         "entry_id",
@@ -115,11 +124,11 @@ def _entries(raw: DataFrame) -> DataFrame:
         "type",
         f.col("attributes")["aggregatetype"].alias("aggregate_type"),
         f.col("subject").alias("aggregate_id"),
-        f.col("time").alias("created_at"),
+        plausible(f.col("time")).alias("created_at"),
         "data",
         f.col("_malformed").alias("malformed"),
         f.lit(1).cast("bigint").alias("delivery_count"),
-        utc_day(f.col("time")).alias(DAY),
+        day_of_entry().alias(DAY),
     )
 
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
+from datetime import date
+
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as f
 
 from conquiet.events.catalog import Catalog
 from conquiet.marketplace.catalog import CATALOG
-from conquiet.marketplace.pipeline.days import utc_day
+from conquiet.marketplace.pipeline.days import may_be_of, utc_day
 from conquiet.marketplace.pipeline.lake import Lake, among, distinct, nullable
 from conquiet.marketplace.pipeline.silver import (
     DAY,
     KINDS,
     PARTITION_BY,
     SORT_BY,
+    day_of_entry,
     deliveries,
     merged,
 )
@@ -37,39 +41,45 @@ def take(lake: Lake, batch: DataFrame, query: str, number: int, catalog: Catalog
         batch, lake.path(RAW), query=query, batch=number, format=lake.format,
         partition_by=[INGEST_DATE],
     )  # fmt: skip
-    written = f"/{short_hash(query.encode())}-{number:010d}-"  # as `named_by_batch` names them
-    _merge(lake, lake.read_files(RAW, lambda file: written in file), query, number, catalog)
+    _merge(lake, query, number, catalog)
 
 
 def take_rows(lake: Lake, rows: DataFrame, catalog: Catalog = CATALOG) -> int:
     """Add those rows of a table that is no log, whose ids are not in bronze yet; how many."""
-    taken, known = _applied(lake, RAW, ROWS), _applied(lake, SILVER, ROWS)
-    if taken > known:  # killed between the two: bronze knows what silver lacks
-        left = lake.read(RAW)
-        if lake.has(SILVER):
-            left = left.join(lake.read(SILVER), "event_id", "left_anti")
-        _merge(lake, left, ROWS, taken, catalog)
     before = 0
     if lake.has(RAW):
         there = lake.read(RAW)
         before = there.count()
         rows = rows.join(there, "event_id", "left_anti").select(*rows.columns)
-    take(lake, rows, ROWS, taken + 1, catalog)
+    take(lake, rows, ROWS, applied(lake, RAW, ROWS) + 1, catalog)
     return lake.read(RAW).count() - before
 
 
-def _applied(lake: Lake, name: str, query: str) -> int:
+def level(lake: Lake, queries: Iterable[str], catalog: Catalog = CATALOG) -> None:
+    """Bring silver up to bronze, where a kill came between the two commits of a batch."""
+    for query in queries:
+        taken = applied(lake, RAW, query)
+        if taken > applied(lake, SILVER, query):
+            _merge(lake, query, taken, catalog)
+
+
+def applied(lake: Lake, name: str, query: str) -> int:
+    """The last batch of a query that is in a table; -1 for none."""
     return commits_of(lake.path(name), lake.format).applied(query)
 
 
-def retake(lake: Lake, days: list[object], catalog: Catalog = CATALOG) -> None:
+def retake(lake: Lake, days: Collection[date | None], catalog: Catalog = CATALOG) -> None:
     """Make days of silver again from bronze, by what the catalog says now."""
-    rows = deliveries(lake.read(RAW), catalog).where(among(DAY, days))
+    near = may_be_of(f.col("time"), {day for day in days if day is not None})
+    rows = deliveries(lake.read(RAW).where(near), catalog).where(among(DAY, days))
     _replace(lake, merged(nullable(rows)), days)
 
 
-def _merge(lake: Lake, raw: DataFrame, query: str, number: int, catalog: Catalog) -> None:
-    days = distinct(raw.select(utc_day(f.col("time")).alias(DAY)), DAY)
+def _merge(lake: Lake, query: str, number: int, catalog: Catalog) -> None:
+    """Add what bronze has of a batch to its days of silver."""
+    written = f"/{short_hash(query.encode())}-{number:010d}-"  # as `named_by_batch` names them
+    raw = lake.read_files(RAW, lambda file: written in file)
+    days = distinct(raw.select(day_of_entry().alias(DAY)), DAY)
     parts = [nullable(deliveries(raw, catalog))]
     if lake.has(SILVER):
         parts.append(lake.read(SILVER, days))
@@ -77,7 +87,7 @@ def _merge(lake: Lake, raw: DataFrame, query: str, number: int, catalog: Catalog
 
 
 def _replace(
-    lake: Lake, rows: DataFrame, days: list[object], query: str | None = None,
+    lake: Lake, rows: DataFrame, days: Collection[date | None], query: str | None = None,
     number: int | None = None,
 ) -> None:  # fmt: skip
     """Write days; the rows of each are in one task, and come out of it in one file of a kind."""
@@ -92,7 +102,13 @@ def _replace(
     )
 
 
-def days_between(lake: Lake, since: object, until: object) -> list[object]:
-    """The days of silver from one day on, up to and without another."""
-    day = f.col("day")
-    return distinct(lake.read(SILVER).where((day >= f.lit(since)) & (day < f.lit(until))), "day")
+def days_between(lake: Lake, since: date, until: date) -> set[date | None]:
+    """The days of silver from one day on, up to and without another; None if rows without a time
+    were first seen then."""
+    there = lake.days(SILVER)
+    found: set[date | None] = {day for day in there if day is not None and since <= day < until}
+    if None in there:
+        seen = utc_day(f.col("first_seen_at")).alias(DAY)
+        days = distinct(lake.read(SILVER, [None]).select(seen), DAY)
+        found |= {None for day in days if day is None or since <= day < until}
+    return found
