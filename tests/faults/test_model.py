@@ -29,7 +29,7 @@ from tests.faults.model_stores import (
 from conquiet import Message, Router
 from conquiet import redis as redis_room
 from conquiet.redis import StreamSink, StreamSource
-from conquiet.relay.relay import publish_messages
+from conquiet.relay import Relay
 
 
 class Model:
@@ -105,10 +105,11 @@ class AWorker(Process):
 class ARelay(Process):
     def live(self) -> None:
         source = self.stores.outbox(self.client)
+        relay = Relay(source, Stopping(StreamSink(self.client)), batch_size=2)
         try:
             while True:
                 stop_here()
-                publish_messages(source.read(2, 0.0), Stopping(StreamSink(self.client)))
+                relay.run_once()  # a worker may have SQLite's lock: an outage, and it goes on
         except GreenletExit:
             source.close()  # a database lets go of what a dead process has claimed
             raise
@@ -125,6 +126,9 @@ class Stopping:
         answers = self._sink.publish(messages)
         stop_here()
         return answers
+
+    def close(self):
+        self._sink.close()
 
 
 def check(stores: Stores, examples: int) -> None:
