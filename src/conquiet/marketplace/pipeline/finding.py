@@ -25,6 +25,7 @@ Days = set[date | None]
 Pair = tuple[date | None, date | None]
 Keep = Callable[[DataFrame], DataFrame]
 _SPAN = ("first_day", "last_day")
+_OF_ORDERS = ("fact_order", "fact_order_line", "fact_attribution")
 _COUNTS_ON = ("business_day", "revenue_day", "paid_day")
 
 
@@ -133,11 +134,16 @@ def _everything(lake: Lake, there: Days) -> Before:
     return Before(
         there,
         there,
-        order_days=lake.days("fact_order"),
+        order_days=_days(lake, _OF_ORDERS),
         touch_days=lake.days("ad_touches"),
         ad_event_days=lake.days("fact_ad_event"),
-        mart_days=set[date | None]().union(*(lake.days(name) for name in MARTS)),
+        mart_days=_days(lake, MARTS),
     )
+
+
+def _days(lake: Lake, names: Iterable[str]) -> Days:
+    """Of several tables: one that was left out for a while may have days that others lack."""
+    return set[date | None]().union(*(lake.days(name) for name in names))
 
 
 def _before(lake: Lake, changed: Days, there: Days, wanted: Collection[str], keep: Keep) -> Before:

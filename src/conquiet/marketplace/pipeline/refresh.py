@@ -51,8 +51,10 @@ def refresh(
         return 0
     with Kept() as kept:
         found = find(lake, changed, wanted, kept.keep)
-        if state.days:  # killed before: whose what was, before that, nobody knows any more
+        if state.days:  # killed before: where and whose things were, facts may not know any more
             found.buyers = None
+            found.order_days |= state.days
+            found.touch_days |= state.days
         state.days |= found.mart_days
         state.write()
         counts = {"counts": lambda: reconcile(lake, outbox, changed, wanted)}
@@ -190,7 +192,11 @@ def _summarize(
     if weeks is None:
         lake.replace_all(admin_weekly(orders, lake.read("buyer_first_purchase")), "admin_weekly")
         return
-    week_days = {week + timedelta(days=number) for week in weeks for number in range(7)}
+    week_days = {
+        week + timedelta(days=number)
+        for week in weeks
+        for number in range(min(7, (date.max - week).days + 1))
+    }
     of_weeks = facts.read("fact_order", week_days)
     rows = admin_weekly(of_weeks, lake.read("buyer_first_purchase"))
     lake.replace(rows.where(among("week", weeks)), "admin_weekly", list(weeks))

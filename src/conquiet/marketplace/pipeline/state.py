@@ -30,9 +30,14 @@ class State:
     tables: set[str] = field(default_factory=lambda: set(STORED))
     """Which tables that is true of; others may be older, or not there."""
 
+    @staticmethod
+    def is_at(root: Path) -> bool:
+        """Whether there ever was a refresh."""
+        return _path(root).exists()
+
     @classmethod
     def at(cls, root: Path) -> State:
-        path = root / "_pipeline" / "state.json"
+        path = _path(root)
         if not path.exists():
             return cls(path)
         said = json.loads(path.read_text())
@@ -67,6 +72,10 @@ class State:
             file.flush()
             os.fsync(file.fileno())
         os.replace(new, self.path)
+
+
+def _path(root: Path) -> Path:
+    return root / "_pipeline" / "state.json"
 
 
 def day_of(name: str) -> date | None:
