@@ -121,10 +121,13 @@ def marks_mean_confirmed(facts: Facts) -> Iterator[str]:
 def consumers_saw_each_event_once(facts: Facts) -> Iterator[str]:
     if facts.consumed is None:
         return
-    for event in dict.fromkeys(event.id for event in facts.log or ()):
+    ids = dict.fromkeys(event.id for event in facts.log or ())
+    for event in ids:
         times = facts.consumed.get(event, 0)
         if times != 1:
             yield f"the consumer took event {event} into effect {times} times"
+    for event in sorted(set(facts.consumed) - set(ids)):
+        yield f"the consumer took event {event} into effect, and the log has no such event"
 
 
 def keys_keep_their_order(facts: Facts) -> Iterator[str]:

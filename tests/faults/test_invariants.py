@@ -82,6 +82,10 @@ def not_consumed(facts):
     del facts.consumed["e-2"]
 
 
+def consumed_from_nowhere(facts):
+    facts.consumed["e-9"] = 1
+
+
 def overtaken(facts):
     facts.log.insert(0, Event("e-5", "c-1", "k", 5))
 
@@ -117,6 +121,7 @@ def unpublished(facts):
         (marked_too_early, "marks_mean_confirmed"),
         (consumed_twice, "consumers_saw_each_event_once"),
         (not_consumed, "consumers_saw_each_event_once"),
+        (consumed_from_nowhere, "consumers_saw_each_event_once"),
         (overtaken, "keys_keep_their_order"),
         (pending, "nothing_waits_for_ever"),
         (locked, "nothing_waits_for_ever"),
