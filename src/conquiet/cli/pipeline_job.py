@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from conquiet.cli.logs import set_up_logs
 from conquiet.cli.pipeline_progress import Progress, telling
-from conquiet.cli.pipeline_run import check_whole, failed
+from conquiet.cli.pipeline_run import check_whole, failed, leave_the_last_word_to_us
 from conquiet.cli.terminal import OK
 from conquiet.errors import ConfigError
 
@@ -36,12 +36,15 @@ def run_tables(options: Namespace, source: dict[str, str], config: dict[str, str
     from conquiet.spark.checkpoint import held
     from conquiet.spark.session import session
 
+    _check_places(options)
     debug = getattr(options, "debug", False)
     set_up_logs(logging.INFO if debug else logging.WARNING)
     with ExitStack() as stack:
         stack.enter_context(held(f"{options.to}/_checkpoints"))
         spark = session("conquiet pipeline", master=options.master, config=config)
         stack.callback(spark.stop)
+        if not debug:
+            leave_the_last_word_to_us(spark)
         progress = stack.enter_context(telling(options.json))
         job = Job(
             Lake(spark, options.to, options.format),
@@ -53,15 +56,30 @@ def run_tables(options: Namespace, source: dict[str, str], config: dict[str, str
         )
         try:
             if is_whole:
-                progress.events, progress.batches = job.take_outbox(_outbox(spark, source)), 1
+                progress.take_whole(job.take_outbox(_outbox(spark, source)))
                 stopped = False
             else:
                 stopped = _run_stream(job, _events(spark, options.origin, source), progress)
             job.finish()
+        except ConfigError:
+            raise
         except Exception as error:  # noqa: BLE001 - Spark's own, with pages of Java behind it
             return failed(error, debug)
         progress.end(options.to, stopped)
     return OK
+
+
+def _check_places(options: Namespace) -> None:
+    """What is wrong with the files that are read or the tables that are there, before Spark is."""
+    from conquiet.marketplace.pipeline.reading import check_files
+    from conquiet.marketplace.pipeline.tables import RAW, SILVER
+    from conquiet.spark.tables.commits import commits_of
+    from conquiet.spark.tables.files import table_path
+
+    for name in (RAW, SILVER):
+        commits_of(table_path(f"{options.to}/{name}"), options.format)
+    if options.origin == "files":
+        check_files(options.path)
 
 
 def _tables(text: str) -> list[str]:

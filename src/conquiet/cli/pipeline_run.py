@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 from argparse import Namespace
 from contextlib import ExitStack
@@ -15,6 +16,7 @@ from conquiet.cli.terminal import FAILED, OK, one_line, red
 from conquiet.errors import ConfigError
 
 _ENDS_OF_QUERIES = "org.apache.spark.sql.execution.streaming.runtime.MicroBatchExecution"
+_last = re.compile(r"^(?:Caused by: )?([A-Za-z_][\w.$]*: .+)$", re.MULTILINE)
 _POSITIONS = frozenset({"startingoffsets", "endingoffsets", "maxoffsetspertrigger"})
 """Options of a log, in small letters."""
 _URL_VARIABLES = {"log": "CONQUIET_REDIS_URL", "outbox": "CONQUIET_DATABASE_URL"}
@@ -47,6 +49,7 @@ def _carry(options: Namespace, source: dict[str, str], config: dict[str, str]) -
         options.to, options.format, options.checkpoint, options.once, options.trigger_seconds
     )
     table.check()
+    _refuse_a_lake_of_tables(options)
     is_whole = is_whole_table(options.origin, source)
     if is_whole:
         check_whole(options)
@@ -63,7 +66,7 @@ def _carry(options: Namespace, source: dict[str, str], config: dict[str, str]) -
         )
         stack.callback(spark.stop)
         if not debug and options.remote is None:
-            _leave_the_last_word_to_us(spark)
+            leave_the_last_word_to_us(spark)
         progress = stack.enter_context(telling(options.json))
         try:
             if is_whole:
@@ -110,7 +113,20 @@ def check_whole(options: Namespace) -> None:
         )
 
 
-def _leave_the_last_word_to_us(spark: Any) -> None:
+def _refuse_a_lake_of_tables(options: Namespace) -> None:
+    """Tables are made of what their own run took in; events that another brings are in none."""
+    from conquiet.spark.checkpoint import local_directory
+    from conquiet.spark.tables.commits import format_of
+
+    folder = local_directory(options.to)
+    if folder is not None and format_of(folder / "silver") is not None:
+        raise ConfigError(
+            f"{options.to} has tables that are made of its raw_events: add --tables all, or name"
+            " another folder by --to"
+        )
+
+
+def leave_the_last_word_to_us(spark: Any) -> None:
     """What ends a query is told by `failed`, in a line; Spark's pages about it are for --debug."""
     log4j = spark._jvm.org.apache.logging.log4j
     log4j.core.config.Configurator.setLevel(_ENDS_OF_QUERIES, log4j.Level.OFF)
@@ -233,7 +249,15 @@ def failed(error: Exception, debug: bool) -> int:
         traceback.print_exception(error)
     from conquiet.spark.query import own_words
 
-    text = own_words(error) or str(error).partition("JVM stacktrace:")[0].partition("\n\tat ")[0]
+    text = own_words(error) or _last_words(str(error))
     mark = red("conquiet: error:", sys.stderr)
     print(f"{mark} the query failed: {one_line(text)[:1500]}", file=sys.stderr)
     return FAILED
+
+
+def _last_words(text: str) -> str:
+    """Of an error that Python raised below Spark, the line that says what; else what Java says."""
+    text = text.partition("JVM stacktrace:")[0]
+    _, _, trace = text.partition("Traceback (most recent call last):")
+    found = _last.findall(trace)
+    return found[-1] if found else text.partition("\n\tat ")[0]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from conquiet.cli.numbers import count
 from conquiet.cli.terminal import FAILED, OK, print_json
-from conquiet.errors import ConfigError
+from conquiet.errors import ConfigError, ConquietError
 
 if TYPE_CHECKING:
     from conquiet.marketplace.pipeline import Lake
@@ -42,15 +45,20 @@ examples:
 
 exit codes:
   0  everything agrees
-  1  something does not
+  1  something does not, which rows on stdout say; or it could not be counted
   2  wrong usage or settings
 """
-_SHOW = "Print rows of a table, or what a query says about the tables, each of which it can name."
+_SHOW = """\
+Print rows of a table, or what a query says about the tables, each of which it can name. Events of
+one type and version are a table too, such as order_created_v1, with their data in typed columns.
+"""
 _SHOW_EPILOG = """\
 examples:
   conquiet pipeline show store_daily --to lake --limit 5
   conquiet pipeline show --to lake --sql \\
       'SELECT week, gmv_cents / 100 / orders AS basket FROM admin_weekly'
+  conquiet pipeline show --to lake --sql \\
+      'SELECT data.order_id, data.amount_cents, data.collected_at FROM cash_collected_v1'
 
 exit codes:
   0  the rows were printed
@@ -89,7 +97,7 @@ def register(verbs: Any, common: ArgumentParser) -> None:
     show.epilog = _SHOW_EPILOG
     show.add_argument("table", nargs="?", metavar="TABLE", help="such as fact_order")
     show.add_argument("--sql", metavar="QUERY", help="about any of the tables")
-    show.add_argument("--limit", type=int, default=20, metavar="N", help="rows at most (20)")
+    show.add_argument("--limit", type=count, default=20, metavar="N", help="rows at most (20)")
     show.add_argument("--json", action="store_true", help="a line of JSON per row")
     report = _verb(verbs, common, "report", "a page with charts", _REPORT, _report)
     report.epilog = _REPORT_EPILOG
@@ -105,10 +113,25 @@ def _verb(
     verb: ArgumentParser = verbs.add_parser(
         name, help=help, description=description, parents=[common]
     )
-    verb.set_defaults(run=run)
+    verb.set_defaults(run=partial(_told_in_a_line, run))
     verb.add_argument("--to", default="lake", metavar="DIR", help="where the tables are (lake)")
     verb.add_argument("--master", metavar="URL", help="local[*] (default), spark://…")
     return verb
+
+
+def _told_in_a_line(run: Callable[[Namespace], int], options: Namespace) -> int:
+    """What Spark fails with comes in pages, of Python and of Java; they are for --debug."""
+    debug = getattr(options, "debug", False)
+    if not debug:
+        logging.getLogger("SQLQueryContextLogger").setLevel(logging.CRITICAL)
+    try:
+        return run(options)
+    except (ConquietError, OSError):
+        raise
+    except Exception as error:  # noqa: BLE001 - told as `run` tells it
+        from conquiet.cli.pipeline_run import failed
+
+        return failed(error, debug)
 
 
 def _outbox_url(verb: ArgumentParser) -> None:
@@ -133,7 +156,7 @@ def _lake(options: Namespace, *, writes: bool) -> Iterator[Lake]:
     from conquiet.spark.tables.commits import format_of
 
     root = Path(options.to)
-    found = format_of(root / "silver")
+    found = format_of(root / "silver") or (None if writes else format_of(root / "raw_events"))
     if found is None:
         raise ConfigError(
             f"{root} has no tables of the marketplace: make them by"
@@ -169,9 +192,15 @@ def _replay(options: Namespace) -> int:
 def _reconcile(options: Namespace) -> int:
     with _lake(options, writes=True) as lake:
         from conquiet.cli.pipeline_job import outbox_at
+        from conquiet.marketplace.pipeline import Job
         from conquiet.marketplace.pipeline.refresh import reconcile
+        from conquiet.marketplace.pipeline.state import State
 
-        reconcile(lake, outbox_at(lake.spark, options.outbox_url)())
+        outbox = outbox_at(lake.spark, options.outbox_url)
+        kept = State.at(lake.root).tables if State.is_at(lake.root) else set()
+        # What a run took in and had no time to refresh, or was not asked for, is looked at too.
+        Job(lake, once=True, tables=kept | {"recon_money"}, outbox=outbox).finish()
+        reconcile(lake, outbox())
         wrong = {
             "recon_completeness": lake.read("recon_completeness").where("NOT complete"),
             "recon_money": lake.read("recon_money"),
@@ -184,9 +213,9 @@ def _reconcile(options: Namespace) -> int:
                 print_json({"table": name, **row})
             else:
                 print(f"{name}: " + ", ".join(f"{key}={_text(row[key])}" for key in row))
-    count = sum(map(len, found.values()))
-    print(f"{count} rows do not agree" if count else "everything agrees", file=sys.stderr)
-    return FAILED if count else OK
+    wrong_rows = sum(map(len, found.values()))
+    print(f"{wrong_rows} rows do not agree" if wrong_rows else "everything agrees", file=sys.stderr)
+    return FAILED if wrong_rows else OK
 
 
 def _text(value: Any) -> str:
@@ -194,18 +223,20 @@ def _text(value: Any) -> str:
 
 
 def _show(options: Namespace) -> int:
+    from conquiet.marketplace.pipeline.lake import TYPED
     from conquiet.marketplace.pipeline.tables import NAMES, checked
 
     if options.table is None and options.sql is None:
         raise ConfigError(f"name a table, or ask by --sql; there are {', '.join(NAMES)}")
-    if options.table is not None:
+    if options.table is not None and options.table not in TYPED:
         checked(options.table)
     with _lake(options, writes=False) as lake:
         table = None if options.table is None else lake.read(options.table)
         if options.sql is None:
             frame = _ordered(table, options.table)
         else:
-            for name in filter(lake.has, NAMES):
+            named = [name for name in (*NAMES, *TYPED) if name in options.sql.lower()]
+            for name in filter(lake.has, named):
                 lake.read(name).createOrReplaceTempView(name)
             frame = _asked(lake, options.sql)
         if options.json:

@@ -90,17 +90,17 @@ def test_what_does_not_agree_is_named_and_is_an_exit_code(tmp_path: Path) -> Non
     entries = list(Generator(seed=6, orders=15, days=2).entries())
     count = write_outbox(url, entries, published=True)
     source = ("--from", "outbox", "--url", url, "--table", "outbox_events", "--once")
-    tables = ("--tables", "recon_completeness,recon_money", "--outbox-url", url)
     for taken in (count, 0):
-        run = conquiet("run", *source, *tables, cwd=tmp_path)
+        run = conquiet("run", *source, "--tables", "events", "--json", cwd=tmp_path)
         assert run.returncode == 0, run.stderr
-        assert f"{taken:,} events" in run.stderr
-    made = {path.name for path in (tmp_path / "lake").iterdir()} & set(STORED)
-    assert made == {"recon_completeness", "recon_money"}
+        assert lines(run) == [{"batch": 0, "events": taken}]
+    assert not {path.name for path in (tmp_path / "lake").iterdir()} & set(STORED)
 
     agreed = conquiet("reconcile", "--outbox-url", url, "--json", cwd=tmp_path)
     assert (agreed.returncode, agreed.stdout) == (0, ""), agreed.stderr
     assert "everything agrees" in agreed.stderr
+    made = {path.name for path in (tmp_path / "lake").iterdir()} & set(STORED)
+    assert made == {"recon_completeness", "recon_money", "outbox_delivery"}  # and no more
 
     lost = forget_an_event(tmp_path / "lake" / "silver")
     late = emit_an_order(url)
@@ -110,6 +110,11 @@ def test_what_does_not_agree_is_named_and_is_an_exit_code(tmp_path: Path) -> Non
     assert all(row["complete"] is False for row in rows)
     assert [event for row in rows for event in row["missing_ids"]] == [late]
     assert [event for row in rows for event in row["lost_ids"]] == [lost]
+    nowhere = conquiet("reconcile", "--outbox-url", f"sqlite:///{tmp_path}/no.sqlite", cwd=tmp_path)
+    [said] = [line for line in nowhere.stderr.splitlines() if "conquiet: error:" in line]
+    assert (nowhere.returncode, nowhere.stdout) == (1, "")
+    assert "no such table: outbox_events" in said
+    assert "Traceback" not in said
 
 
 def forget_an_event(silver: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 
 from conquiet.cli import main
@@ -60,6 +61,48 @@ def test_wrong_usage_is_exit_code_2_and_a_line(
     assert main(["pipeline", *arguments, "--to", str(tmp_path / "lake")]) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "lake").exists()
+
+
+def run_files(path: Path, *, to: Path) -> int:
+    told = ["run", "--from", "files", "--path", str(path), "--to", str(to), "--tables", "all"]
+    return main(["pipeline", *told, "--once"])
+
+
+def test_files_that_hold_no_log_are_refused_before_anything_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log, lake = tmp_path / "log", tmp_path / "lake"
+    assert run_files(log, to=lake) == 2
+    assert "log: there is no such folder" in capsys.readouterr().err
+    log.mkdir()
+    (log / "part-0.parquet").write_text("PAR1 and nothing else")
+    assert run_files(log, to=lake) == 2
+    assert "part-0.parquet is no whole Parquet file" in capsys.readouterr().err
+    pyarrow.parquet.write_table(pyarrow.table({"stream": ["a"]}), log / "part-0.parquet")
+    assert run_files(log, to=lake) == 2
+    assert "part-0.parquet has no column entry_id" in capsys.readouterr().err
+    assert not lake.exists()
+
+
+def test_tables_of_one_format_or_of_another_run_are_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lake = tmp_path / "lake"
+    (lake / "silver" / "_delta_log").mkdir(parents=True)
+    log = tmp_path / "log"
+    log.mkdir()
+    assert run_files(log, to=lake) == 2
+    assert "silver is a table of the format delta, not parquet" in capsys.readouterr().err
+    told = ["run", "--url", "redis://localhost/0", "--streams", "pf-*", "--to", str(lake)]
+    assert main(["pipeline", *told, "--once"]) == 2
+    assert "add --tables all, or name another folder" in capsys.readouterr().err
+    assert [path.name for path in lake.iterdir()] == ["silver"]
+
+
+def test_no_rows_or_fewer_cannot_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["pipeline", "show", "store_daily", "--limit", "0"])
+    assert "'0' is not a whole number of at least 1" in capsys.readouterr().err
 
 
 def test_a_day_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
