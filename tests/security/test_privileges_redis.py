@@ -8,6 +8,8 @@ import pyarrow as pa
 import pytest
 import redis
 from pyspark import TaskContext
+from tests.integration.kombu.brokers import connected
+from tests.integration.kombu.test_connections import round_trip
 from tests.security.rights import ACLS
 from tests.spark.log.conftest import Log, Query
 from tests.web.browsing import Browser
@@ -126,6 +128,15 @@ def test_spark_writes(as_user, url_of, redis_client) -> None:
     user = as_user("conquiet_spark_sink")
     denied(user, "XDEL orders 1-1", "DEL orders", "XADD others * a b", "SET conquiet:inbox:a 1")
     denied(user, "FLUSHALL", "CONFIG GET *", "KEYS *")
+
+
+def test_kombu(as_user, url_of) -> None:
+    with connected(url_of("kombu"), lease=1) as connection:
+        round_trip(connection)
+        lease = connection.default_channel.join("orders")
+        for work in (lease.renew, lease._reap, lease._sweep):
+            work()  # in the background, a missing right would only be logged
+    denied(as_user("kombu"), "XADD orders * a b", "FLUSHALL", "CONFIG GET *", "KEYS *")
 
 
 # --- who looks, and who acts ----------------------------------------------------------------
