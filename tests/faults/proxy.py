@@ -15,7 +15,8 @@ class Proxy:
     """Forwards to a port until told otherwise. Safe to use from any thread.
 
     `cut()` ends every connection; `refuse()` also takes no new ones. `delay(seconds)` holds
-    every answer back. `mute()` half-closes: requests pass, and no answer ever returns.
+    every answer back. `mute()` lets requests pass, and no answer ever returns; `half_close()` says
+    so: the client reads an end, while its requests are still carried out.
     `lose_replies(n)` lets n requests through and cuts before the answer to each. `heal()` undoes
     all of it.
     """
@@ -26,6 +27,7 @@ class Proxy:
         self.port: int = self._server.getsockname()[1]
         self._lock = threading.Lock()
         self._sockets: set[socket.socket] = set()
+        self._clients: set[socket.socket] = set()
         self._delay = 0.0
         self._is_mute = False
         self._refuses = False
@@ -46,6 +48,13 @@ class Proxy:
             sockets = list(self._sockets)
         for item in sockets:
             _end(item)
+
+    def half_close(self) -> None:
+        with self._lock:
+            clients = list(self._clients)
+        for item in clients:
+            with contextlib.suppress(OSError):
+                item.shutdown(socket.SHUT_WR)
 
     def refuse(self) -> None:
         self._refuses = True
@@ -96,6 +105,7 @@ class Proxy:
                 continue
             with self._lock:
                 self._sockets |= {client, server}
+                self._clients.add(client)
             self._start(self._forward, client, server)
             self._start(self._answer, server, client)
 
@@ -127,6 +137,7 @@ class Proxy:
             _end(item)
             with self._lock:
                 self._sockets.discard(item)
+                self._clients.discard(item)
             item.close()
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ from tests.faults.world.service import LEASE
 from tests.faults.world.stack import CONNECTIONS, VICTIMS, World
 
 Fault = Callable[[World, random.Random], str]
+NOT_DONE = "not done: no rights to mount a small disk"
 
 
 def a_process_is_killed(world: World, dice: random.Random) -> str:
@@ -79,12 +80,15 @@ def the_network_is_slow(world: World, dice: random.Random) -> str:
 
 
 def connections_are_half_closed(world: World, dice: random.Random) -> str:
-    """Requests arrive, answers never do: a broker that accepts and does not confirm."""
+    """Requests arrive, and answers do not: at first in silence, then with a FIN."""
     name, proxy = _proxy(world, dice)
     proxy.mute()
     time.sleep(dice.uniform(0.5, 2.0))
     proxy.cut()
     proxy.heal()
+    for _ in range(5):
+        time.sleep(dice.uniform(0.05, 0.3))
+        proxy.half_close()
     return name
 
 
@@ -143,7 +147,7 @@ def redis_is_out_of_memory(world: World, dice: random.Random) -> str:
 
 def the_disk_is_full(world: World, dice: random.Random) -> str:
     if None in world.disks.values():
-        return "not done: no rights to mount a small disk"
+        return NOT_DONE
     kind = dice.choice(("postgres", "redis"))
     server = getattr(world, kind)
     with world.full_disk(kind):

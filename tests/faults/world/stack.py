@@ -40,6 +40,9 @@ VICTIMS = ("worker-0", "relay-0", "consumer-0")
 """The others are never killed: their memory and open files are watched."""
 DURABLE = ("--appendonly", "yes", "--appendfsync", "always")
 CONNECTIONS = 40
+STUCK = "ended, so that its rows are free again"
+WARM_SAMPLES = 300
+"""Seconds: in less time, caches and pools are still being filled."""
 
 
 class World:
@@ -197,6 +200,22 @@ class World:
             found += [f"{rows} rows of the outbox"] if rows else []
             return found + invariants.unsettled_entries(client, EVENTS, CONSUMERS)
 
+    def transactions(self) -> list[str]:
+        """Those that are open in PostgreSQL, by processes that live."""
+        with psycopg.connect(self.postgres.url) as connection:
+            return invariants.sessions_left(connection)
+
+    def ended(self) -> list[str]:
+        """Processes that were not killed, and ended; each was started again.
+
+        A relay whose batch hangs for too long does so, and says it: that is promised.
+        """
+        return [
+            f"{role} ended by itself, with {process.ended}: {_tail(process.log)}"
+            for role, process in self.processes.items()
+            if len(process.ended) > _text(process.log).count(STUCK)
+        ]
+
     def stop(self) -> list[str]:
         """End all processes in good order; gives those that did not."""
         self._looking.set()
@@ -212,8 +231,8 @@ class World:
             except subprocess.TimeoutExpired:
                 code = None
             if code != 0:
-                tail = process.log.read_text(errors="replace")[-500:]
-                wrong.append(f"{process.role} ended with {code} when it was told to stop: {tail}")
+                words = _tail(process.log)
+                wrong.append(f"{process.role} ended with {code} when it was told to stop: {words}")
         return wrong
 
     def facts(self) -> Facts:
@@ -242,10 +261,8 @@ class World:
             process = self.processes[role]
             if process.ended:
                 continue
-            for what, series, slack in (
-                ("memory", process.memory, 0.25),
-                ("open files", process.files, 0.25),
-            ):
+            for what, series in (("memory", process.memory), ("open files", process.files)):
+                slack = 0.15 if len(series) > WARM_SAMPLES else 0.25
                 if not invariants.is_flat(series, slack):
                     found.append(f"{what} of {role} grows: {series[:: max(1, len(series) // 12)]}")
         return found
@@ -259,6 +276,14 @@ def _temporary(place: Path) -> Iterator[None]:
         yield
     finally:
         tempfile.tempdir = before
+
+
+def _text(log: Path) -> str:
+    return log.read_text(errors="replace")
+
+
+def _tail(log: Path) -> str:
+    return _text(log)[-500:]
 
 
 def _fill(path: Path) -> None:
