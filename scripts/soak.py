@@ -126,7 +126,7 @@ def run(given: argparse.Namespace, folder: Path) -> Soak:
 def judge(world: World, soak: Soak) -> None:
     facts = world.facts()
     soak.violations += violations(facts)
-    soak.violations += world.growing()
+    soak.violations += world.growing() + world.ended()
     soak.commands, soak.hopeless = len(facts.accepted), len(facts.hopeless)
     soak.effects = sum((facts.effects or {}).values())
     soak.events, soak.entries = len(facts.rows), len(facts.log or ())

@@ -262,7 +262,7 @@ class World:
             if process.ended:
                 continue
             for what, series in (("memory", process.memory), ("open files", process.files)):
-                slack = 0.15 if len(series) > WARM_SAMPLES else 0.25
+                slack = 0.1 if len(series) > WARM_SAMPLES else 0.25
                 if not invariants.is_flat(series, slack):
                     found.append(f"{what} of {role} grows: {series[:: max(1, len(series) // 12)]}")
         return found
