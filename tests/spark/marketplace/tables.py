@@ -10,6 +10,7 @@ from typing import Any
 from conquiet.marketplace.oracle import TABLES, Oracle
 from conquiet.marketplace.pipeline import Job, Lake, read_files
 from conquiet.marketplace.pipeline.tables import STORED
+from conquiet.spark.columns import ARROW_SCHEMA
 
 
 def rows_of(frame: Any) -> list[dict[str, Any]]:
@@ -53,6 +54,22 @@ def digests(lake: Path) -> dict[str, str]:
         for name in STORED
         for path in (lake / name).glob("*/*.parquet")
     }
+
+
+def is_as_published(lake: Lake, log: Path) -> bool:
+    """Whether bronze has the rows of the files, each once, with every column as it was."""
+    import pyarrow.parquet
+
+    names = ARROW_SCHEMA.names
+    right = [
+        row for path in log.glob("*.parquet") for row in _rows(pyarrow.parquet.read_table(path))
+    ]
+    found = _rows(lake.read("raw_events").select(*names).toArrow())
+    return sorted(map(repr, found)) == sorted(map(repr, right))
+
+
+def _rows(table: Any) -> list[dict[str, Any]]:
+    return [{**row, "attributes": sorted(row["attributes"])} for row in table.to_pylist()]
 
 
 def taken(lake: Lake) -> list[tuple[str, str, str]]:

@@ -6,7 +6,7 @@ from datetime import date, timedelta
 from pathlib import Path
 
 import pytest
-from tests.spark.marketplace.tables import differences, run_files
+from tests.spark.marketplace.tables import differences, is_as_published, run_files
 
 from conquiet.marketplace.generator import Generator, write_outbox, write_parquet
 from conquiet.marketplace.oracle import Oracle
@@ -23,6 +23,7 @@ def test_every_table_of_a_small_log_is_the_oracle_s(spark, tmp_path: Path) -> No
     lake = Lake(spark, tmp_path / "lake")
     job = Job(lake, once=True)
     run_files(job, tmp_path / "log")
+    assert is_as_published(lake, tmp_path / "log")
     assert differences(lake, oracle) == []
     before = {name: sorted(lake.files(name)) for name in ("silver", *STORED)}
     assert replay(job, date(2026, 3, 2), date(2026, 3, 4)) == 2

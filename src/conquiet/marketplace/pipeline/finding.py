@@ -1,12 +1,13 @@
 """Finding: what has to be made again when days of silver have changed, and from which days.
 
-Orders and tokens in those days are made again from all of their events. Where these are, and on
-which business days an order or a touch stood until now, is read in `fact_order`, `ad_touches` and
-`recon_money`: a few narrow columns of them, and never all of silver.
+Orders and tokens in those days of which bronze has new entries are made again from all of their
+events. Where these are, and on which business days an order or a touch stood until now, is read in
+`fact_order`, `ad_touches` and `recon_money`: a few narrow columns of them, and never all of silver.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import date, timedelta
@@ -18,15 +19,17 @@ from pyspark.sql import functions as f
 from conquiet.marketplace.pipeline.ads import ad_touches, fact_ad_event
 from conquiet.marketplace.pipeline.facts import fact_order, order_lives
 from conquiet.marketplace.pipeline.lake import Lake
-from conquiet.marketplace.pipeline.silver import events
-from conquiet.marketplace.pipeline.tables import MARTS, SILVER
+from conquiet.marketplace.pipeline.silver import delivery_id, events
+from conquiet.marketplace.pipeline.tables import MARTS, RAW, SILVER
 
 Days = set[date | None]
 Pair = tuple[date | None, date | None]
 Keep = Callable[[DataFrame], DataFrame]
 _SPAN = ("first_day", "last_day")
 _OF_ORDERS = ("fact_order", "fact_order_line", "fact_attribution")
+_BUSINESS_DAY: list[tuple[str, ...]] = [("business_day",)]
 _COUNTS_ON = ("business_day", "revenue_day", "paid_day")
+_COUNT_DAYS: list[tuple[str, ...]] = [(name,) for name in _COUNTS_ON]
 
 
 @dataclass
@@ -62,16 +65,20 @@ class Found:
     mart_days: set[date]
 
 
-def find(lake: Lake, changed: Days, wanted: Collection[str], keep: Keep) -> Found:
+def find(
+    lake: Lake, changed: Days, raw: Collection[str], wanted: Collection[str], keep: Keep
+) -> Found:
     """What follows from changed days of silver for the tables that are wanted.
 
-    `keep` is for frames that are used again.
+    `raw` are the files of bronze that came with the changes, `keep` is for frames that are used
+    again.
     """
     there = lake.days(SILVER)
     if there <= changed or not _tells_days(lake, wanted):
         before = _everything(lake, there)
     else:
-        before = _before(lake, changed, there, wanted, keep)
+        rows = lake.read(SILVER, changed & there).join(_new(lake, raw), "delivery_id", "left_semi")
+        before = _before(lake, rows, changed, there, wanted, keep)
     told = events(lake.read(SILVER, before.event_days))
     seen = lake.read(SILVER, before.token_days)
     if before.orders is not None:
@@ -93,14 +100,12 @@ def _found(
 ) -> Found:
     orders = fact_order(lives)
     frames = {
-        "fact_order": _days_of_orders(orders),
-        "order": orders.select("business_day"),
-        "ad_touches": touches.select("business_day"),
-        "fact_ad_event": ad_events.select("rollup_day"),
+        "fact_order": days_in(orders, {"order": _BUSINESS_DAY, "fact_order": _COUNT_DAYS}),
+        "ad_touches": days_in(touches, {"ad_touches": _BUSINESS_DAY}),
+        "fact_ad_event": days_in(ad_events, {"fact_ad_event": [("rollup_day",)]}),
     }
-    chosen = {*wanted, "order"} if "fact_order" in wanted else wanted
-    now = surveyed({name: frame for name, frame in frames.items() if name in chosen})
-    days = {name: _values(now.get(name, ())) for name in frames}
+    now = surveyed(*(frame for name, frame in frames.items() if name in wanted))
+    days = {name: _values(now.get(name, ())) for name in (*frames, "order")}
     order_days = before.order_days | days.pop("order")
     touch_days = before.touch_days | days["ad_touches"]
     mart_days = before.mart_days.union(*days.values())
@@ -146,11 +151,24 @@ def _days(lake: Lake, names: Iterable[str]) -> Days:
     return set[date | None]().union(*(lake.days(name) for name in names))
 
 
-def _before(lake: Lake, changed: Days, there: Days, wanted: Collection[str], keep: Keep) -> Before:
-    rows = lake.read(SILVER, changed & there)
+def _new(lake: Lake, raw: Collection[str]) -> DataFrame:
+    """What silver calls the events that have an entry in some files of bronze."""
+    files = set(raw)
+    return lake.read_files(RAW, files.__contains__).select(delivery_id().alias("delivery_id"))
+
+
+def _before(
+    lake: Lake,
+    rows: DataFrame,
+    changed: Days,
+    there: Days,
+    wanted: Collection[str],
+    keep: Keep,
+) -> Before:
+    """`rows` are those of silver that changed, or may have."""
     tokens = keep(_present(rows, "token_id").distinct())
     own = _present(rows, "order_id")
-    frames: dict[str, DataFrame] = {}
+    frames: list[DataFrame] = []
     stood = None
     if "fact_order" in wanted:
         old = lake.read("fact_order")
@@ -159,40 +177,36 @@ def _before(lake: Lake, changed: Days, there: Days, wanted: Collection[str], kee
         orders = keep(own.distinct())
         narrow = old.select("order_id", "buyer_store_id", *_COUNTS_ON, *_SPAN)
         stood = keep(narrow.join(orders, "order_id", "left_semi"))
-        frames["order"] = stood.select("business_day")
-        frames["order_mart"] = _days_of_orders(stood)
-        frames["order_span"] = stood.select(*_SPAN)
+        counts = {"order": _BUSINESS_DAY, "order_mart": _COUNT_DAYS}
+        frames.append(days_in(stood, {**counts, "order_span": [_SPAN]}))
     else:
         orders = keep(own.distinct())
     if "recon_money" in wanted:  # orders without their order_created are nowhere else
         lost = lake.read("recon_money").where(f.col("problem") == "no_order_created")
-        frames["lost_span"] = lost.join(orders, "order_id", "left_semi").select(*_SPAN)
+        lost = lost.join(orders, "order_id", "left_semi")
+        frames.append(days_in(lost, {"lost_span": [_SPAN]}))
     if "ad_touches" in wanted:
         touches = lake.read("ad_touches")
         touched = touches.join(tokens, "token_id", "left_semi")
-        frames["touch"], frames["touch_span"] = (
-            touched.select("business_day"),
-            touched.select(*_SPAN),
-        )
+        frames.append(days_in(touched, {"touch": _BUSINESS_DAY, "touch_span": [_SPAN]}))
         impressions = tokens.withColumnRenamed("token_id", "impression_token_id")
         clicks = touches.join(impressions, "impression_token_id", "left_semi")
-        frames["click"] = clicks.select("business_day")
+        frames.append(days_in(clicks, {"click": _BUSINESS_DAY}))
     if "fact_ad_event" in wanted:
-        frames["ad"] = lake.read("fact_ad_event", changed).select("rollup_day")
-    found = surveyed(frames)
+        rollups = lake.read("fact_ad_event", changed)
+        frames.append(days_in(rollups, {"ad": [("rollup_day",)]}))
+    found = surveyed(*frames)
     knows_orders = {"fact_order", "recon_money"} <= set(wanted)
     spans = found["order_span"] | found["lost_span"] if knows_orders else {(None, None)}
-    marts = (
-        _values(found[name]) for name in ("order_mart", "touch", "click", "ad") if name in found
-    )
+    marts = (_values(found[name]) for name in ("order_mart", "touch", "click", "ad"))
     return Before(
         changed & there | within(spans, there),
-        changed & there | within(found.get("touch_span", ()), there),
+        changed & there | within(found["touch_span"], there),
         orders,
         tokens,
         stood,
-        _values(found.get("order", ())),
-        _values(found.get("touch", ())),
+        _values(found["order"]),
+        _values(found["touch"]),
         mart_days=set[date | None]().union(*marts),
     )
 
@@ -201,25 +215,27 @@ def _present(rows: DataFrame, name: str) -> DataFrame:
     return rows.select(name).where(f.col(name).isNotNull())
 
 
-def _days_of_orders(orders: DataFrame) -> DataFrame:
-    """The business days on which an order counts."""
-    return orders.select(f.explode(f.array(*_COUNTS_ON)))
-
-
 # --- days of several frames ---------------------------------------------------------------------
 
 
-def surveyed(frames: Mapping[str, DataFrame]) -> dict[str, set[Pair]]:
-    """The different rows of frames with one or two columns of days, by a single job."""
+def days_in(frame: DataFrame, named: Mapping[str, Iterable[tuple[str, ...]]]) -> DataFrame:
+    """Pairs of days in each row, by name, each from one or two columns: all in one pass."""
     nothing = f.lit(None).cast("date")
-    parts = []
-    for name, frame in frames.items():
-        first, second = [*(f.col(one) for one in frame.columns), nothing][:2]
-        parts.append(frame.select(f.lit(name).alias("name"), first.alias("a"), second.alias("b")))
-    found: dict[str, set[Pair]] = {name: set() for name in frames}
-    if parts:
-        for row in reduce(DataFrame.union, parts).distinct().collect():
-            found[row[0]].add((row[1], row[2]))
+    pairs = []
+    for name, places in named.items():
+        for columns in places:
+            first, second = [*(f.col(column) for column in columns), nothing][:2]
+            pair = f.lit(name).alias("name"), first.alias("a"), second.alias("b")
+            pairs.append(f.struct(*pair))
+    return frame.select(f.inline(f.array(*pairs)))
+
+
+def surveyed(*frames: DataFrame) -> dict[str, set[Pair]]:
+    """The different pairs of days in frames of `days_in`, by name and by a single job."""
+    found: dict[str, set[Pair]] = defaultdict(set)
+    if frames:
+        for name, first, second in reduce(DataFrame.union, frames).distinct().collect():
+            found[name].add((first, second))
     return found
 
 

@@ -20,12 +20,12 @@ from conquiet.marketplace.pipeline.ad_marts import ad_daily
 from conquiet.marketplace.pipeline.attribution import fact_attribution
 from conquiet.marketplace.pipeline.counting import reconcile
 from conquiet.marketplace.pipeline.facts import fact_order, fact_order_line
-from conquiet.marketplace.pipeline.finding import Found, Pair, find, surveyed
+from conquiet.marketplace.pipeline.finding import Found, Pair, days_in, find, surveyed
 from conquiet.marketplace.pipeline.keeping import Kept
 from conquiet.marketplace.pipeline.lake import Lake, among
 from conquiet.marketplace.pipeline.recon import recon_money
 from conquiet.marketplace.pipeline.state import State
-from conquiet.marketplace.pipeline.tables import SILVER, STORED, with_sources
+from conquiet.marketplace.pipeline.tables import RAW, SILVER, STORED, with_sources
 from conquiet.marketplace.pipeline.weekly import admin_weekly
 
 __all__ = ["reconcile", "refresh"]
@@ -41,17 +41,22 @@ Write = Callable[[], None]
 def refresh(
     lake: Lake, outbox: DataFrame | None = None, tables: Collection[str] = tuple(STORED)
 ) -> int:
-    """Bring tables, and those that they are made of, up to silver; how many days had changed."""
+    """Bring tables, and those that they are made of, up to silver; how many days had changed.
+
+    Silver must have all that bronze has (`level`).
+    """
     wanted = with_sources(tables)
     state = State.at(lake.root)
     state.choose(wanted)
-    files = set(lake.files(SILVER))
+    files, raw = set(lake.files(SILVER)), set(lake.files(RAW))
     changed = state.changed_days(files)
     if not wanted or not (changed or state.days):
         return 0
     with Kept() as kept:
-        found = find(lake, changed, wanted, kept.keep)
-        if state.days:  # killed before: where and whose things were, facts may not know any more
+        found = find(lake, changed, raw - state.raw, wanted, kept.keep)
+        if (
+            state.days
+        ):  # killed before: where and whose things were, the facts may not know any more
             found.buyers = None
             found.order_days |= state.days
             found.touch_days |= state.days
@@ -65,7 +70,7 @@ def refresh(
             "fact_order": lambda: _summarize(lake, facts, found.buyers, state.days, wanted)
         }
         _at_once({**_ads(lake, facts, state.days), **summaries}, wanted)
-    state.files, state.days = files, set()
+    state.files, state.raw, state.days = files, raw, set()
     state.write()
     return len(changed)
 
@@ -120,9 +125,9 @@ class Facts:
         self._lake = lake
         self._pairs: set[Pair] = set()
         if "fact_order" in wanted:
-            orders = lake.read("fact_order")
-            days = {day: orders.select("business_day", day) for day in ("revenue_day", "paid_day")}
-            self._pairs = self._pairs.union(*surveyed(days).values())
+            pairs = [("business_day", day) for day in ("revenue_day", "paid_day")]
+            found = surveyed(days_in(lake.read("fact_order"), {"order": pairs}))
+            self._pairs = found["order"]
 
     def read(self, name: str, days: set[date]) -> DataFrame:
         """A table by the business day of orders: all that have an order which counts on one of
@@ -210,8 +215,8 @@ def _replace_buyers(lake: Lake, orders: DataFrame, buyers: DataFrame) -> set[dat
     with Kept() as kept:
         now = kept.keep(marts.buyer_first_purchase(orders))
         after = now.select("buyer_store_id", f.col("first_day").alias("now"))
-        both = before.join(after, "buyer_store_id", "outer").select("old", "now")
-        pairs = surveyed({"first_day": both})["first_day"]
+        both = before.join(after, "buyer_store_id", "outer")
+        pairs = surveyed(days_in(both, {"first_day": [("old", "now")]}))["first_day"]
         values = {day for pair in pairs for day in pair} - {None}
         lake.replace_keys(now, "buyer_first_purchase", buyers, values)
     return {day for old, new in pairs if old != new for day in (old, new) if day is not None}

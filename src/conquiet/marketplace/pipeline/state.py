@@ -29,6 +29,8 @@ class State:
     """Of the marts, that a refresh began with and did not finish."""
     tables: set[str] = field(default_factory=lambda: set(STORED))
     """Which tables that is true of; others may be older, or not there."""
+    raw: set[str] = field(default_factory=set)
+    """Files of bronze, when all tables were last made: what came since is in the others."""
 
     @staticmethod
     def is_at(root: Path) -> bool:
@@ -42,7 +44,8 @@ class State:
             return cls(path)
         said = json.loads(path.read_text())
         days = {date.fromisoformat(day) for day in said["days"]}
-        return cls(path, set(said["files"]), days, set(said.get("tables", STORED)))
+        tables, raw = said.get("tables", STORED), said.get("raw", ())
+        return cls(path, set(said["files"]), days, set(tables), set(raw))
 
     def choose(self, tables: Collection[str]) -> None:
         """Have some tables made from here on: anew, if it is not known what they were made from."""
@@ -55,8 +58,9 @@ class State:
         return {day_of(name) for name in self.files ^ files}
 
     def forget(self, days: set[date | None]) -> None:
-        """Have days made again, whether or not their files change."""
+        """Have days made again, all of them, whether or not their files change."""
         self.files = {name for name in self.files if day_of(name) not in days}
+        self.raw = set()
         self.write()
 
     def write(self) -> None:
@@ -65,6 +69,7 @@ class State:
             "files": sorted(self.files),
             "days": sorted(map(str, self.days)),
             "tables": sorted(self.tables),
+            "raw": sorted(self.raw),
         }
         new = self.path.with_suffix(".new")
         with new.open("w") as file:

@@ -25,13 +25,16 @@ def test_a_day_changed_if_its_file_came_or_went_or_is_another(tmp_path: Path) ->
 
 def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
     state = State.at(tmp_path)
-    state.files, state.days = {name(FIRST, "a")}, {SECOND}
+    state.files, state.days, state.raw = {name(FIRST, "a")}, {SECOND}, {"ingest_date=…/0.parquet"}
+    assert not State.is_at(tmp_path)
     state.write()
+    assert State.is_at(tmp_path)
     again = State.at(tmp_path)
-    assert (again.files, again.days) == (state.files, state.days)
+    assert (again.files, again.days, again.raw) == (state.files, state.days, state.raw)
     again.forget({FIRST})
     assert State.at(tmp_path).files == set()
     assert State.at(tmp_path).days == {SECOND}
+    assert State.at(tmp_path).raw == set()  # else nothing in those days would be new
 
 
 def test_rows_without_a_time_have_no_day() -> None:
