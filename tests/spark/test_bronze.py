@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.waiting import eventually
 
-from conquiet.cli.pipeline_run import Progress
+from conquiet.cli.pipeline_progress import Progress
 from conquiet.errors import ConfigError
 from conquiet.spark.bronze import Bronze, read_events, start_bronze
 from conquiet.spark.query import QueryFailed, run_query
@@ -82,6 +82,37 @@ def test_what_ended_a_query_is_told_without_the_pages_of_spark(
     query = start_bronze(read_events(spark, "log", source), Bronze(str(tmp_path), once=True))
     with pytest.raises(QueryFailed, match=r"^stream 'orders' cannot be looked at: WRONGTYPE"):
         run_query(query)
+
+
+@pytest.mark.slow
+def test_what_a_run_has_missed_is_told_and_not_what_was_missed_before(
+    spark, redis_client, redis_url, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = {"url": redis_url, "streams": "orders", "startingOffsets": "earliest"}
+
+    def run() -> tuple[Progress, str]:
+        progress = Progress(as_json=False)
+        events = read_events(spark, "log", source | {"failOnDataLoss": "false"})
+        run_query(start_bronze(events, Bronze(str(tmp_path), once=True)), on_look=progress.look)
+        progress.end("lake", stopped=False)
+        return progress, capsys.readouterr().err
+
+    publish(redis_client, 0, 10)
+    assert "lost" not in run()[1]
+    publish(redis_client, 10, 20)
+    redis_client.xtrim("orders", maxlen=4, approximate=False)
+    progress, said = run()
+    assert progress.lost == (1, 6)
+    assert "6 or more events lost" in said
+    publish(redis_client, 20, 22)
+    progress, said = run()
+    assert progress.lost == (0, 0)
+    assert "lost" not in said
+    redis_client.delete("orders")  # nobody knows how many went
+    progress, said = run()
+    assert progress.lost == (1, 0)
+    assert "0 or more events lost" in said
+    assert "lost" not in run()[1]
 
 
 def test_settings_that_contradict_each_other_are_refused() -> None:

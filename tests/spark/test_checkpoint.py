@@ -1,0 +1,57 @@
+"""A checkpoint belongs to one query, for as long as that runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from conquiet.errors import ConfigError
+from conquiet.spark import start_query, write_table
+from conquiet.spark.checkpoint import held
+
+
+def numbers(spark):
+    """A stream that needs no server."""
+    return spark.readStream.format("rate").load()
+
+
+def test_a_table_that_is_written_holds_its_checkpoint_until_the_query_ends(
+    spark, tmp_path: Path
+) -> None:
+    place = tmp_path / "checkpoint"
+
+    def write():
+        hourly = {"processingTime": "1 hour"}
+        path = tmp_path / "table"
+        return write_table(numbers(spark), path, format="parquet", checkpoint=place, trigger=hourly)
+
+    query = write()
+    try:
+        with pytest.raises(ConfigError, match="is in use by process"):
+            write()
+    finally:
+        query.stop()
+    write().stop()  # at once: nobody has to wait for the lock
+    with held(str(place)):
+        pass
+
+
+@pytest.mark.slow
+def test_a_query_that_fails_or_never_starts_lets_go_of_its_checkpoint(
+    spark, tmp_path: Path
+) -> None:
+    place = str(tmp_path / "checkpoint")
+
+    def fail(frame, batch) -> None:
+        raise ValueError("as it may happen")
+
+    query = start_query(numbers(spark).writeStream.foreachBatch(fail), place)
+    with pytest.raises(Exception, match="as it may happen"):
+        query.awaitTermination(60)
+    with held(place):
+        pass
+    with pytest.raises(Exception, match="nowhere"):
+        start_query(numbers(spark).writeStream.format("nowhere"), place)
+    with held(place):
+        pass
