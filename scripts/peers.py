@@ -133,9 +133,9 @@ def report(
     load = os.getloadavg()[2]
     return "\n".join(
         [
-            f"`make peers` · {time.strftime('%Y-%m-%d')}, seed {given.seed},"
-            f" {given.commands:,} commands and {given.kills} kills each, {given.sale_kills} of each"
-            f" sender, {os.cpu_count()} cores (load {load:.0f}), {ground.versions()}. {about}.",
+            f"`python scripts/peers.py --commands {given.commands} --kills {given.kills}"
+            f" --sale-kills {given.sale_kills} --seed {given.seed}` · {time.strftime('%Y-%m-%d')},"
+            f" {os.cpu_count()} cores (load {load:.0f}), {ground.versions()}. {about}.",
             "",
             *consumers_table(consumers),
             "",
