@@ -29,7 +29,7 @@ def test_every_command_takes_effect_once_and_every_event_arrives(fault, tmp_path
             happened = fault(world, dice)
             print(named(fault), happened)
             if happened == NOT_DONE:
-                needs.missing("the right to mount a tmpfs", "run it as root")
+                pytest.skip(f"{needs.PREFIX}the right to mount a tmpfs: run it as root")
             time.sleep(0.5)
         assert wait_for(lambda: world.sender.sent > 1_500, 60)
         world.sender.stop()
