@@ -1,8 +1,12 @@
-"""The password of a database is in no error, plan, progress or checkpoint."""
+"""The password of a server is in no error, plan, progress, checkpoint, page of the UI or log."""
 
 from __future__ import annotations
 
+import json
+import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from traceback import format_exception
 
@@ -100,3 +104,44 @@ def test_no_secret_is_in_plan_progress_or_checkpoint(
     assert len(shown) > 4
     assert not [text for text in shown if SECRET in text]
     engine.dispose()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_no_secret_is_in_the_user_interface_or_in_the_log_of_spark(
+    redis_client, redis_url: str, database_url: str, tmp_path: Path
+) -> None:
+    for number in range(3):
+        fields = {"id": f"e-{number}", "type": "sold", "source": "/shop", "specversion": "1.0"}
+        redis_client.xadd("orders", {**fields, "data": "{}"})
+    engine = make_engine(database_url)
+    schema.init(engine)
+    fill(engine, range(3))
+    with engine.begin() as connection:
+        connection.exec_driver_sql("CREATE TABLE copies (event_id text PRIMARY KEY)")
+    # A user without a password, as that of the tests, may give any.
+    redis_secret = redis_url.replace("redis://", f"redis://default:{SECRET}@")
+    urls = [redis_secret, with_secret(database_url), BROKEN["nobody listens"]]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.spark.secrets_job", *urls, str(tmp_path)],
+        env={**os.environ, "PYSPARK_PYTHON": sys.executable, "PYTHONPATH": os.getcwd()},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert json.loads(done.stdout.splitlines()[-1])["read"] == 3
+    assert redis_client.xlen("copies") == 3
+    with engine.connect() as connection:
+        assert connection.exec_driver_sql("SELECT count(*) FROM copies").scalar_one() == 3
+    engine.dispose()
+    pages = json.loads((tmp_path / "pages.json").read_text())
+    texts = {"stdout": done.stdout, "stderr": done.stderr} | pages
+    texts |= {one.name: one.read_text() for one in tmp_path.glob("error-*")}
+    # What a reader of these pages is after is there: settings, plans, queries, errors.
+    everything = "\n".join(pages.values())
+    for shown in ("spark.ui.killEnabled", "conquiet-outbox", "StreamingQuery", "SQL/execution"):
+        assert shown in everything
+    assert "INFO" in done.stderr
+    assert len([name for name in texts if name.startswith("error-")]) == 2
+    assert [name for name, text in texts.items() if SECRET in text] == []
