@@ -54,9 +54,8 @@ def refresh(
         return 0
     with Kept() as kept:
         found = find(lake, changed, raw - state.raw, wanted, kept.keep)
-        if (
-            state.days
-        ):  # killed before: where and whose things were, the facts may not know any more
+        if state.days:
+            # One was killed before: where and whose things were, the facts may not know any more.
             found.buyers = None
             found.order_days |= state.days
             found.touch_days |= state.days
