@@ -23,7 +23,15 @@ _START_SECONDS = 90.0
 class Daemon:
     """A JVM of Spark; `spark-class` becomes it, so its pid is ours to kill."""
 
-    def __init__(self, directory: Path, name: str, kind: str, host: str, *arguments: str) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        name: str,
+        host: str,
+        kind: str,
+        *arguments: str,
+        memory: str = "256m",
+    ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.log = directory / f"{name}.log"
         environment = {
@@ -31,12 +39,12 @@ class Daemon:
             "SPARK_HOME": str(_SPARK_HOME),
             "SPARK_LOCAL_IP": host,
             "SPARK_LOCAL_DIRS": str(directory / "local"),
-            "SPARK_DAEMON_MEMORY": "256m",
+            "SPARK_DAEMON_MEMORY": memory,
         }
         command = [str(_SPARK_HOME / "bin" / "spark-class"), f"org.apache.spark.deploy.{kind}"]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [*command, "--host", host, *arguments],
+                [*command, *arguments],
                 env=environment,
                 cwd=directory,
                 stdin=subprocess.DEVNULL,
@@ -72,8 +80,8 @@ class Cluster:
         port = free_port()
         self.url = f"spark://127.0.0.1:{port}"
         self.master = Daemon(
-            directory / "master", "master", "master.Master", "127.0.0.1",
-            "--port", str(port), "--webui-port", str(free_port()),
+            directory / "master", "master", "127.0.0.1", "master.Master",
+            "--host", "127.0.0.1", "--port", str(port), "--webui-port", str(free_port()),
         )  # fmt: skip
         self.workers: list[Daemon] = []
         self._wait(self.master, "I have been elected leader")
@@ -83,9 +91,10 @@ class Cluster:
     def add_worker(self) -> Daemon:
         name = f"worker-{len(self.workers)}"
         place = self._directory / name
+        host = f"127.0.0.{1 + len(self.workers)}"
         worker = Daemon(
-            place, name, "worker.Worker", f"127.0.0.{1 + len(self.workers)}",
-            "--cores", "1", "--memory", "1g",
+            place, name, host, "worker.Worker",
+            "--host", host, "--cores", "1", "--memory", "1g",
             "--work-dir", str(place / "work"), "--webui-port", str(free_port()), self.url,
         )  # fmt: skip
         self.workers.append(worker)

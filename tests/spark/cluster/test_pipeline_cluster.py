@@ -1,4 +1,4 @@
-"""`conquiet pipeline run` on a real cluster: a worker dies in the middle, the table is exact."""
+"""`conquiet pipeline run` on a real cluster, of which a worker dies; and with its archive."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from tests.waiting import eventually
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 EVENTS = 30_000
+PYTHON = {"PYSPARK_PYTHON": sys.executable}
 
 
 @pytest.fixture(scope="module")
@@ -42,20 +43,16 @@ def publish(client: Any, first: int, last: int) -> None:
 class Pipeline:
     """The command in a process, and what it says batch by batch."""
 
-    def __init__(self, cluster: Cluster, directory: Path, lake: Path, *arguments: str) -> None:
+    def __init__(
+        self, directory: Path, lake: Path, *arguments: str, environment: Mapping[str, str] = PYTHON
+    ) -> None:
         self.out = directory / "pipeline.out"
         self.err = directory / "pipeline.err"
-        confs = [
-            word
-            for name, value in settings(cluster, directory).items()
-            if name != "spark.master"
-            for word in ("--conf", f"{name}={value}")
-        ]
         command = [sys.executable, "-m", "conquiet", "pipeline", "run", "--json", "--to", str(lake)]
         with self.out.open("ab") as out, self.err.open("ab") as err:
             self.process = subprocess.Popen(
-                [*command, "--master", cluster.url, *confs, *arguments],
-                env={**os.environ, "PYSPARK_PYTHON": sys.executable},
+                [*command, *arguments],
+                env={**os.environ, **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
@@ -66,9 +63,27 @@ class Pipeline:
         assert self.process.poll() in (None, 0), self.err.read_text()[-4000:]
         return sum(json.loads(line)["events"] for line in self.out.read_text().splitlines())
 
+    def end(self) -> int:
+        """Wait for its end; how many events it has told of."""
+        try:
+            self.process.wait(240)
+        finally:
+            if self.process.poll() is None:
+                self.process.kill()
+                self.process.wait()
+        return self.events()
+
     def stop(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)
         return self.process.wait(120)
+
+
+def on(cluster: Cluster, directory: Path, *left_out: str) -> list[str]:
+    """The arguments that run a driver on this machine."""
+    confs = settings(cluster, directory)
+    names = [name for name in confs if name not in ("spark.master", *left_out)]
+    words = [word for name in names for word in ("--conf", f"{name}={confs[name]}")]
+    return ["--master", cluster.url, *words]
 
 
 def ids_in(lake: Path) -> list[str]:
@@ -82,9 +97,10 @@ def test_a_stream_is_carried_once_though_a_worker_and_the_driver_are_killed(
     cluster, tmp_path, redis_client, redis_url
 ) -> None:
     lake = tmp_path / "lake"
-    arguments = ("--url", redis_url, "--streams", "events:*", "--max-events", "2000")
+    arguments = [*on(cluster, tmp_path), "--url", redis_url, "--streams", "events:*"]
+    arguments += ["--max-events", "2000"]
     publish(redis_client, 0, EVENTS // 2)
-    running = Pipeline(cluster, tmp_path, lake, *arguments)
+    running = Pipeline(tmp_path, lake, *arguments)
     try:
         eventually(lambda: running.events() >= 4_000, timeout=180)
         cluster.workers[0].kill()
@@ -93,7 +109,7 @@ def test_a_stream_is_carried_once_though_a_worker_and_the_driver_are_killed(
         eventually(lambda: running.events() > before + 2_000, timeout=180)
         running.stop(signal.SIGKILL)
         cluster.add_worker()
-        running = Pipeline(cluster, tmp_path, lake, *arguments)
+        running = Pipeline(tmp_path, lake, *arguments)
         eventually(lambda: len(ids_in(lake)) >= EVENTS, timeout=240)
         assert running.stop() == 0, running.err.read_text()[-4000:]
     finally:
@@ -103,15 +119,31 @@ def test_a_stream_is_carried_once_though_a_worker_and_the_driver_are_killed(
     assert ids_in(lake) == sorted(f"e-{number}" for number in range(EVENTS))
 
 
-def test_executors_without_conquiet_take_it_from_the_archive(cluster, tmp_path: Path) -> None:
-    archive = tmp_path / "packages.zip"
-    packing = [sys.executable, "-m", "conquiet", "pipeline", "package", "--output", str(archive)]
-    heavy = ("pandas", "deltalake", "sqlalchemy", "psycopg-binary", "adbc-driver-postgresql")
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `conquiet pipeline package` makes, without what these tests have no use for."""
+    target = tmp_path_factory.mktemp("archive") / "packages.zip"
+    packing = [sys.executable, "-m", "conquiet", "pipeline", "package", "--output", str(target)]
+    heavy = ("deltalake", "sqlalchemy", "psycopg-binary", "adbc-driver-postgresql")
     without = [word for name in heavy for word in ("--without", name)]
     subprocess.run([*packing, *without], check=True, timeout=120, stdout=subprocess.DEVNULL)
-    bare = str(Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}")
-    tried = subprocess.run([bare, "-c", "import conquiet"], capture_output=True, cwd=tmp_path)
-    assert tried.returncode != 0, "the bare Python has conquiet: this test would show nothing"
+    return target
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A Python that has nothing installed."""
+    python = str(Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}")
+    tried = subprocess.run(
+        [python, "-c", "import conquiet"], capture_output=True, cwd=tmp_path_factory.mktemp("bare")
+    )
+    assert tried.returncode != 0, "the bare Python has conquiet: these tests would show nothing"
+    return python
+
+
+def test_executors_without_conquiet_take_it_from_the_archive(
+    cluster, tmp_path: Path, archive: Path, bare: str
+) -> None:
     [[place, python]] = Job(
         cluster, tmp_path, "where",
         more={
@@ -123,3 +155,18 @@ def test_executors_without_conquiet_take_it_from_the_archive(cluster, tmp_path: 
     assert "work" in Path(place).parts  # of a worker of the cluster, not of the driver
     assert place.endswith("/conquiet/conquiet/__init__.py")
     assert Path(python).resolve() == Path(bare).resolve()
+
+
+def test_the_command_brings_the_archive_to_executors_without_conquiet(
+    cluster, tmp_path: Path, archive: Path, bare: str, redis_client, redis_url
+) -> None:
+    publish(redis_client, 0, 500)
+    lake = tmp_path / "lake"
+    arguments = [*on(cluster, tmp_path, "spark.executorEnv.PYTHONPATH"), "--once"]
+    arguments += ["--url", redis_url, "--streams", "events:*", "--archive", str(archive)]
+    # The driver's Python has conquiet; on this machine the same path is that of the executors.
+    driver = os.pathsep.join(path for path in sys.path if path)
+    environment = {"PYSPARK_PYTHON": bare, "PYTHONPATH": driver}
+    running = Pipeline(tmp_path, lake, *arguments, environment=environment)
+    assert running.end() == 500
+    assert ids_in(lake) == sorted(f"e-{number}" for number in range(500))
