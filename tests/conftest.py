@@ -20,9 +20,14 @@ from tests import needs
 UNSAFE = ("-c", "fsync=off", "-c", "full_page_writes=off", "-c", "synchronous_commit=off")
 DURABLE = ("--appendonly", "yes", "--appendfsync", "always")
 
-# A busy machine makes an example slow, and says nothing about the code.
+# A busy machine makes an example slow, and says nothing about the code. Decoders that face a broker
+# are tried with many more in the slow tests.
 settings.register_profile(
-    "conquiet", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+    "conquiet",
+    deadline=None,
+    max_examples=50,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("conquiet")
 

@@ -139,6 +139,7 @@ def test_a_server_killed_and_restarted_loses_nothing_and_repeats_nothing(private
         check_effects(client, 200)
 
 
+@pytest.mark.slow
 def test_a_failover_to_a_replica_leaves_effects_events_and_acks_in_step(private_redis):
     with (
         needs.found("Redis", lambda: embedded.redis(private=True)) as spare,
@@ -218,6 +219,7 @@ def test_a_process_that_stands_still_longer_than_its_lease_writes_nothing_late(
         check_effects(redis_client)
 
 
+@pytest.mark.slow
 def test_workers_that_come_and_go_under_load_take_each_message_into_effect_once(
     redis_url, redis_client
 ):

@@ -16,7 +16,8 @@ from conquiet.sql import engine as make_engine
 from conquiet.sql import schema
 
 
-@pytest.fixture(params=["sqlite", "postgres"])
+# A process of its own each time: in `make test` on PostgreSQL, in CI on both.
+@pytest.fixture(params=[pytest.param("sqlite", marks=pytest.mark.slow), "postgres"])
 def database(request: pytest.FixtureRequest) -> str:
     """The URL of a fresh database with the tables, of each kind in turn."""
     name = "sqlite_url" if request.param == "sqlite" else "database_url"

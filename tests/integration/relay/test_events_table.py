@@ -24,7 +24,7 @@ INSERT = (
 )
 
 
-@pytest.fixture(params=["sqlite_url", "database_url"])
+@pytest.fixture(params=[pytest.param("sqlite_url", marks=pytest.mark.slow), "database_url"])
 def url(request) -> str:
     found: str = request.getfixturevalue(request.param)
     schema.init(found, CATALOG)
