@@ -40,6 +40,7 @@ class Daemon:
             "SPARK_LOCAL_IP": host,
             "SPARK_LOCAL_DIRS": str(directory / "local"),
             "SPARK_DAEMON_MEMORY": memory,
+            "PYSPARK_PYTHON": sys.executable,  # a Connect server asks for no other setting
         }
         command = [str(_SPARK_HOME / "bin" / "spark-class"), f"org.apache.spark.deploy.{kind}"]
         with self.log.open("wb") as log:
@@ -110,6 +111,39 @@ class Cluster:
     def stop(self) -> None:
         for daemon in (*self.workers, self.master):
             daemon.stop()
+
+
+class ConnectServer:
+    """Spark Connect on a free port; its Python is that of the tests, which has conquiet."""
+
+    def __init__(self, directory: Path) -> None:
+        port = free_port()
+        self.url = f"sc://127.0.0.1:{port}"
+        confs = {
+            "spark.connect.grpc.binding.address": "127.0.0.1",
+            "spark.connect.grpc.binding.port": str(port),
+            "spark.driver.host": "127.0.0.1",
+            "spark.driver.bindAddress": "127.0.0.1",
+            "spark.pyspark.python": sys.executable,
+            "spark.sql.shuffle.partitions": "2",
+            "spark.sql.warehouse.dir": str(directory / "warehouse"),
+            "spark.ui.enabled": "false",
+        }
+        words = [word for pair in confs.items() for word in ("--conf", "=".join(pair))]
+        self._daemon = Daemon(
+            directory, "connect", "127.0.0.1", "SparkSubmit",
+            "--class", "org.apache.spark.sql.connect.service.SparkConnectServer",
+            "--master", "local[2]", *words, memory="512m",
+        )  # fmt: skip
+        eventually(
+            lambda: self._daemon.said("Spark Connect server started"), timeout=_START_SECONDS
+        )
+
+    def said(self) -> str:
+        return self._daemon.log.read_text(errors="replace")
+
+    def stop(self) -> None:
+        self._daemon.stop()
 
 
 def settings(cluster: Cluster | None, directory: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`conquiet pipeline run` on a real cluster, of which a worker dies; and with its archive."""
+"""`conquiet pipeline run` on a real cluster, of which a worker dies, and through Spark Connect."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests import needs
-from tests.spark.cluster.standalone import Cluster, Job, settings
+from tests.spark.cluster.standalone import Cluster, ConnectServer, Job, settings
 from tests.spark.conftest import INSTALL_JAVA, java_version
 from tests.waiting import eventually
 
@@ -170,3 +171,19 @@ def test_the_command_brings_the_archive_to_executors_without_conquiet(
     running = Pipeline(tmp_path, lake, *arguments, environment=environment)
     assert running.end() == 500
     assert ids_in(lake) == sorted(f"e-{number}" for number in range(500))
+
+
+def test_the_command_works_through_spark_connect(tmp_path: Path, redis_client, redis_url) -> None:
+    if not all(find_spec(name) for name in ("grpc", "grpc_status", "zstandard")):
+        needs.missing("the packages of Spark Connect", "pip install 'pyspark[connect]'")
+    server = ConnectServer(tmp_path / "server")
+    lake = tmp_path / "lake"
+    arguments = ("--remote", server.url, "--url", redis_url, "--streams", "events:*", "--once")
+    try:
+        for first, last in ((0, 300), (300, 400)):
+            publish(redis_client, first, last)
+            running = Pipeline(tmp_path, lake, *arguments)
+            assert running.end() == last, server.said()[-2000:]
+    finally:
+        server.stop()
+    assert ids_in(lake) == sorted(f"e-{number}" for number in range(400))
