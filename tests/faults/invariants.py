@@ -174,13 +174,14 @@ def violations(facts: Facts) -> list[str]:
     return [f"{rule.__name__}: {what}" for rule in INVARIANTS for what in rule(facts)]
 
 
-def is_flat(samples: Sequence[float], slack: float) -> bool:
+def is_flat(samples: Sequence[float], slack: float, least: float = 0.0) -> bool:
     """Whether a series does not grow: the median of its last third exceeds that of its second by
-    no more than `slack`, a fraction. The first third is for warming up."""
+    no more than `slack`, a fraction, or by `least`. The first third is for warming up."""
     third = len(samples) // 3
     if third < 2:
         return True
-    return median(samples[-third:]) <= median(samples[third:-third]) * (1 + slack)
+    before = median(samples[third:-third])
+    return median(samples[-third:]) - before <= max(before * slack, least)
 
 
 # --- readers ------------------------------------------------------------------------------------

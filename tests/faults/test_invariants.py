@@ -140,6 +140,11 @@ def test_memory_that_grows_is_not_flat():
     assert not invariants.is_flat([50, 60, 70, 80, 90, 100, 110, 120, 130], slack=0.1)
 
 
+def test_a_second_connection_is_no_leak_and_a_third_and_fourth_are():
+    assert invariants.is_flat([5, 5, 5, 5, 5, 6, 6, 6, 6], slack=0.1, least=1)
+    assert not invariants.is_flat([5, 5, 5, 5, 6, 6, 7, 8, 8], slack=0.1, least=1)
+
+
 # --- the readers --------------------------------------------------------------------------------
 
 ROW = (

@@ -43,6 +43,8 @@ CONNECTIONS = 40
 STUCK = "ended, so that its rows are free again"
 WARM_SAMPLES = 300
 """Seconds: in less time, caches and pools are still being filled."""
+_CONNECTIONS = 1.0
+"""A pool opens one more when two threads first ask at once, however late; a leak opens many."""
 
 
 class World:
@@ -261,9 +263,10 @@ class World:
             process = self.processes[role]
             if process.ended:
                 continue
-            for what, series in (("memory", process.memory), ("open files", process.files)):
+            watched = {"memory": (process.memory, 0.0), "open files": (process.files, _CONNECTIONS)}
+            for what, (series, least) in watched.items():
                 slack = 0.1 if len(series) > WARM_SAMPLES else 0.25
-                if not invariants.is_flat(series, slack):
+                if not invariants.is_flat(series, slack, least):
                     found.append(f"{what} of {role} grows: {series[:: max(1, len(series) // 12)]}")
         return found
 
