@@ -177,7 +177,7 @@ def test_a_producer_that_broke_for_good_is_replaced(cluster: Cluster, sink: Kafk
 
 
 def test_brokers_that_do_not_answer_in_time_are_an_outage(cluster: Cluster) -> None:
-    sink = KafkaSink(cluster.servers, "orders", timeout=1, settings=QUIET)
+    sink = KafkaSink(cluster.servers, "orders", timeout=3, settings=QUIET)
     assert list(sink.publish(numbered(1, "first"))) == [None]
     began = time.monotonic()
     with cluster.slow(20_000), pytest.raises(SinkUnavailable):
