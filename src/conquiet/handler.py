@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextvars import ContextVar
 from enum import Enum
 from functools import partial
+from types import FrameType
 from typing import Any, TypeAlias, get_args, get_origin, get_type_hints, is_typeddict
 
 import msgspec
@@ -127,9 +128,9 @@ class Handler:
 
     def _results(self, messages: Sequence[Message[Any]], run_async: RunAsync) -> Sequence[Result]:
         values = [message.decoded for message in messages]
-        arguments = (values if self.is_batch else values[0],)
+        arguments: list[Any] = [values if self.is_batch else values[0]]
         if self._wants_message:
-            arguments += (list(messages) if self.is_batch else messages[0],)  # type: ignore[assignment]
+            arguments.append(list(messages) if self.is_batch else messages[0])
         returned = self.function(*arguments)
         if self.is_async:
             returned = run_async(returned)
@@ -259,14 +260,14 @@ def _hints(function: Callable[..., Any], name: str) -> dict[str, Any]:
         pass
     # A class that was defined inside a function is visible only where the handler is
     # registered: look through the callers.
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     missing: NameError | None = None
     while frame is not None:
         try:
             return get_type_hints(_called(function), localns=frame.f_locals)
         except NameError as error:
             missing = error
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     raise ConfigError(f"the type hints of handler {name} cannot be resolved: {missing}")
 
 

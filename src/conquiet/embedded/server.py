@@ -10,6 +10,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
@@ -28,7 +29,7 @@ _AGAIN_SECONDS = 0.05
 _TRANSIENT = ("Address already in use", "pre-existing shared memory block")
 
 
-class Server:
+class Server(ABC):
     """One private server, or the address of a server that somebody else runs."""
 
     kind = "server"
@@ -127,16 +128,18 @@ class Server:
     def __exit__(self, *exc_info: object) -> None:
         self.stop()
 
+    @abstractmethod
     def _url(self, port: int) -> str:
-        raise NotImplementedError
+        """Where it answers."""
 
+    @abstractmethod
     def _command(self, directory: Path, port: int) -> list[str]:
-        raise NotImplementedError
+        """What starts it."""
 
-    def _prepare(self, directory: Path) -> None:
+    def _prepare(self, directory: Path) -> None:  # noqa: B027 - nothing, unless a server needs it
         """Fill a new directory; most servers do that by themselves."""
 
-    def _forget(self, directory: Path) -> None:
+    def _forget(self, directory: Path) -> None:  # noqa: B027 - the same
         """Give back what a killed server left outside its directory."""
 
     def _kill(self, pid: int) -> None:

@@ -22,7 +22,7 @@ OLDEST_SERVER = (6, 2)
 _BACKGROUND_TIMEOUT = 5.0
 
 
-class Connecting(lists.Channel):  # type: ignore[misc]
+class Connecting(lists.Channel):  # type: ignore[misc]  # Kombu has no types
     """A channel of Kombu's Redis transport whose keys and clients are ours."""
 
     lease_seconds: float

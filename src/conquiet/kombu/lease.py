@@ -244,7 +244,7 @@ keeper = Keeper()
 
 def _forget() -> None:
     """In a forked child: the leases are the parent's, and the thread was not copied."""
-    keeper.__init__()  # type: ignore[misc]
+    keeper.__init__()  # type: ignore[misc]  # the same object: others hold it
 
 
 os.register_at_fork(after_in_child=_forget)

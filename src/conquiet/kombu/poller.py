@@ -14,7 +14,7 @@ _LONGEST_POLL = 1.0  # seconds
 _WITHOUT_CREDIT = 0.05  # seconds; an ack from another thread or greenlet frees it and wakes nobody
 
 
-class Poller(lists.MultiChannelPoller):  # type: ignore[misc]
+class Poller(lists.MultiChannelPoller):  # type: ignore[misc]  # Kombu has no types
     """Hands over what waits in a channel before it asks the server for more."""
 
     def __init__(self) -> None:

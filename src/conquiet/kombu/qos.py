@@ -25,7 +25,7 @@ def place_of(tag: str) -> tuple[str, str]:
     return stream, entry
 
 
-class QoS(lists.QoS):  # type: ignore[misc]
+class QoS(lists.QoS):  # type: ignore[misc]  # Kombu has no types
     """Redis itself remembers what is unacked, so there is nothing to write when a message comes."""
 
     append = virtual.QoS.append
