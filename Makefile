@@ -34,7 +34,8 @@ build: setup ## the package, with its command, into dist/; and its image, where 
 
 test: lint ## lint, types, import rules, then the tests, with coverage
 	@echo "==> tests"
-	@scripts/pytest.sh -q -n $(WORKERS) --dist loadgroup --cov --cov-report=term -m "not slow"
+	@scripts/pytest.sh -q -n $(WORKERS) --dist loadgroup --cov --cov-report= -m "not slow"
+	@echo "==> covered: $$($(BIN)/coverage report --format=total) % of src; by file: .venv/bin/coverage report"
 
 test-slow: setup ## the long tests: kills by the dozen, other projects' suites, Spark clusters
 	@scripts/pytest.sh -q -n $(WORKERS) --dist loadgroup -m slow $(TESTS)

@@ -17,8 +17,8 @@ class Proxy:
     `cut()` ends every connection; `refuse()` also takes no new ones. `delay(seconds)` holds
     every answer back. `mute()` lets requests pass, and no answer ever returns; `half_close()` says
     so: the client reads an end, while its requests are still carried out.
-    `lose_replies(n)` lets n requests through and cuts before the answer to each. `heal()` undoes
-    all of it.
+    `lose_replies(n)` lets n requests through and cuts before the answer to each; with `holding`,
+    only answers with those bytes count. `heal()` undoes all of it.
     """
 
     def __init__(self, port: int, host: str = "127.0.0.1") -> None:
@@ -32,6 +32,7 @@ class Proxy:
         self._is_mute = False
         self._refuses = False
         self._losses = 0
+        self._lost_holds = b""
         self._closed = False
         self.accepted = 0
         self._threads: list[threading.Thread] = []
@@ -66,7 +67,8 @@ class Proxy:
     def mute(self) -> None:
         self._is_mute = True
 
-    def lose_replies(self, count: int = 1) -> None:
+    def lose_replies(self, count: int = 1, *, holding: bytes = b"") -> None:
+        self._lost_holds = holding
         self._losses = count
 
     def heal(self) -> None:
@@ -114,7 +116,7 @@ class Proxy:
 
     def _answer(self, server: socket.socket, client: socket.socket) -> None:
         def passes(data: bytes) -> bool:
-            if self._losses:
+            if self._losses and self._lost_holds in data:
                 self._losses -= 1
                 return False
             if self._delay:

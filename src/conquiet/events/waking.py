@@ -10,7 +10,7 @@ import asyncio
 import logging
 from weakref import WeakKeyDictionary
 
-from sqlalchemy import Connection, Engine, text
+from sqlalchemy import Connection, Engine, Pool, text
 from sqlalchemy import event as hooks
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
@@ -64,12 +64,12 @@ def _written_in_loop(engine: Engine, table: str) -> None:
     is_first = not tables
     tables.add(table)
     if is_first:
-        task = asyncio.get_running_loop().create_task(_notify(engine))
+        task = asyncio.get_running_loop().create_task(_notify(engine, engine.pool))
         _tasks.add(task)  # a loop keeps no hold of its tasks
         task.add_done_callback(_tasks.discard)
 
 
-async def _notify(engine: Engine) -> None:
+async def _notify(engine: Engine, pool: Pool) -> None:
     from sqlalchemy.ext.asyncio import AsyncEngine
 
     try:
@@ -81,5 +81,7 @@ async def _notify(engine: Engine) -> None:
             for table in tables:
                 await connection.execute(text(notify_statement(table)))
             await connection.commit()
+            if engine.pool is not pool:  # disposed of meanwhile: nobody would close this one
+                await connection.invalidate()
     except (SQLAlchemyError, OSError) as error:
         logger.warning("relays were not notified; they find it by polling: %s", error)

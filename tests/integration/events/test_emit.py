@@ -13,6 +13,7 @@ from sqlalchemy import Engine, make_url, select, text
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 from tests.integration.events.samples import notification, one_of_each, rows
+from tests.waiting import eventually
 
 from conquiet.errors import ConfigError
 from conquiet.events import AppendOnly, InvalidEvent, emit, emit_async, emitting, mapped, waking
@@ -91,10 +92,10 @@ def test_created_at_is_the_time_of_the_database(engine: Engine) -> None:
     assert abs(made - datetime.now(UTC)) < timedelta(minutes=1)
 
 
-def asynchronous(engine: Engine):
+def asynchronous(engine: Engine, **options):
     drivers = {"postgresql": "postgresql+asyncpg", "sqlite": "sqlite+aiosqlite"}
     url = make_url(engine.url.render_as_string(hide_password=False))
-    return create_async_engine(url.set(drivername=drivers[engine.dialect.name]))
+    return create_async_engine(url.set(drivername=drivers[engine.dialect.name]), **options)
 
 
 def test_an_async_session_commits_and_rolls_back_events(engine: Engine) -> None:
@@ -111,6 +112,7 @@ def test_an_async_session_commits_and_rolls_back_events(engine: Engine) -> None:
             await session.commit()
         async with made.begin() as connection:
             await emit_async(connection, notification())
+        await asyncio.gather(*waking._tasks)
         await made.dispose()
 
     asyncio.run(run())
@@ -244,7 +246,29 @@ def test_S13_commits_of_an_async_session_wake_a_waiting_relay_once(postgres: Eng
             got = len(
                 await asyncio.to_thread(lambda: list(listening.notifies(timeout=10, stop_after=1)))
             )
+        await asyncio.gather(*waking._tasks)
         await made.dispose()
         return got
 
     assert asyncio.run(run()) >= 1
+
+
+def test_an_engine_that_was_disposed_of_keeps_no_connection_of_the_notification(
+    postgres: Engine,
+) -> None:
+    name = {"server_settings": {"application_name": "disposed of"}}
+
+    async def run() -> None:
+        made = asynchronous(postgres, connect_args=name)
+        async with AsyncSession(made) as session, session.begin():
+            await emit_async(session, notification())
+        await made.dispose()
+        await asyncio.gather(*waking._tasks)
+        await asyncio.to_thread(eventually, lambda: not connected())
+
+    def connected() -> int:
+        asked = text("SELECT count(*) FROM pg_stat_activity WHERE application_name = 'disposed of'")
+        with postgres.connect() as connection:
+            return connection.scalar(asked)
+
+    asyncio.run(run())

@@ -59,7 +59,8 @@ def test_tab_in_a_bash_that_somebody_types_into(script) -> None:
     path = script("bash")
     child, terminal = pty.fork()
     if child == 0:
-        os.execvpe("bash", ["bash", "--norc", "--noprofile", "-i"], {**os.environ, "PS1": "> "})
+        nobodys = {**os.environ, "PS1": "> ", "HISTFILE": "/dev/null"}
+        os.execvpe("bash", ["bash", "--norc", "--noprofile", "-i"], nobodys)
     try:
         os.write(terminal, f"bind 'set bell-style none'; source {path}; echo rea''dy\n".encode())
         _until(terminal, b"ready")
