@@ -10,6 +10,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,7 @@ def published(sqlite_url: str, redis_client):
     sink = StreamSink(redis_client)
     for _ in range(3):  # a relay that dies before it marks publishes again
         assert sink.publish(messages) == [None, None]
+    sink.close()
     source.close()
     engine.dispose()
     return order
@@ -96,8 +98,11 @@ def test_the_reference_consumer_outlives_its_redis_and_ends_when_told(private_re
         try:
             private_redis.kill()
             private_redis.restart()
-            with redis.Redis.from_url(private_redis.url) as other:
-                assert StreamSink(other).publish([message]) == [None]
+            with (
+                redis.Redis.from_url(private_redis.url) as other,
+                closing(StreamSink(other)) as sink,
+            ):
+                assert sink.publish([message]) == [None]
             assert eventually(lambda: consumer.sent == ["7"], timeout=20)
         finally:
             stopping.set()
