@@ -11,6 +11,7 @@ Not through the client's own methods, because
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias, cast
@@ -77,6 +78,8 @@ class Wire:
         self.is_cluster = isinstance(client, redis.RedisCluster)
         self.client = client if self.is_cluster else _bounded(client)
         self._is_own = self.client is not client
+        if self._is_own:  # whoever forgets to close leaves no socket to the garbage collector
+            weakref.finalize(self, self.client.connection_pool.disconnect).atexit = False
 
     def close(self) -> None:
         """Let go of connections that were made here; a late command opens one again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 
 import pytest
@@ -89,6 +90,19 @@ def test_a_read_may_block_longer_than_the_socket_timeout(redis_url, socket_timeo
         assert list(source.read(1, 0.6)) == []
         assert time.monotonic() - began >= 0.5
         source.close()
+
+
+def test_a_sink_that_nobody_closed_leaves_no_connection(redis_url, redis_client):
+    named = f"{redis_url}?client_name=forgotten"
+    with redis.Redis.from_url(named, socket_timeout=None) as client:
+        sink = StreamSink(client, "orders")
+        assert sink.publish(numbered(1)) == [None]
+        assert any(one["name"] == "forgotten" for one in redis_client.client_list())
+        kept = sink._wire.client  # so that redis-py's own last words do not close it
+        del sink
+        gc.collect()
+        eventually(lambda: all(one["name"] != "forgotten" for one in redis_client.client_list()))
+        kept.close()
 
 
 def test_an_acl_user_needs_no_more_than_the_documented_rights(redis_client):
