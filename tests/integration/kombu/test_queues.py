@@ -1,0 +1,295 @@
+"""What a channel does with queues and exchanges, as a user of Kombu sees it."""
+
+from __future__ import annotations
+
+import kombu
+import pytest
+from kombu.exceptions import ChannelError
+from tests.integration.kombu.brokers import (
+    Taken,
+    calls,
+    connected,
+    drain,
+    nothing_comes,
+    put,
+    size,
+    unacked,
+)
+
+from conquiet.kombu import inspection, scripts
+from conquiet.kombu.keys import GROUP, Keys
+
+# --- purging and deleting ---------------------------------------------------------------------
+
+
+def test_purge_takes_the_ready_and_leaves_the_unacked(connection, channel, redis_client):
+    put(connection, "orders", *range(10), priority=3)
+    put(connection, "orders", *range(10))
+    queue = kombu.Queue("orders")(channel)
+    held = [queue.get() for _ in range(2)]
+    queue.get().requeue()
+    assert queue.purge() == 18
+    assert (size(connection, "orders"), unacked(redis_client, "orders")) == (0, 2)
+    held[0].requeue()
+    assert queue.get().payload == held[0].payload
+
+
+def test_purge_takes_what_was_given_back(connection, channel):
+    put(connection, "orders", *range(4))
+    queue = kombu.Queue("orders")(channel)
+    held = [queue.get() for _ in range(3)]
+    channel.give_back([_place(message) for message in held[:2]])
+    assert queue.purge() == 3
+    assert size(connection, "orders") == 0
+
+
+def _place(message):
+    entry, _, stream = message.delivery_tag.partition(" ")
+    return stream, entry
+
+
+def test_purge_does_not_disturb_a_consumer_that_waits(redis_url):
+    with connected(redis_url) as waiter, connected(redis_url) as other:
+        taken = Taken()
+        with waiter.Consumer(kombu.Queue("orders"), callbacks=[taken]):
+            assert nothing_comes(waiter)
+            kombu.Queue("orders")(other.default_channel).purge()
+            put(other, "orders", "a")
+            drain(waiter, taken, 1)
+
+
+def test_an_empty_queue_is_there_and_an_unknown_one_is_not(connection, channel):
+    kombu.Queue("orders")(channel).declare()
+    assert size(connection, "orders") == 0
+    with pytest.raises(ChannelError, match="no queue 'nowhere'"):
+        channel.queue_declare("nowhere", passive=True)
+
+
+def test_a_deleted_queue_is_gone_with_its_messages_and_bindings(connection, channel):
+    exchange = kombu.Exchange("shop")
+    queue = kombu.Queue("orders", exchange, routing_key="order")(channel)
+    queue.declare()
+    connection.Producer().publish("a", exchange="shop", routing_key="order")
+    queue.delete()
+    with pytest.raises(ChannelError):
+        channel.queue_declare("orders", passive=True)
+    connection.Producer().publish("b", exchange="shop", routing_key="order")
+    with pytest.raises(ChannelError):
+        channel.queue_declare("orders", passive=True)
+    queue.declare()  # on the connection that has bound it before
+    connection.Producer().publish("c", exchange="shop", routing_key="order")
+    assert queue.get().payload == "c"
+
+
+def test_delete_if_empty_and_if_unused_keep_what_is_needed(redis_url):
+    with connected(redis_url) as connection, connected(redis_url) as other:
+        channel = connection.default_channel
+        queue = kombu.Queue("orders")(channel)
+        queue.declare()
+        put(connection, "orders", "a")
+        queue.delete(if_empty=True)
+        assert size(connection, "orders") == 1
+        with other.Consumer(kombu.Queue("orders"), callbacks=[Taken()]):
+            drain(other, Taken(), 0)
+            other.drain_events(timeout=5)
+            queue.delete(if_unused=True)
+            assert channel._has_queue("orders")
+        queue.delete(if_unused=True)
+        assert not channel._has_queue("orders")
+
+
+def test_a_dead_consumer_does_not_keep_an_unused_queue(connection, channel, redis_client):
+    queue = kombu.Queue("orders")(channel)
+    queue.declare()
+    redis_client.xgroup_createconsumer(Keys().stream("orders", 0), GROUP, "other")
+    now_ms = redis_client.time()[0] * 1000
+    for ends, is_kept in ((now_ms + 60_000, True), (now_ms - 1000, False)):
+        redis_client.zadd(Keys().leases, {"other": ends})
+        queue.delete(if_unused=True)
+        assert channel._has_queue("orders") is is_kept
+
+
+def test_a_consumer_outlives_the_deletion_of_its_queue(redis_url):
+    with connected(redis_url) as waiter, connected(redis_url) as other:
+        taken = Taken()
+        with waiter.Consumer(kombu.Queue("orders"), callbacks=[taken]):
+            assert nothing_comes(waiter)
+            kombu.Queue("orders")(other.default_channel).delete()
+            put(other, "orders", "a")
+            assert drain(waiter, taken, 1) == ["a"]
+
+
+def test_an_auto_delete_queue_goes_with_its_last_consumer(redis_url):
+    queue = kombu.Queue("control", kombu.Exchange("pidbox", type="fanout"), auto_delete=True)
+    with connected(redis_url) as connection, connected(redis_url) as other:
+        first = connection.Consumer(queue, callbacks=[Taken()])
+        second = other.Consumer(queue, callbacks=[Taken()])
+        first.consume()
+        second.consume()
+        assert nothing_comes(connection, timeout=0.1)
+        assert nothing_comes(other, timeout=0.1)
+        first.cancel()
+        assert other.default_channel._has_queue("control")
+        second.cancel()
+        assert not other.default_channel._has_queue("control")
+        assert other.default_channel.get_table("pidbox") == []
+
+
+def test_closing_the_connection_deletes_its_auto_delete_queues(redis_url, redis_client):
+    queue = kombu.Queue("control", kombu.Exchange("pidbox", type="fanout"), auto_delete=True)
+    with connected(redis_url) as connection:
+        connection.Consumer(queue, callbacks=[Taken()]).consume()
+        assert nothing_comes(connection, timeout=0.1)
+    assert inspection.queues(redis_client) == []
+
+
+def test_very_many_are_given_back_and_purged_in_slices(
+    connection, redis_url, redis_client, recorded, monkeypatch
+):
+    monkeypatch.setattr(scripts, "AT_ONCE", 100)
+    for script in (scripts.leave, scripts.giveback, scripts.purge):
+        redis_client.script_load(script.body)
+    put(connection, "orders", *range(250))
+    held = Taken(ack=False)
+    with connected(redis_url) as other:
+        other.Consumer(kombu.Queue("orders"), callbacks=[held]).consume()
+        drain(other, held, 250)
+        seen = recorded(other.default_channel.qos.restore_unacked)
+        assert calls(seen, scripts.giveback) == 3
+        drain(other, held, 500)
+        seen = recorded(other.close)
+    assert calls(seen, scripts.leave) >= 3
+    assert size(connection, "orders") == 250
+    purge = kombu.Queue("orders")(connection.default_channel).purge
+    purged = []
+    seen = recorded(lambda: purged.append(purge()))
+    assert purged == [250]
+    assert calls(seen, scripts.purge) >= 3
+
+
+# --- exchanges and bindings -------------------------------------------------------------------
+
+
+def test_an_unbound_queue_gets_nothing_more(connection, channel):
+    exchange = kombu.Exchange("shop", type="direct")
+    queue = kombu.Queue("orders", exchange, routing_key="order")(channel)
+    queue.declare()
+    queue.unbind_from(exchange, routing_key="order")
+    connection.Producer().publish("a", exchange="shop", routing_key="order")
+    assert queue.get() is None
+
+
+def test_a_deleted_exchange_leaves_its_queues(connection, channel):
+    exchange = kombu.Exchange("shop")(channel)
+    queue = kombu.Queue("orders", exchange, routing_key="order")(channel)
+    queue.declare()
+    exchange.delete()
+    assert size(connection, "orders") == 0
+    assert channel.get_table("shop") == []
+
+
+def test_topic_patterns(connection, channel):
+    exchange = kombu.Exchange("shop", type="topic")
+    queues = {
+        name: kombu.Queue(name, exchange, routing_key=key)(channel)
+        for name, key in {
+            "all": "#",
+            "one": "order.*",
+            "deep": "order.#",
+            "exact": "order.new",
+        }.items()
+    }
+    for queue in queues.values():
+        queue.declare()
+
+    def reached_by(routing_key):
+        connection.Producer().publish("a", exchange=exchange, routing_key=routing_key)
+        return {name for name, queue in queues.items() if queue.get(no_ack=True)}
+
+    assert reached_by("order.new") == {"all", "one", "deep", "exact"}
+    assert reached_by("order.old") == {"all", "one", "deep"}
+    assert reached_by("refund.new") == {"all"}
+
+
+def test_fanout_filters_by_routing_key_where_one_is_bound(connection, channel):
+    exchange = kombu.Exchange("events", type="fanout")
+    queues = {
+        name: kombu.Queue(name, exchange, routing_key=key)(channel)
+        for name, key in {"plain": "", "gossip": "worker.#", "every": "#", "task": "task.*"}.items()
+    }
+    for queue in queues.values():
+        queue.declare()
+    connection.Producer().publish("a", exchange=exchange, routing_key="worker.heartbeat")
+    got = {name for name, queue in queues.items() if queue.get(no_ack=True)}
+    assert got == {"plain", "gossip", "every"}
+    connection.Producer().publish("b", exchange=exchange)
+    assert all(queue.get(no_ack=True) for queue in queues.values())
+
+
+def test_fanout_without_patterns_goes_to_all(redis_url):
+    with connected(redis_url, fanout_patterns=False) as connection:
+        exchange = kombu.Exchange("events", type="fanout")
+        queue = kombu.Queue("task", exchange, routing_key="task.*")(connection.default_channel)
+        queue.declare()
+        connection.Producer().publish("a", exchange=exchange, routing_key="worker.heartbeat")
+        assert queue.get(no_ack=True)
+
+
+def test_one_channel_may_read_several_queues_of_one_fanout(connection):
+    exchange = kombu.Exchange("events", type="fanout")
+    taken = Taken(ack=False)
+    queues = [kombu.Queue(name, exchange) for name in ("one", "two")]
+    with connection.Consumer(queues, callbacks=[taken]):
+        connection.Producer().publish("a", exchange=exchange)
+        drain(connection, taken, 2)
+        first, second = taken.messages
+        assert first.delivery_tag != second.delivery_tag
+        first.ack()
+        second.requeue()
+        drain(connection, taken, 3)
+
+
+def test_a_queue_bound_later_gets_nothing_of_before(connection, channel):
+    exchange = kombu.Exchange("events", type="fanout")(channel)
+    exchange.declare()
+    connection.Producer().publish("shutdown", exchange=exchange)
+    queue = kombu.Queue("fresh", exchange)(channel)
+    queue.declare()
+    assert queue.get() is None
+
+
+def test_a_message_without_a_route_is_dropped_or_goes_where_it_was_told(redis_url):
+    with connected(redis_url, deadletter_queue="lost") as connection:
+        exchange = kombu.Exchange("shop")(connection.default_channel)
+        exchange.declare()
+        with pytest.warns(kombu.transport.virtual.base.UndeliverableWarning):
+            connection.Producer().publish("a", exchange=exchange, routing_key="nobody")
+        assert kombu.Queue("lost")(connection.default_channel).get().payload == "a"
+
+
+# --- names ------------------------------------------------------------------------------------
+
+
+def test_names_of_any_kind(connection, channel):
+    for name in ("a:b", "0:x", "ü ñ", "q\x06\x163", "[*]?{x}"):
+        exchange = kombu.Exchange(f"ex {name}")
+        queue = kombu.Queue(name, exchange, routing_key=name)(channel)
+        queue.declare()
+        connection.Producer().publish(name, exchange=exchange, routing_key=name)
+        assert queue.get().payload == name
+
+
+def test_a_list_of_the_same_name_does_not_matter(connection, redis_client):
+    redis_client.lpush("orders", "left by the list transport")
+    put(connection, "orders", "a")
+    assert kombu.Queue("orders")(connection.default_channel).get().payload == "a"
+    assert redis_client.llen("orders") == 1
+
+
+def test_one_group_however_the_database_is_written(redis_url, redis_client):
+    with connected(redis_url.removesuffix("/0")) as one, connected(redis_url) as other:
+        put(one, "orders", "a")
+        assert kombu.Queue("orders")(other.default_channel).get(no_ack=True)
+        assert kombu.Queue("orders")(one.default_channel).get() is None
+    [group] = redis_client.xinfo_groups(Keys().stream("orders", 0))
+    assert group["name"].decode() == GROUP
