@@ -42,6 +42,12 @@ class Proxy:
     def url(self) -> str:
         return f"redis://127.0.0.1:{self.port}/0"
 
+    @property
+    def connections(self) -> int:
+        """How many are open now."""
+        with self._lock:
+            return len(self._clients)
+
     # --- faults -----------------------------------------------------------------------------
 
     def cut(self) -> None:

@@ -22,6 +22,13 @@ OLDEST_SERVER = (6, 2)
 _BACKGROUND_TIMEOUT = 5.0
 
 
+def close_idle(pool: Any) -> None:
+    """Close what nobody uses now, the connections to sentinels included; it connects again."""
+    pool.disconnect(inuse_connections=False)
+    for sentinel in getattr(getattr(pool, "sentinel_manager", None), "sentinels", ()):
+        close_idle(sentinel.connection_pool)
+
+
 class Connecting(lists.Channel):  # type: ignore[misc]  # Kombu has no types
     """A channel of Kombu's Redis transport whose keys and clients are ours."""
 

@@ -10,12 +10,13 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import redis
 
 from conquiet.kombu import scripts
+from conquiet.kombu.connecting import close_idle
 from conquiet.kombu.keys import BACK, GROUP, Keys
 from conquiet.kombu.settlement import Settlement
 
@@ -79,7 +80,7 @@ class Lease:
     def due(self) -> float:
         """When to come back, in monotonic seconds."""
         if self.ended:
-            times = [time.monotonic() + 1.0]
+            times = [time.monotonic() + 1.0 if self.settlement else 0.0]
         else:
             times = [self._renew_at, self._reap_at, self._sweep_at]
             times += [self._touch_at] if self.expires else []
@@ -198,6 +199,13 @@ class Keeper:
                 self._leases.discard(lease)
                 self._changed.notify()
 
+    def let_go(self, client: Any) -> None:
+        """Close its connections, unless another lease needs them; it connects again if it must."""
+        with self._changed:
+            if any(lease.client is client for lease in self._leases):
+                return
+        close_idle(client.connection_pool)
+
     def hurry(self) -> None:
         """Something was settled; see to it that it does not wait long."""
         if not self._hurried:
@@ -207,16 +215,20 @@ class Keeper:
 
     def _keep(self) -> None:
         due = 0.0
+        leases: set[Lease] = set()
         while True:
             with self._changed:
-                if not self._leases:
-                    self._thread = None
-                    return
-                if not self._hurried:
+                if self._leases and not self._hurried:
                     self._changed.wait(max(due - time.monotonic(), 0.001))
-                now = time.monotonic()
+                now, known = time.monotonic(), leases | self._leases
                 self._leases = {lease for lease in self._leases if not lease.is_over(now)}
-                leases = list(self._leases)
+                leases = set(self._leases)
+                if not leases:
+                    self._thread = None
+            for lease in known - leases:
+                self.let_go(lease.client)  # whoever closed it could not, while it was in use here
+            if not leases:
+                return
             if self._hurried:
                 # Most acks travel with a fetch meanwhile; waking for each would only cost time.
                 time.sleep(SETTLE_AFTER)
@@ -224,7 +236,7 @@ class Keeper:
             self._tend(leases)
             due = min((lease.due() for lease in leases), default=0.0)
 
-    def _tend(self, leases: list[Lease]) -> None:
+    def _tend(self, leases: Iterable[Lease]) -> None:
         """A server that does not answer is waited for once: other servers' leases must go on."""
         now, unreachable = time.monotonic(), set()
         for lease in leases:

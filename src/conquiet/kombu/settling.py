@@ -126,6 +126,9 @@ class Settling(Publishing):
             logger.warning("%s acks when Redis is back: %s", self.consumer, error)
             if self.lease is not None:
                 keeper.remove(self.lease)
+        else:
+            if self.lease is not None:
+                keeper.let_go(self.lease.client)
 
     def settle_now(self) -> None:
         if self.settlement and self.lease:

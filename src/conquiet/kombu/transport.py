@@ -11,6 +11,7 @@ from kombu.utils.url import url_to_parts
 
 from conquiet.kombu import options
 from conquiet.kombu.channel import Channel
+from conquiet.kombu.connecting import close_idle
 from conquiet.kombu.errors import AlternateError
 from conquiet.kombu.poller import Poller
 
@@ -64,8 +65,7 @@ class Transport(lists.Transport):  # type: ignore[misc]
     def close_connection(self, connection: Any) -> None:
         super().close_connection(connection)
         if self._background is not None:
-            # It connects again if an ack comes late.
-            self._background.connection_pool.disconnect(inuse_connections=False)
+            close_idle(self._background.connection_pool)  # it connects again if an ack comes late
 
     def register_with_event_loop(self, connection: Any, loop: Any) -> None:
         self.cycle.use(loop)

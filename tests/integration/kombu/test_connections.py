@@ -1,15 +1,17 @@
-"""The ways to a server: key prefix, databases, unix socket, ACL, TLS, Sentinel, failover."""
+"""The ways to a server: prefix, databases, unix socket, ACL, TLS, Sentinel, failover; and back."""
 
 from __future__ import annotations
 
 import contextlib
 import ssl
+import threading
 
 import kombu
 import pytest
 import redis
 from redis.sentinel import Sentinel
 from tests import needs
+from tests.faults.proxy import Proxy
 from tests.integration.kombu.brokers import (
     Taken,
     connected,
@@ -24,6 +26,7 @@ from tests.waiting import eventually
 
 from conquiet import embedded
 from conquiet.kombu import AlternateError, ServerTooOld, Transport, inspection
+from conquiet.kombu.lease import Lease
 
 
 def round_trip(connection):
@@ -86,6 +89,40 @@ def test_databases_are_apart(redis_url):
         put(one, "orders", "b")
         assert kombu.Queue("orders")(one.default_channel).get(no_ack=True).payload == "b"
         kombu.Queue("orders")(one.default_channel).delete()
+
+
+def test_an_ack_after_the_close_leaves_no_connection_open(redis_server, redis_url):
+    with Proxy(redis_server.port) as proxy:
+        with connected(proxy.url) as connection:
+            put(connection, "orders", "a")
+            message = kombu.Queue("orders")(connection.default_channel).get()
+        eventually(lambda: proxy.connections == 0)
+        before = proxy.accepted
+        message.ack()
+        assert proxy.accepted > before
+        eventually(lambda: proxy.connections == 0)
+
+
+def test_a_renewal_that_ends_after_the_close_leaves_no_connection_open(
+    redis_server, redis_url, monkeypatch
+):
+    renew, begun, closed = Lease.renew, threading.Event(), threading.Event()
+
+    def slow(lease):
+        begun.set()
+        closed.wait(20)
+        renew(lease)
+
+    monkeypatch.setattr(Lease, "renew", slow)
+    with Proxy(redis_server.port) as proxy:
+        with connected(proxy.url) as connection:
+            connection.default_channel.join("orders")
+            assert begun.wait(20)
+        eventually(lambda: proxy.connections == 0)
+        before = proxy.accepted
+        closed.set()
+        eventually(lambda: proxy.accepted > before)
+        eventually(lambda: proxy.connections == 0)
 
 
 def test_a_unix_socket(tmp_path):
@@ -243,10 +280,13 @@ def _known(watcher):
 
 def test_sentinel_and_its_alternates(watched):
     port, _, _ = watched
-    urls = f"sentinel-streams://127.0.0.1:{port};sentinel-streams://127.0.0.1:1"
     options = {"master_name": "shop"}
-    with kombu.Connection(urls, transport_options=options) as connection:
-        round_trip(connection)
+    with Proxy(port) as proxy:
+        urls = f"sentinel-streams://127.0.0.1:{proxy.port};sentinel-streams://127.0.0.1:1"
+        with kombu.Connection(urls, transport_options=options) as connection:
+            round_trip(connection)
+            assert proxy.connections
+        eventually(lambda: proxy.connections == 0)
 
 
 def test_sentinel_without_the_name_of_its_master_is_refused():
