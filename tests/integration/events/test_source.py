@@ -411,9 +411,11 @@ def test_from_emit_through_a_relay_and_a_stream_to_a_consumer(engine: Engine, re
     with Session(engine) as session, session.begin():
         emit(session, *events)
     with redis.Redis.from_url(redis_url) as client:
-        relay = Relay(EventSource(engine, cloudevents=True), StreamSink(client))
+        sink = StreamSink(client)
+        relay = Relay(EventSource(engine, cloudevents=True), sink)
         relay.run_once(1.0)
         relay.source.close()
+        sink.close()
         stream = StreamSource(client, "pf-domain-events", group="analytics")
         got = stream.read(100, 5.0)
         opened = [CATALOG.open(message.type, message.data) for message in got]
