@@ -1,4 +1,4 @@
-"""Sources and sinks on the worker's Redis, and what the tests ask the server behind their back."""
+"""Sources, sinks and routers on the worker's Redis, and what is asked behind their back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from redis.cluster import ClusterNode
 from tests.integration.redis.servers import cluster
 
 from conquiet.message import Message
-from conquiet.redis import StreamSink, StreamSource
+from conquiet.redis import Inbox, StreamSink, StreamSource, Transaction, commands
+from conquiet.router import Router
 
 STREAM, GROUP = "orders", "billing"
 
@@ -55,6 +56,31 @@ def pending(redis_client):
         return [(row["consumer"].decode(), row["times_delivered"]) for row in rows]
 
     return ask
+
+
+@pytest.fixture
+def router(redis_client):
+    """A router that counts effects; its inbox takes any setting."""
+
+    def make(run=lambda item: None, *, inbox=None, client=None, **settings):
+        used = client or redis_client
+        made = Router()
+        made.use(Transaction(used), inbox or Inbox("billing", **settings))
+
+        @made.raw(name="handler")
+        def handle(item: Message[bytes]) -> None:
+            commands(used).incr(f"effect-{item.id}")
+            run(item)
+
+        return made
+
+    return make
+
+
+@pytest.fixture
+def effects(redis_client):
+    """How often each of some messages took effect."""
+    return lambda *names: [int(redis_client.get(f"effect-{name}") or 0) for name in names]
 
 
 @pytest.fixture(scope="module")

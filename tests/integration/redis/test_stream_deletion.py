@@ -1,0 +1,148 @@
+"""What is deleted from a stream, and what goes to its dead letters (R7, R12, R13)."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from tests.integration.redis.conftest import GROUP, STREAM, ids
+from tests.integration.redis.reading import SHORT, read
+from tests.waiting import eventually
+
+from conquiet.errors import StoreError
+from conquiet.redis import StreamSource, outbox_source
+
+# --- what is acked ----------------------------------------------------------------------------
+
+
+def test_r7_an_acked_entry_of_a_log_stays(source, publish, redis_client):
+    publish(1)
+    read(source(), 1)[0].ack()
+    assert redis_client.xlen(STREAM) == 1
+
+
+def test_r7_an_acked_entry_of_an_outbox_is_gone(publish, redis_client):
+    publish(2)
+    relay = outbox_source(redis_client, STREAM, consumer="relay")
+    first, second = relay.read(10, 1.0)
+    first.ack()
+    assert redis_client.xlen(STREAM) == 1
+    second.nack(ValueError("the broker is away"))
+    assert redis_client.xlen(STREAM) == 1
+    assert redis_client.xpending(STREAM, "outbox-publisher")["pending"] == 1
+    relay.close()
+
+
+def test_r7_the_entries_of_an_outbox_are_acked_and_deleted_in_one_multi(
+    redis_client, publish, recorded
+):
+    publish(2)
+    relay = outbox_source(redis_client, STREAM)
+    messages = read(relay, 2)
+    sent = recorded(lambda: relay.settle([m.acking.token for m in messages], ()))
+    relay.close()
+    names = " ".join(command.split()[0] for command in sent)
+    assert "MULTI XACK XDEL EXEC" in names
+
+
+def test_an_outbox_that_cannot_be_acked_says_so(redis_client, publish):
+    publish(1)
+    relay = outbox_source(redis_client, STREAM)
+    [message] = read(relay, 1)
+    redis_client.set(STREAM, "no stream any more")
+    with pytest.raises(StoreError, match="WRONGTYPE"):
+        relay.settle([message.acking.token], ())
+    redis_client.delete(STREAM)
+    relay.close()
+
+
+# --- what was deleted while pending -----------------------------------------------------------
+
+
+def test_r12_an_entry_deleted_while_pending_is_acked_and_counted(
+    source, publish, redis_client, pending, caplog
+):
+    dead = source(lease=SHORT)
+    publish(3)
+    read(dead, 3)
+    redis_client.xdel(STREAM, redis_client.xrange(STREAM)[1][0])
+    alive = source(lease=SHORT)
+    assert ids(read(alive, 2)) == ["m-0", "m-2"]
+    eventually(lambda: list(alive.read(1, 0.01)) == [] and len(pending()) == 2)
+    assert alive.deleted == 1
+    assert "deleted while they were pending" in caplog.text
+
+
+def test_r12_a_deleted_entry_of_our_own_is_acked_too(source, publish, redis_client, pending):
+    publish(2)
+    read(source(consumer="pod-0"), 2)
+    redis_client.xdel(STREAM, redis_client.xrange(STREAM)[0][0])
+    again = source(consumer="pod-0")
+    assert ids(read(again, 1)) == ["m-1"]
+    assert len(pending()) == 1
+    assert again.deleted == 1
+
+
+# --- dead letters -----------------------------------------------------------------------------
+
+
+def test_r13_undecodable_entries_go_to_the_dead_letters_and_the_rest_flow_on(
+    source, publish, redis_client, pending
+):
+    publish(1)
+    entry_id = redis_client.xadd(STREAM, {"what": "is this", "raw": b"\xff"}).decode()
+    publish(1, first=1)
+    one = source()
+    for message in read(one, 2):
+        message.ack()
+    eventually(lambda: list(one.read(10, 0.01)) == [] and one.dead)
+    assert pending() == []
+    [letter] = StreamSource(redis_client, f"{STREAM}:dead", "g").replay()
+    about = letter.attributes
+    assert (about["deadstream"], about["deadentry"], about["deadattempts"]) == (
+        STREAM,
+        entry_id,
+        "3",
+    )
+    assert "specversion" in about["deadreason"]
+    assert "Traceback" in about["deadtraceback"]
+    assert letter.data == b'[["what","is this"],["raw",{"base64":"/w=="}]]'
+
+
+def test_r13_a_dead_letter_that_cannot_be_written_is_tried_again(source, redis_client):
+    redis_client.set("graveyard", "not a stream")
+    redis_client.xadd(STREAM, {"what": "is this"})
+    one = source(dead_letters="graveyard", backoff=0.01)
+    for _ in range(20):
+        one.read(1, 0.02)
+    assert redis_client.xpending(STREAM, GROUP)["pending"] == 1
+    redis_client.delete("graveyard")
+    eventually(lambda: list(one.read(1, 0.02)) == [] and one.dead == 1)
+    assert redis_client.xlen("graveyard") == 1
+    assert redis_client.xpending(STREAM, GROUP)["pending"] == 0
+
+
+def test_what_failed_too_often_goes_to_the_dead_letters_with_its_error(
+    source, publish, redis_client, pending
+):
+    publish(2)
+    one = source(max_deliveries=2)
+    for _ in range(2):
+        for message in read(one, 2):
+            message.nack(ValueError("no stock"))
+    assert list(one.read(10, 0.05)) == []
+    assert pending() == []
+    letters = list(StreamSource(redis_client, f"{STREAM}:dead", "g").replay())
+    assert ids(letters) == ["m-0", "m-1"]
+    assert letters[0].attributes["deadreason"] == "ValueError: no stock"
+    assert letters[0].attributes["deadattempts"] == "2"
+    assert letters[0].data == b"0"
+
+
+def test_what_kills_its_consumers_goes_to_the_dead_letters(source, publish):
+    publish(1)
+    for _ in range(2):
+        read(source(lease=SHORT, max_deliveries=2), 1)
+        time.sleep(SHORT)
+    last = source(lease=SHORT, max_deliveries=2)
+    eventually(lambda: list(last.read(10, 0.02)) == [] and last.dead == 1)
