@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from sqlalchemy import Engine, create_engine, func, insert, make_url, select
 
 from conquiet.errors import SinkUnavailable
+from conquiet.sql.claim import OutboxSource
 from conquiet.sql.tables import inbox_table, outbox_table
 
 OUTBOX = outbox_table()
@@ -74,6 +75,11 @@ def unpublished(engine: Engine) -> int:
     with engine.connect() as connection:
         query = select(func.count()).where(OUTBOX.c.published_at.is_(None))
         return connection.execute(query).scalar_one()
+
+
+def rested(source: OutboxSource) -> None:
+    """Let every failed row be claimable at once."""
+    source.resting._rows.clear()
 
 
 class ListSink:

@@ -1,8 +1,9 @@
-"""Engines over fresh databases with the tables of conquiet in them."""
+"""Engines over fresh databases with the tables of conquiet in them, and sources over those."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from sqlalchemy import Engine, text
@@ -12,6 +13,7 @@ from tests.integration.sql.bouncer import PgBouncer
 from conquiet.embedded import PostgresServer
 from conquiet.sql import engine as make_engine
 from conquiet.sql import schema
+from conquiet.sql.claim import OutboxSource
 
 ORDERS = "CREATE TABLE orders (id TEXT PRIMARY KEY, amount INTEGER NOT NULL DEFAULT 0)"
 
@@ -43,6 +45,20 @@ def engine(request: pytest.FixtureRequest) -> Engine:
     """Each of the two databases in turn."""
     found: Engine = request.getfixturevalue(request.param)
     return found
+
+
+@pytest.fixture
+def open_source(engine: Engine) -> Iterator[Callable[..., OutboxSource]]:
+    """Opens sources of a relay; any setting may differ. All are closed at the end."""
+    opened: list[OutboxSource] = []
+
+    def make(**options: Any) -> OutboxSource:
+        opened.append(OutboxSource(engine, **{"poll": 0.05, "wakeup": False, **options}))
+        return opened[-1]
+
+    yield make
+    for source in opened:
+        source.close()
 
 
 @pytest.fixture(scope="session")

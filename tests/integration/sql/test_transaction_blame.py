@@ -1,0 +1,156 @@
+"""Transaction: which errors are blamed on the message, and which on the store."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+
+import psycopg
+import pytest
+from sqlalchemy import Engine, text
+from sqlalchemy.exc import IntegrityError, OperationalError
+from tests.integration.sql.orders import run, save, saved
+
+from conquiet.errors import StoreError
+from conquiet.sql import connection
+from conquiet.sql import engine as make_engine
+
+
+def test_an_integrity_error_is_the_fault_of_its_message(engine: Engine) -> None:
+    delivered = run(engine, lambda: [save(engine, "a"), save(engine, "a")])
+    assert isinstance(delivered.errors[0], IntegrityError)
+
+
+@pytest.mark.parametrize("code", ["40001", "40P01", "55P03", "57P01", "53300", "08006", "25006"])
+def test_errors_of_the_store_blame_no_message(postgres: Engine, code: str) -> None:
+    raising = f"DO $$ BEGIN RAISE EXCEPTION 'x' USING ERRCODE = '{code}'; END $$"
+
+    def fail() -> None:
+        with connection(postgres) as found:
+            found.exec_driver_sql(raising)
+
+    assert isinstance(run(postgres, fail).errors[0], StoreError)
+
+
+def test_an_error_of_the_store_inside_the_handlers_own_error_blames_no_message(
+    postgres: Engine,
+) -> None:
+    def fail() -> None:
+        with connection(postgres) as found:
+            try:
+                found.exec_driver_sql("DO $$ BEGIN RAISE SQLSTATE '40P01'; END $$")
+            except OperationalError as error:
+                raise LookupError("no such order") from error
+
+    assert isinstance(run(postgres, fail).errors[0], StoreError)
+
+
+def test_a_swallowed_deadlock_is_tried_again(postgres: Engine) -> None:
+    tries: list[int] = []
+
+    def fail_once() -> None:
+        tries.append(1)
+        with connection(postgres) as found:
+            try:
+                if len(tries) == 1:
+                    found.exec_driver_sql("DO $$ BEGIN RAISE SQLSTATE '40P01'; END $$")
+            except OperationalError:
+                pass
+
+    assert len(run(postgres, fail_once).acked) == 1
+    assert len(tries) == 2
+
+
+def test_a_swallowed_deadlock_is_blamed_for_what_the_handler_raises_later(
+    postgres: Engine,
+) -> None:
+    def fail() -> None:
+        with connection(postgres) as found, suppress(OperationalError):
+            found.exec_driver_sql("DO $$ BEGIN RAISE SQLSTATE '40P01'; END $$")
+        raise LookupError("no such order")
+
+    assert isinstance(run(postgres, fail).errors[0], StoreError)
+
+
+def test_a_real_deadlock_is_resolved_and_effects_happen_once(postgres: Engine) -> None:
+    save(postgres, "a")
+    save(postgres, "b")
+    both = threading.Barrier(2, timeout=20)
+    tries: list[str] = []
+
+    def add(first: str, second: str) -> None:
+        tries.append(first)
+        with connection(postgres) as found:
+            for name in (first, second):
+                found.execute(
+                    text("UPDATE orders SET amount = amount + 1 WHERE id = :i"), {"i": name}
+                )
+                if len(tries) <= 2 and name == first:
+                    both.wait()
+
+    threads = [
+        threading.Thread(target=run, args=(postgres, lambda pair=pair: add(*pair)))
+        for pair in ("ab", "ba")
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    with postgres.connect() as looking:
+        amounts = looking.execute(text("SELECT amount FROM orders")).scalars().all()
+    assert (list(amounts), len(tries)) == ([2, 2], 3)
+
+
+def test_a_connection_killed_inside_is_replaced_and_the_message_handled(postgres: Engine) -> None:
+    tries: list[int] = []
+
+    def kill() -> None:
+        tries.append(1)
+        save(postgres, "a")
+        if len(tries) == 1:
+            with connection(postgres) as found, postgres.connect() as other:
+                pid = found.exec_driver_sql("SELECT pg_backend_pid()").scalar()
+                other.exec_driver_sql("SELECT pg_terminate_backend(%s)", (pid,))
+
+    assert len(run(postgres, kill).acked) == 1
+    assert saved(postgres) == ["a"]
+
+
+def test_connections_that_died_in_the_pool_cost_one_try_together(
+    postgres: Engine, database_url: str
+) -> None:
+    idle = [postgres.connect() for _ in range(5)]
+    for one in idle:
+        one.close()
+    with psycopg.connect(database_url) as other:
+        other.execute(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+            " WHERE datname = current_database() AND pid <> pg_backend_pid()"
+        )
+    assert len(run(postgres, lambda: save(postgres, "a")).acked) == 1
+
+
+def test_an_exhausted_pool_blames_no_message(postgres: Engine) -> None:
+    small = make_engine(postgres.url, pool_size=1, max_overflow=0, pool_timeout=0.05)
+    with small.connect():
+        assert isinstance(run(small, lambda: None).errors[0], StoreError)
+    assert len(run(small, lambda: None).acked) == 1
+    small.dispose()
+
+
+def test_a_server_that_is_away_blames_no_message() -> None:
+    away = make_engine("postgresql://nobody@127.0.0.1:1/none")
+    assert isinstance(run(away, lambda: None).errors[0], StoreError)
+
+
+def test_the_password_stays_out_of_errors() -> None:
+    away = make_engine("postgresql://nobody:secret@127.0.0.1:1/none")
+    assert "secret" not in str(run(away, lambda: None).errors[0])
+
+
+def test_a_locked_sqlite_blames_no_message(sqlite: Engine) -> None:
+    hasty = make_engine(sqlite.url, connect_args={"timeout": 0.01})
+    with sqlite.connect() as other:
+        other.exec_driver_sql("BEGIN IMMEDIATE")
+        assert isinstance(run(hasty, lambda: None).errors[0], StoreError)
+    hasty.dispose()
