@@ -1,4 +1,4 @@
-"""What the tests of the core share: messages with a ledger, and a transaction made of lists."""
+"""What the tests of the core share: messages with a ledger, routers, a transaction of lists."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from conquiet import Acking, Message
+from conquiet import Acking, Message, Router
 from conquiet.acking import Error
 from conquiet.errors import StoreError
 from conquiet.inbox import Entry, Inbox
@@ -103,3 +103,18 @@ class ListOutbox(Outbox):
 
     def store(self, outputs: Sequence[Message[Any]]) -> None:
         self.transaction.pending += outputs
+
+
+def router_with(function: Any, *middlewares: Any, **options: Any) -> Router:
+    """A router with one handler of commands, and a chain around it."""
+    router = Router(**options)
+    router.use(*middlewares)
+    router.command(source="/orders")(function)
+    return router
+
+
+def succeed(order: PlaceOrder) -> None: ...
+
+
+def place_two(order: PlaceOrder) -> list[OrderPlaced]:
+    return [OrderPlaced(1), OrderPlaced(2)]

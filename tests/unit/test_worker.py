@@ -1,72 +1,22 @@
-"""The worker: batches, threads, order by key, stopping (A7), living on (A8), health."""
+"""The worker: outputs, batches, threads, order by key, leases, health."""
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import textwrap
 import threading
-import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from tests.unit.chains import OrderPlaced, PlaceOrder
+from tests.unit.workers import blocking_router, drained, log_of, order, recording, refusing, start
 from tests.waiting import eventually
 
 from conquiet import Message, Router, Worker
-from conquiet.backoff import Backoff
-from conquiet.errors import ConfigError, GivenBack, StoreError
+from conquiet.errors import ConfigError
 from conquiet.intake import ByKey, InFlight
 from conquiet.memory import Log
-from conquiet.message import new_id
 from conquiet.middleware import DeadLetter
-from conquiet.source import EndOfSource
-from conquiet.stopping import Signals
-
-
-def order(number: int, **attributes: Any) -> Message[PlaceOrder]:
-    values = {"id": new_id(), "type": "place.order", "source": "/test", **attributes}
-    return Message(PlaceOrder(number), values)
-
-
-def log_of(count: int, **attributes: Any) -> Log:
-    log = Log()
-    log.sink("commands").publish([order(number, **attributes) for number in range(count)])
-    return log
-
-
-@pytest.fixture
-def workers() -> Iterator[list[Worker]]:
-    """Workers that a test started; they are stopped after it, whatever happens."""
-    started: list[Worker] = []
-    yield started
-    for worker in started:
-        worker.stop(grace=0)
-
-
-def start(workers: list[Worker], *arguments: Any, **options: Any) -> Worker:
-    worker = Worker(*arguments, **options)
-    workers.append(worker)
-    worker.start()
-    return worker
-
-
-def drained(log: Log, group: str = "g") -> bool:
-    return not log.unsettled(group)
-
-
-def recording(seen: list[int]) -> Router:
-    router = Router()
-
-    @router.event()
-    def record(order: PlaceOrder) -> None:
-        seen.append(order.id)
-
-    return router
 
 
 def test_messages_flow_from_the_source_through_the_router(workers):
@@ -168,6 +118,22 @@ def test_outputs_that_a_middleware_adds_outside_the_publishing_are_refused(worke
     assert not drained(log)
 
 
+def test_a_sink_that_does_not_answer_for_every_message_has_confirmed_none(workers):
+    log, answers = log_of(1), [[], [None]]
+    router, sink = Router(), Log().sink()
+
+    @router.command(source="/orders")
+    def place(order: PlaceOrder, message: Message) -> OrderPlaced:
+        assert message.deliveries == 1  # it was not its fault
+        return OrderPlaced(order.id)
+
+    sink.publish = lambda messages: answers.pop(0)
+    worker = start(workers, log.source("g"), router, sink)
+    eventually(lambda: drained(log))
+    assert answers == []
+    assert "0 answers to 1 messages" in worker.health().last_error
+
+
 def test_batches_are_no_larger_than_asked_and_wait_for_more_if_asked(workers):
     sizes: list[int] = []
     router = Router()
@@ -213,7 +179,7 @@ def test_nothing_is_read_ahead_of_the_handlers(workers):
     eventually(lambda: drained(log))
 
 
-# --- order by key ------------------------------------------------------------------------------
+# --- order by key -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("threads", [1, 4])
@@ -318,383 +284,7 @@ def test_a_source_that_does_not_hear_of_what_comes_back_loses_nothing_that_may_r
     assert set(map(id, in_flight.messages())) == {id(early), id(taken[0])}
 
 
-def refusing(acked: Any, nacked: Any) -> None:
-    raise ConnectionError("away")
-
-
-# --- A8: nothing ends the worker ---------------------------------------------------------------
-
-
-class Odd(BaseException):
-    """What a library might raise past `except Exception`."""
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, Odd])
-@pytest.mark.parametrize("is_async", [False, True])
-def test_a8_whatever_a_handler_raises_costs_its_neighbours_nothing(workers, error, is_async):
-    log, dead, seen = log_of(3), Log(), []
-    router = Router()
-    router.use(DeadLetter(dead.sink(), after=2))
-
-    def plain(order: PlaceOrder) -> None:
-        if order.id == 1:
-            raise error
-        seen.append(order.id)
-
-    async def on_the_loop(order: PlaceOrder) -> None:
-        plain(order)
-
-    router.event()(on_the_loop if is_async else plain)
-    worker = start(workers, log.source("g"), router)
-    eventually(lambda: drained(log))
-    assert sorted(seen) == [0, 2]
-    [letter] = dead.replay()
-    assert "tried to end the process" in letter.attributes["deadreason"]
-    assert worker.health().ok
-
-
-def test_a8_a_broken_chain_and_a_source_that_is_away_do_not_end_the_worker(workers):
-    log, seen, left = log_of(1), [], []
-    source = log.source("g", lease=0.2)
-    settle, router = source.settle, recording(seen)
-    source.settle = refusing
-
-    def leave_once(next: Any) -> Any:
-        def process(batch: Any) -> Any:
-            if not left:
-                left.extend(batch)
-                raise SystemExit
-            return next(batch)
-
-        return process
-
-    router.use(leave_once)
-    worker = start(workers, source, router)
-    eventually(lambda: left and worker.health().in_flight == 0)
-    source.settle = settle
-    eventually(lambda: drained(log))
-    assert seen == [0]
-    assert worker.health().ok
-
-
-def test_a8_an_exception_in_a_handler_never_ends_the_worker(workers):
-    log, seen = log_of(3), []
-    router = Router()
-
-    @router.event()
-    def flaky(order: PlaceOrder, message: Message) -> None:
-        if message.deliveries < 3:
-            raise SystemExit if message.deliveries == 1 else RecursionError
-        seen.append(order.id)
-
-    worker = start(workers, log.source("g"), router)
-    eventually(lambda: drained(log))
-    assert sorted(seen) == [0, 1, 2]
-    assert worker.health().ok
-
-
-def test_a8_a_middleware_that_leaves_by_systemexit_never_ends_the_worker(workers):
-    log, seen = log_of(1), []
-    leaving = [True]
-    router = recording(seen)
-
-    def leave_once(next: Any) -> Any:
-        def process(batch: Any) -> Any:
-            if leaving:
-                leaving.pop()
-                raise SystemExit
-            return next(batch)
-
-        return process
-
-    router.use(leave_once)
-    worker = start(workers, log.source("g"), router)
-    eventually(lambda: drained(log))
-    assert seen == [0]
-    assert worker.health().ok
-
-
-def test_a_source_that_fails_is_asked_again(workers):
-    log, seen = log_of(2), []
-    source = log.source("g")
-    read, failures = source.read, [ConnectionError("a"), ConnectionError("b")]
-
-    def flaky(limit: int, timeout: float) -> Sequence[Message[Any]]:
-        if failures:
-            raise failures.pop()
-        return read(limit, timeout)
-
-    source.read = flaky
-    worker = start(workers, source, recording(seen))
-    eventually(lambda: drained(log))
-    assert seen == [0, 1]
-    assert worker.health().failures_in_a_row == 0
-
-
-def test_the_end_of_a_source_is_the_end_of_the_worker():
-    class Three:
-        left = 3
-
-        def read(self, limit: int, timeout: float) -> list[Message[Any]]:
-            if not self.left:
-                raise EndOfSource
-            self.left -= 1
-            return [order(self.left)]
-
-        def close(self) -> None: ...
-
-    seen: list[int] = []
-    assert Worker(Three(), recording(seen), threads=2).run()
-    assert sorted(seen) == [0, 1, 2]
-
-
-# --- A7: stopping ------------------------------------------------------------------------------
-
-
-def blocking_router(running: threading.Event, release: threading.Event) -> Router:
-    router = Router()
-
-    @router.event()
-    def block(order: PlaceOrder) -> None:
-        running.set()
-        release.wait(30)
-
-    return router
-
-
-def test_a7_a_soft_stop_finishes_what_is_in_flight_and_reads_no_more(workers):
-    log, running, release = log_of(3), threading.Event(), threading.Event()
-    router = blocking_router(running, release)
-    worker = start(workers, log.source("g"), router, batch_size=1)
-    assert running.wait(10)
-    stopped: list[bool] = []
-    stopper = threading.Thread(target=lambda: stopped.append(worker.stop(grace=30)))
-    stopper.start()
-    eventually(lambda: worker.health().state == "stopping")
-    release.set()
-    stopper.join(20)
-    assert stopped == [True]
-    assert len(log.unsettled("g")) == 2
-    assert worker.health().state == "stopped"
-
-
-def test_a7_after_the_grace_time_unfinished_work_is_not_acked_and_costs_no_attempt(workers):
-    log, running, release = log_of(1), threading.Event(), threading.Event()
-    worker = start(workers, log.source("g"), blocking_router(running, release))
-    assert running.wait(10)
-    assert worker.stop(grace=0) is False
-    [again] = log.source("g").read(1, 10)
-    assert again.deliveries == 1
-    release.set()
-    eventually(lambda: worker.health().threads_alive == 0)
-    assert again.ack()
-    assert drained(log)
-
-
-def test_messages_that_wait_in_a_lane_are_given_back_at_a_stop(workers):
-    log = Log()
-    log.sink("c").publish([order(n, partitionkey="k") for n in range(10)])
-    running, release = threading.Event(), threading.Event()
-    router = blocking_router(running, release)
-    worker = start(workers, log.source("g"), router, threads=2, ordered=True, batch_size=2)
-    assert running.wait(10)
-    worker.stop(grace=0)
-    release.set()
-    again = log.source("g").read(100, 10)
-    assert len(again) == 10
-    assert {message.deliveries for message in again} == {1}
-
-
-def test_a_stop_ends_a_retrying_wait_at_once(workers):
-    from conquiet.stopping import pause
-
-    log, waiting = log_of(1), threading.Event()
-    outcome: list[bool] = []
-    router = Router()
-
-    @router.event()
-    def wait(order: PlaceOrder) -> None:
-        waiting.set()
-        outcome.append(pause(600))
-        raise GivenBack("stopping")
-
-    worker = start(workers, log.source("g"), router)
-    assert waiting.wait(10)
-    assert worker.stop(grace=20)
-    assert outcome == [False]
-
-
-def test_a_handler_may_ask_the_worker_to_stop():
-    log = log_of(5)
-    router = Router()
-
-    @router.event()
-    def last(order: PlaceOrder) -> None:
-        assert worker.stop() is False
-
-    worker = Worker(log.source("g"), router, batch_size=1)
-    assert worker.run()
-    assert len(log.unsettled("g")) == 4
-
-
-def test_an_async_handler_may_ask_it_too():
-    log = log_of(5)
-    router = Router()
-
-    @router.event()
-    async def last(order: PlaceOrder) -> None:
-        assert worker.stop() is False
-
-    worker = Worker(log.source("g"), router, batch_size=1, grace=60)
-    assert worker.run()
-    assert len(log.unsettled("g")) == 4
-
-
-def test_a_worker_is_started_once(workers):
-    worker = start(workers, Log().source("g"), recording([]))
-    with pytest.raises(ConfigError, match="started once"):
-        worker.start()
-
-
-def test_stopping_twice_or_before_the_start_does_no_harm():
-    worker = Worker(Log().source("g"), recording([]))
-    assert worker.stop()
-    assert worker.stop()
-    assert worker.health().state == "stopped"
-
-
-def test_two_may_ask_for_a_stop_at_the_same_time(workers):
-    log, running, release = log_of(1), threading.Event(), threading.Event()
-    worker = start(workers, log.source("g"), blocking_router(running, release))
-    assert running.wait(10)
-    stopped: list[bool] = []
-    askers = [
-        threading.Thread(target=lambda: stopped.append(worker.stop(grace=30))) for _ in range(2)
-    ]
-    for asker in askers:
-        asker.start()
-    assert worker.stop(grace=0.01) is False  # it waited no longer, and nothing was given up
-    release.set()
-    for asker in askers:
-        asker.join(20)
-    assert stopped == [True, True]
-    assert drained(log)
-
-
-def test_new_poison_does_not_slow_down_what_comes_after_it(workers):
-    class Poison:
-        def read(self, limit: int, timeout: float) -> list[Message[Any]]:
-            return [Message(b"poison", {"id": new_id(), "type": "place.order"})]
-
-        def close(self) -> None: ...
-
-    worker = start(workers, Poison(), recording([]))
-    eventually(lambda: worker.health().failed >= 1_000)
-
-
-SCRIPT = """
-    import sys, threading, time
-    from conquiet import Message, Router, Worker
-    from conquiet.memory import Log
-
-    log = Log()
-    for number in "01":
-        log.sink("c").publish([Message(b"{}", {"id": number, "type": "t", "source": "/s"})])
-    router = Router()
-
-    @router.event(type="t")
-    def slow(data: dict) -> None:
-        print("running", flush=True)
-        time.sleep(float(sys.argv[1]))
-
-    worker = Worker(log.source("g"), router, batch_size=1, grace=60)
-    print("clean" if worker.run() else "unclean", len(log.unsettled("g")), flush=True)
-"""
-
-
-def run_script(seconds: float) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(seconds)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "running\n"
-    return process
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a7_a_signal_stops_softly(number):
-    with run_script(1.0) as process:
-        process.send_signal(number)
-        out, _ = process.communicate(timeout=30)
-    assert out.splitlines()[-1] == "clean 1"
-    assert process.returncode == 0
-
-
-def test_a7_a_second_signal_does_not_wait_for_the_handler():
-    with run_script(600) as process:
-        os.kill(process.pid, signal.SIGTERM)
-        time.sleep(0.3)  # two signals at once would be one
-        os.kill(process.pid, signal.SIGTERM)
-        out, _ = process.communicate(timeout=30)
-    assert out.splitlines()[-1] == "unclean 2"
-
-
-def test_signal_handlers_are_restored():
-    former = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-    with Signals() as signals:
-        os.kill(os.getpid(), signal.SIGTERM)
-        eventually(lambda: signals.count == 1)
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == former
-
-
-def test_source_and_sink_are_closed_at_a_stop_even_if_one_of_them_fails():
-    closed: list[str] = []
-    source, sink = Log().source("g"), Log().sink()
-
-    def fail() -> None:
-        closed.append("source")
-        raise ConnectionError("away")
-
-    source.close = fail
-    sink.close = lambda: closed.append("sink")
-    worker = Worker(source, recording([]), sink)
-    worker.start()
-    assert worker.stop()
-    assert closed == ["source", "sink"]
-
-
-def test_a_sink_that_does_not_answer_for_every_message_has_confirmed_none(workers):
-    log, answers = log_of(1), [[], [None]]
-    router, sink = Router(), Log().sink()
-
-    @router.command(source="/orders")
-    def place(order: PlaceOrder, message: Message) -> OrderPlaced:
-        assert message.deliveries == 1  # it was not its fault
-        return OrderPlaced(order.id)
-
-    sink.publish = lambda messages: answers.pop(0)
-    worker = start(workers, log.source("g"), router, sink)
-    eventually(lambda: drained(log))
-    assert answers == []
-    assert "0 answers to 1 messages" in worker.health().last_error
-
-
-@pytest.mark.parametrize("error", [ValueError, StoreError])
-def test_a_batch_that_fails_again_and_again_is_not_asked_for_as_fast_as_possible(
-    workers, error, monkeypatch
-):
-    waits: list[Backoff] = []
-    monkeypatch.setattr(Backoff, "next", lambda backoff: waits.append(backoff) or 0.0)
-    router = Router()
-
-    @router.event()
-    def fail(order: PlaceOrder) -> None:
-        raise error
-
-    start(workers, log_of(1).source("g"), router)
-    eventually(lambda: len(waits) > 3)
-
-
-# --- leases, health, settings ------------------------------------------------------------------
+# --- leases, health, settings -----------------------------------------------------------------
 
 
 def test_a_handler_longer_than_its_lease_keeps_it(workers):

@@ -1,0 +1,272 @@
+"""A router's transactions: batches, single runs, order, inbox and outbox."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.unit.chains import (
+    Ledger,
+    ListInbox,
+    ListOutbox,
+    ListTransaction,
+    OrderPlaced,
+    PlaceOrder,
+    place_two,
+    router_with,
+    succeed,
+)
+
+from conquiet import Message
+from conquiet.errors import ConfigError, GivenBack, HandlerError, PermanentError, StoreError
+
+
+def handler_failing_on(*bad: int, transaction: ListTransaction) -> Any:
+    def effect(order: PlaceOrder) -> None:
+        transaction.pending.append(order.id)
+        if order.id in bad:
+            raise ValueError(f"bad {order.id}")
+
+    return effect
+
+
+def test_a_batch_is_one_transaction():
+    ledger, transaction = Ledger(), ListTransaction()
+    router_with(handler_failing_on(transaction=transaction), transaction).process(ledger.batch(5))
+    assert transaction.trace == [("begin", 5), "commit"]
+    assert transaction.effects == [0, 1, 2, 3, 4]
+
+
+def test_a_failing_message_leads_to_single_runs_and_costs_its_neighbours_nothing():
+    ledger, transaction = Ledger(), ListTransaction()
+    handler = handler_failing_on(1, transaction=transaction)
+    router_with(handler, transaction).process(ledger.batch(3))
+    assert transaction.trace == [
+        ("begin", 3),
+        "rollback",
+        ("begin", 1),
+        "commit",
+        ("begin", 1),
+        "rollback",
+        ("begin", 1),
+        "commit",
+    ]
+    assert transaction.effects == [0, 2]
+    assert ledger.acked == ["0", "2"]
+    assert str(ledger.nacked["1"]) == "bad 1"
+
+
+def test_a_router_inside_a_transaction_does_not_ack_before_the_commit():
+    outer, inner, transaction = Ledger(), Ledger(), ListTransaction()
+    nested = router_with(succeed)
+
+    def pass_on(order: PlaceOrder) -> None:
+        nested.process([inner.message(order.id)])
+
+    router_with(pass_on, transaction).process([outer.message(1)])
+    assert inner.acked == []
+    assert "ack before the commit" in str(outer.nacked["1"])
+
+
+def test_inside_a_transaction_the_first_failure_ends_the_batch():
+    ran: list[int] = []
+
+    def effect(order: PlaceOrder) -> None:
+        ran.append(order.id)
+        if order.id == 0:
+            raise ValueError
+
+    router_with(effect, ListTransaction()).process(Ledger().batch(3))
+    assert ran == [0, 0, 1, 2]
+
+
+def test_without_a_transaction_nothing_runs_twice():
+    ran: list[int] = []
+
+    def effect(order: PlaceOrder) -> None:
+        ran.append(order.id)
+        if order.id == 1:
+            raise ValueError
+
+    ledger = Ledger()
+    router_with(effect).process(ledger.batch(3))
+    assert ran == [0, 1, 2]
+    assert ledger.acked == ["0", "2"]
+
+
+def test_a_store_that_fails_is_tried_again_and_no_message_is_blamed():
+    ledger, transaction = Ledger(), ListTransaction()
+    transaction.failures = 1
+    router_with(handler_failing_on(transaction=transaction), transaction).process(ledger.batch(2))
+    assert transaction.trace == [("begin", 2), "rollback", ("begin", 2), "commit"]
+    assert transaction.effects == [0, 1]
+
+
+def test_a_store_that_keeps_failing_gives_the_batch_back_whole():
+    ledger, transaction = Ledger(), ListTransaction()
+    transaction.failures = 99
+    router_with(handler_failing_on(transaction=transaction), transaction).process(ledger.batch(3))
+    assert transaction.trace.count(("begin", 3)) == transaction.store_tries
+    assert transaction.effects == []
+    assert all(isinstance(error, StoreError) for error in ledger.nacked.values())
+    assert len(ledger.nacked) == 3
+
+
+def test_a_store_that_dies_during_single_runs_is_not_asked_for_each_of_the_rest():
+    ledger, transaction = Ledger(), ListTransaction()
+    begun: list[int] = []
+
+    def effect(order: PlaceOrder) -> None:
+        begun.append(order.id)
+        if order.id == 0 and transaction.trace.count("rollback") == 0:
+            transaction.failures = 99
+            raise ValueError("the batch fails, and then the store does")
+
+    router_with(effect, transaction).process(ledger.batch(20))
+    assert set(begun) == {0}
+    assert len(ledger.nacked) == 20
+    assert all(isinstance(error, StoreError) for error in ledger.nacked.values())
+
+
+def test_a_message_in_progress_elsewhere_is_given_back_and_not_its_neighbours():
+    ledger, transaction = Ledger(), ListTransaction()
+
+    def effect(order: PlaceOrder) -> None:
+        if order.id == 1:
+            raise GivenBack("in progress elsewhere")
+        transaction.pending.append(order.id)
+
+    router_with(effect, transaction).process(ledger.batch(3))
+    assert transaction.effects == [0, 2]
+    assert list(ledger.nacked) == ["1"]
+
+
+def test_ordered_messages_of_a_failed_key_wait_for_it():
+    ledger, transaction = Ledger(), ListTransaction()
+    batch = ledger.batch(4)
+    for message, key in zip(batch, "aabb", strict=True):
+        message.order_key = key
+    handler = handler_failing_on(0, transaction=transaction)
+    router_with(handler, transaction).process(batch)
+    assert transaction.effects == [2, 3]
+    assert isinstance(ledger.nacked["1"], GivenBack)
+
+
+def test_ordered_messages_wait_without_a_transaction_and_behind_the_gate_too():
+    for bad in (b'{"id": 0}', b"not json"):
+        ledger, ran = Ledger(), []
+
+        def effect(order: PlaceOrder, ran: list[int] = ran) -> None:
+            ran.append(order.id)
+            if order.id == 0:
+                raise ValueError
+
+        batch = [ledger.message(9, bad), ledger.message(1), ledger.message(2)]
+        for message, key in zip(batch, "aab", strict=True):
+            message.order_key = key
+        router_with(effect).process(batch)
+        assert 1 not in ran
+        assert 2 in ran
+        assert isinstance(ledger.nacked["1"], GivenBack)
+
+
+# --- inbox and outbox -------------------------------------------------------------------------
+
+
+def test_a_duplicate_is_skipped_and_acked():
+    ledger, transaction = Ledger(), ListTransaction()
+    handler = handler_failing_on(transaction=transaction)
+    router = router_with(handler, transaction, ListInbox(transaction))
+    router.process([ledger.message(1)])
+    router.process([ledger.message(1)])
+    assert transaction.effects == [1]
+    assert ledger.acked == ["1", "1"]
+
+
+def test_a_duplicate_is_acked_under_manual_too_since_its_handler_does_not_run():
+    ledger, transaction = Ledger(), ListTransaction()
+
+    def settle_it(order: PlaceOrder, message: Message) -> None:
+        message.ack()
+
+    router = router_with(settle_it, transaction, ListInbox(transaction), ack="manual")
+    router.process([ledger.message(1)])
+    router.process([ledger.message(1)])
+    assert ledger.acked == ["1", "1"]
+
+
+def test_a_message_that_stands_twice_in_one_batch_takes_effect_once():
+    ledger, transaction = Ledger(), ListTransaction()
+    handler = handler_failing_on(transaction=transaction)
+    router = router_with(handler, transaction, ListInbox(transaction))
+    router.process([ledger.message(1), ledger.message(2), ledger.message(1)])
+    assert transaction.effects == [1, 2]
+    assert ledger.acked == ["1", "2", "1"]
+
+
+def test_s16_a_message_without_id_is_a_permanent_error_before_begin():
+    ledger, transaction = Ledger(), ListTransaction()
+    router = router_with(succeed, transaction, ListInbox(transaction))
+    message = ledger.message(1)
+    del message.attributes["id"]
+    router.process([message])
+    assert isinstance(ledger.nacked["1"], PermanentError)
+    assert "the inbox needs an id" in str(ledger.nacked["1"])
+    assert transaction.trace == []
+
+
+def test_the_same_id_from_two_sources_is_two_messages():
+    ledger, transaction = Ledger(), ListTransaction()
+    handler = handler_failing_on(transaction=transaction)
+    router = router_with(handler, transaction, ListInbox(transaction))
+    router.process([ledger.message(1, source="/a"), ledger.message(1, source="/b")])
+    assert transaction.effects == [1, 1]
+
+
+def test_outputs_go_into_the_outbox_and_no_further():
+    ledger, transaction = Ledger(), ListTransaction()
+    router = router_with(place_two, transaction, ListInbox(transaction), ListOutbox(transaction))
+    results = router.process(ledger.batch(2))
+    assert [list(result) for result in results] == [[], []]
+    assert [output.topic for output in transaction.effects] == ["orders"] * 4
+    assert ledger.acked == ["0", "1"]
+
+
+def test_an_output_that_names_its_topic_keeps_it():
+    def place(order: PlaceOrder) -> Message:
+        return Message(OrderPlaced(1), topic="audit")
+
+    transaction = ListTransaction()
+    router_with(place, transaction, ListOutbox(transaction)).process([Ledger().message(1)])
+    assert [output.topic for output in transaction.effects] == ["audit"]
+
+
+def test_outputs_of_a_failed_message_are_not_stored():
+    ledger, transaction = Ledger(), ListTransaction()
+
+    def place(order: PlaceOrder) -> list[OrderPlaced]:
+        if order.id == 1:
+            raise ValueError
+        return [OrderPlaced(order.id)]
+
+    router = router_with(place, transaction, ListInbox(transaction), ListOutbox(transaction))
+    router_results = router.process(ledger.batch(3))
+    assert isinstance(router_results[1], ValueError)
+    assert [output.data.id for output in transaction.effects] == [0, 2]
+
+
+def test_s3_an_inbox_without_outbox_refuses_declared_outputs_at_start():
+    router = router_with(place_two, t := ListTransaction(), ListInbox(t))
+    with pytest.raises(ConfigError, match=r"router.use\(Transaction, Inbox, Outbox\)"):
+        router.start()
+
+
+def test_s3_an_inbox_without_outbox_refuses_undeclared_outputs_and_rolls_back():
+    def place(order: PlaceOrder):
+        return [OrderPlaced(1)]
+
+    ledger, transaction = Ledger(), ListTransaction()
+    router_with(place, transaction, ListInbox(transaction)).process([ledger.message(1)])
+    assert isinstance(ledger.nacked["1"], HandlerError)
+    assert "Add an Outbox" in str(ledger.nacked["1"])
+    assert transaction.trace == [("begin", 1), "rollback"]

@@ -1,0 +1,151 @@
+"""Nothing ends a worker (A8), and what fails is asked for again, not as fast as possible."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from tests.unit.chains import PlaceOrder
+from tests.unit.workers import drained, log_of, recording, refusing, start
+from tests.waiting import eventually
+
+from conquiet import Message, Router
+from conquiet.backoff import Backoff
+from conquiet.errors import StoreError
+from conquiet.memory import Log
+from conquiet.message import new_id
+from conquiet.middleware import DeadLetter
+
+
+class Odd(BaseException):
+    """What a library might raise past `except Exception`."""
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, Odd])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a8_whatever_a_handler_raises_costs_its_neighbours_nothing(workers, error, is_async):
+    log, dead, seen = log_of(3), Log(), []
+    router = Router()
+    router.use(DeadLetter(dead.sink(), after=2))
+
+    def plain(order: PlaceOrder) -> None:
+        if order.id == 1:
+            raise error
+        seen.append(order.id)
+
+    async def on_the_loop(order: PlaceOrder) -> None:
+        plain(order)
+
+    router.event()(on_the_loop if is_async else plain)
+    worker = start(workers, log.source("g"), router)
+    eventually(lambda: drained(log))
+    assert sorted(seen) == [0, 2]
+    [letter] = dead.replay()
+    assert "tried to end the process" in letter.attributes["deadreason"]
+    assert worker.health().ok
+
+
+def test_a8_a_broken_chain_and_a_source_that_is_away_do_not_end_the_worker(workers):
+    log, seen, left = log_of(1), [], []
+    source = log.source("g", lease=0.2)
+    settle, router = source.settle, recording(seen)
+    source.settle = refusing
+
+    def leave_once(next: Any) -> Any:
+        def process(batch: Any) -> Any:
+            if not left:
+                left.extend(batch)
+                raise SystemExit
+            return next(batch)
+
+        return process
+
+    router.use(leave_once)
+    worker = start(workers, source, router)
+    eventually(lambda: left and worker.health().in_flight == 0)
+    source.settle = settle
+    eventually(lambda: drained(log))
+    assert seen == [0]
+    assert worker.health().ok
+
+
+def test_a8_an_exception_in_a_handler_never_ends_the_worker(workers):
+    log, seen = log_of(3), []
+    router = Router()
+
+    @router.event()
+    def flaky(order: PlaceOrder, message: Message) -> None:
+        if message.deliveries < 3:
+            raise SystemExit if message.deliveries == 1 else RecursionError
+        seen.append(order.id)
+
+    worker = start(workers, log.source("g"), router)
+    eventually(lambda: drained(log))
+    assert sorted(seen) == [0, 1, 2]
+    assert worker.health().ok
+
+
+def test_a8_a_middleware_that_leaves_by_systemexit_never_ends_the_worker(workers):
+    log, seen = log_of(1), []
+    leaving = [True]
+    router = recording(seen)
+
+    def leave_once(next: Any) -> Any:
+        def process(batch: Any) -> Any:
+            if leaving:
+                leaving.pop()
+                raise SystemExit
+            return next(batch)
+
+        return process
+
+    router.use(leave_once)
+    worker = start(workers, log.source("g"), router)
+    eventually(lambda: drained(log))
+    assert seen == [0]
+    assert worker.health().ok
+
+
+def test_a_source_that_fails_is_asked_again(workers):
+    log, seen = log_of(2), []
+    source = log.source("g")
+    read, failures = source.read, [ConnectionError("a"), ConnectionError("b")]
+
+    def flaky(limit: int, timeout: float) -> Sequence[Message[Any]]:
+        if failures:
+            raise failures.pop()
+        return read(limit, timeout)
+
+    source.read = flaky
+    worker = start(workers, source, recording(seen))
+    eventually(lambda: drained(log))
+    assert seen == [0, 1]
+    assert worker.health().failures_in_a_row == 0
+
+
+def test_new_poison_does_not_slow_down_what_comes_after_it(workers):
+    class Poison:
+        def read(self, limit: int, timeout: float) -> list[Message[Any]]:
+            return [Message(b"poison", {"id": new_id(), "type": "place.order"})]
+
+        def close(self) -> None: ...
+
+    worker = start(workers, Poison(), recording([]))
+    eventually(lambda: worker.health().failed >= 1_000)
+
+
+@pytest.mark.parametrize("error", [ValueError, StoreError])
+def test_a_batch_that_fails_again_and_again_is_not_asked_for_as_fast_as_possible(
+    workers, error, monkeypatch
+):
+    waits: list[Backoff] = []
+    monkeypatch.setattr(Backoff, "next", lambda backoff: waits.append(backoff) or 0.0)
+    router = Router()
+
+    @router.event()
+    def fail(order: PlaceOrder) -> None:
+        raise error
+
+    start(workers, log_of(1).source("g"), router)
+    eventually(lambda: len(waits) > 3)
