@@ -47,7 +47,7 @@ def run_tables(options: Namespace, source: dict[str, str], config: dict[str, str
             leave_the_last_word_to_us(spark)
         progress = stack.enter_context(telling(options.json))
         job = Job(
-            Lake(spark, options.to, options.format),
+            Lake(spark, options.to, options.format, progress.say),
             once=options.once,
             trigger_seconds=options.trigger_seconds or 0.0,
             refresh_seconds=options.refresh_seconds,

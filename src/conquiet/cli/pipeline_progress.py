@@ -86,7 +86,14 @@ class Progress:
             return
         behind = "" if self.lag is None else f", lag {self.lag:,}"
         behind += f", {self.lost}" if self.lost.times else ""
-        text = f"batch {progress.batchId}: {progress.numInputRows:,} events, {speed:,.0f}/s{behind}"
+        self.say(
+            f"batch {progress.batchId}: {progress.numInputRows:,} events, {speed:,.0f}/s{behind}"
+        )
+
+    def say(self, text: str) -> None:
+        """Tell what is being done now, but for JSON, which has a line per batch."""
+        if self._as_json:
+            return
         if self._over:
             print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
         elif time.monotonic() - self._told >= _LINE_SECONDS:
@@ -100,7 +107,7 @@ class Progress:
             print_json({"batch": 0, "events": events})
 
     def clear(self) -> None:
-        if self._over and self.batches and not self._as_json:
+        if self._over and not self._as_json:
             print("\r\x1b[K", end="", file=sys.stderr)
 
     def end(self, path: str, stopped: bool) -> None:

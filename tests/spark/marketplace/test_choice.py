@@ -22,7 +22,8 @@ def test_tables_that_were_left_out_are_made_anew_when_they_are_asked_for(
     world = Generator(seed=8, orders=40, days=4, cut=True, faults="all")
     entries = list(world.entries(oracle))
     log, half = tmp_path / "log", len(entries) // 2
-    lake = Lake(spark, tmp_path / "lake")
+    told: list[str] = []
+    lake = Lake(spark, tmp_path / "lake", tell=told.append)
     write_parquet(entries[:half], log)
     run_files(Job(lake, once=True), log)
 
@@ -30,7 +31,9 @@ def test_tables_that_were_left_out_are_made_anew_when_they_are_asked_for(
     (tmp_path / "rest" / "part-00000.parquet").rename(log / "part-00001.parquet")
     some = Job(lake, once=True, tables=["events", "zip_daily"])
     files = {name: lake.files(name) for name in STORED}
+    told.clear()
     run_files(some, log)
+    assert told == ["looking for what changed", "making fact_order", "making zip_daily"]
     changed = {name for name in STORED if lake.files(name) != files[name]}
     assert changed == {"fact_order", "zip_daily"}
     assert differences(lake, oracle, ["events", "fact_order", "zip_daily"]) == []

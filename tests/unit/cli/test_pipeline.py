@@ -155,6 +155,16 @@ def test_what_a_run_has_missed_is_told_and_not_what_was_missed_before(
     assert "0 or more events lost (losses: 1)" in capsys.readouterr().err
 
 
+def test_a_table_that_is_being_made_is_told_to_people_and_not_between_lines_of_json(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("conquiet.cli.pipeline_progress._LINE_SECONDS", 0.0)
+    Progress(as_json=False).say("making store_daily")
+    assert capsys.readouterr() == ("", "making store_daily\n")
+    Progress(as_json=True).say("making store_daily")
+    assert capsys.readouterr() == ("", "")
+
+
 def test_an_archive_comes_with_the_settings_that_unpack_it(tmp_path: Path) -> None:
     archive = tmp_path / "packages.zip"
     archive.touch()

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _VIEWS = dict(zip(VIEWS, (events, events_quarantine), strict=True))
 TYPED = typed_names()
 """Views of `events` by type and version."""
-_SETTINGS: dict[str, str | int] = {
+_SETTINGS: dict[str, str | int | bool] = {
     # Else a table of many days is listed by a job with a task for each of its files.
     "spark.sql.sources.parallelPartitionDiscovery.threshold": 100_000,
     # What Spark puts into a folder that no reader sees needs no second rename.
@@ -41,18 +41,29 @@ _SETTINGS: dict[str, str | int] = {
     "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",
     # Small pieces of a shuffle, put together where there is little: a task needs little memory.
     "spark.sql.adaptive.coalescePartitions.initialPartitionNum": 32,
+    # Of what is kept, too: else each of its readers has as many tasks, most of them for nothing.
+    "spark.sql.optimizer.canChangeCachedPlanOutputPartitioning": True,
 }
 
 
+def tell_nobody(what: str) -> None:
+    """For whoever does not ask what is being made."""
+
+
 class Lake:
-    """The tables below a folder, of one format."""
+    """The tables below a folder, of one format; `tell` hears what is being made, in any thread."""
 
     def __init__(
-        self, spark: SparkSession, root: str | os.PathLike[str], format: Format = "parquet"
+        self,
+        spark: SparkSession,
+        root: str | os.PathLike[str],
+        format: Format = "parquet",
+        tell: Callable[[str], None] = tell_nobody,
     ) -> None:
         self.spark = spark
         self.root = Path(root).absolute()
         self.format = format
+        self.tell = tell
         for setting, value in _SETTINGS.items():
             spark.conf.set(setting, value)
 
@@ -117,6 +128,7 @@ class Lake:
         """Rows in place of all that stand under some values of the partition's column; None for
         the values that the rows have."""
         table = STORED[name]
+        self.tell(f"making {name}")
         replace_partitions(
             nullable(frame),
             self.path(name),

@@ -9,7 +9,7 @@ again from its beginning, and what it had written is written over by itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor, wait
 from datetime import date, timedelta
 
 from pyspark.sql import DataFrame
@@ -52,7 +52,9 @@ def refresh(
     changed = state.changed_days(files)
     if not wanted or not (changed or state.days):
         return 0
-    with Kept() as kept:
+    lake.tell("looking for what changed")
+    with Kept() as kept, ThreadPoolExecutor(_AT_ONCE) as pool:
+        counted = pool.submit(reconcile, lake, outbox, changed, wanted)
         found = find(lake, changed, raw - state.raw, wanted, kept.keep)
         if state.days:
             # One was killed before: where and whose things were, the facts may not know any more.
@@ -61,23 +63,26 @@ def refresh(
             found.touch_days |= state.days
         state.days |= found.mart_days
         state.write()
-        counts = {"counts": lambda: reconcile(lake, outbox, changed, wanted)}
-        _at_once({**_facts(lake, found), **counts}, {*wanted, *counts})
+        _at_once(pool, _facts(lake, found), wanted)
         facts = Facts(lake, wanted)
-        _at_once({**_attribution(lake, found), **_marts(lake, facts, state.days)}, wanted)
-        summaries = {
-            "fact_order": lambda: _summarize(lake, facts, found.buyers, state.days, wanted)
+        longest_first = {
+            "buyer_first_purchase": lambda: _summarize(
+                lake, facts, found.buyers, state.days, wanted
+            ),
+            **_attribution(lake, facts, found, state.days, wanted),
+            **_marts(lake, facts, state.days),
         }
-        _at_once({**_ads(lake, facts, state.days), **summaries}, wanted)
+        _at_once(pool, longest_first, wanted)
+        counted.result()
     state.files, state.raw, state.days = files, raw, set()
     state.write()
     return len(changed)
 
 
-def _at_once(writes: Mapping[str, Write], wanted: Collection[str]) -> None:
+def _at_once(pool: Executor, writes: Mapping[str, Write], wanted: Collection[str]) -> None:
     """Make those that are wanted; what one fails with is raised when none is under way any more."""
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
-        under_way = [pool.submit(write) for name, write in writes.items() if name in wanted]
+    under_way = [pool.submit(write) for name, write in writes.items() if name in wanted]
+    wait(under_way)
     for one in under_way:
         one.result()
 
@@ -108,11 +113,17 @@ def _facts(lake: Lake, found: Found) -> dict[str, Write]:
     }
 
 
-def _attribution(lake: Lake, found: Found) -> dict[str, Write]:
+def _attribution(
+    lake: Lake, facts: Facts, found: Found, days: set[date], wanted: Collection[str]
+) -> dict[str, Write]:
+    """And the mart that is made of it."""
+
     def write() -> None:
         touches, lives = lake.read("ad_touches"), found.lives
         owed = fact_attribution(fact_order(lives), fact_order_line(lives), touches)
         lake.replace_keys(owed, "fact_attribution", found.orders, found.order_days)
+        if "ad_daily" in wanted:
+            _make_ad_daily(lake, facts, days)
 
     return {"fact_attribution": write}
 
@@ -161,19 +172,16 @@ def _marts(lake: Lake, facts: Facts, days: set[date]) -> dict[str, Write]:
     return {name: writing(name) for name in makers}
 
 
-def _ads(lake: Lake, facts: Facts, days: set[date]) -> dict[str, Write]:
-    def write() -> None:
-        earned = among("revenue_day", days)
-        rows = ad_daily(
-            lake.read("ad_touches", days),
-            lake.read("ad_touches"),
-            lake.read("fact_ad_event").where(among("rollup_day", days)),
-            facts.read("fact_attribution", days).where(earned),
-            facts.read("fact_order_line", days).where(earned),
-        )
-        lake.replace(rows.where(among("business_day", days)), "ad_daily", list(days))
-
-    return {"ad_daily": write}
+def _make_ad_daily(lake: Lake, facts: Facts, days: set[date]) -> None:
+    earned = among("revenue_day", days)
+    rows = ad_daily(
+        lake.read("ad_touches", days),
+        lake.read("ad_touches"),
+        lake.read("fact_ad_event").where(among("rollup_day", days)),
+        facts.read("fact_attribution", days).where(earned),
+        facts.read("fact_order_line", days).where(earned),
+    )
+    lake.replace(rows.where(among("business_day", days)), "ad_daily", list(days))
 
 
 def _summarize(
@@ -181,8 +189,6 @@ def _summarize(
 ) -> None:
     """Buyers of orders that changed (None: all), then weeks: those of the days, and those in which
     somebody became a new buyer, or is none any more."""
-    if "buyer_first_purchase" not in wanted:
-        return
     orders = lake.read("fact_order")
     names = [name for name in ("buyer_first_purchase", "admin_weekly") if name in wanted]
     if buyers is None or not all(lake.has(name) for name in names):
