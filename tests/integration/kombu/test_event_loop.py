@@ -96,12 +96,12 @@ def test_between_two_long_callbacks_the_loop_gets_its_turn(redis_url):
             other = kombu.Consumer(channel, kombu.Queue("control"), callbacks=[control])
             other.register_callback(lambda body, message: seen.append(body))
             other.consume()
-            put(connection, "orders", *range(8))
+            put(connection, "orders", *range(16))
             loop.run(lambda: seen)
             put(connection, "control", "ping")
-            loop.run(lambda: len(seen) == 9)
-        assert [body for body in seen if body != "ping"] == list(range(8))
-        assert seen.index("ping") < 6
+            loop.run(lambda: len(seen) == 17)
+        assert [body for body in seen if body != "ping"] == list(range(16))
+        assert seen.index("ping") < 12  # after few of them alone, and a busy machine has some more
 
 
 def test_acks_of_an_idle_loop_are_sent(redis_url, redis_client):
