@@ -40,13 +40,15 @@ class SentinelChannel(Channel, lists.SentinelChannel):  # type: ignore[misc]
             sentinel_kwargs=getattr(self, "sentinel_kwargs", None),
             **params,
         )
+        manager = "_async_sentinel_manager" if asynchronous else "_sentinel_manager"
+        setattr(self, manager, sentinels)
         own = {key: params[key] for key in ("username", "password") if key in params}
         return sentinels.master_for(  # type: ignore[no-untyped-call]
             name, Redis, **own
         ).connection_pool
 
     def _disconnect_pools(self) -> None:
-        """Kombu closes the way to the sentinels since 5.7, and knows of one only."""
+        """Kombu closes the way to the sentinels since 5.7, of the last pool that was made only."""
         pools = [pool for pool in (self._pool, self._async_pool) if pool is not None]
         super()._disconnect_pools()
         for pool in pools:
