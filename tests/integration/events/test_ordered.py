@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 from sqlalchemy import Engine, text
 from sqlalchemy.orm import Session
 from tests.integration.events.samples import notification, rows
-from tests.integration.sql.claiming import ListSink
+from tests.integration.sql.claiming import ListSink, running
 from tests.waiting import eventually
 
 from conquiet.acking import settle
@@ -153,16 +152,8 @@ def test_S12_several_relays_keep_the_order_of_every_aggregate(engine: Engine) ->
         Relay(EventSource(engine, poll=0.02, ordered=True), sink, batch_size=9, ordered=True)
         for _ in range(3)
     ]
-    threads = [threading.Thread(target=relay.run) for relay in relays]
-    for thread in threads:
-        thread.start()
-    try:
+    with running(relays):
         eventually(lambda: all(row.published_at for row in rows(engine)), timeout=30)
-    finally:
-        for relay in relays:
-            relay.stop()
-        for thread in threads:
-            thread.join(10)
     assert len(sink.ids) == 210
     for aggregate in aggregates:
         wanted = [str(event.id) for event in events if event.aggregate_id == aggregate]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from sqlalchemy import Engine, create_engine, func, insert, make_url, select
 
 from conquiet.errors import SinkUnavailable
+from conquiet.relay import Relay
 from conquiet.sql.claim import OutboxSource
 from conquiet.sql.tables import inbox_table, outbox_table
 
@@ -29,6 +30,21 @@ def made(url: str, **options) -> Iterator[Engine]:
         yield engine
     finally:
         engine.dispose()
+
+
+@contextmanager
+def running(relays: Sequence[Relay]) -> Iterator[None]:
+    """Each relay in a thread of its own, all stopped at the end."""
+    threads = [threading.Thread(target=relay.run) for relay in relays]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        for relay in relays:
+            relay.stop()
+        for thread in threads:
+            thread.join(20)
 
 
 def row(number: int, **columns) -> dict:

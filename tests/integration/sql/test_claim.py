@@ -14,6 +14,7 @@ from tests.integration.sql.claiming import (
     made,
     rested,
     row,
+    running,
     store,
     the,
     unpublished,
@@ -149,16 +150,8 @@ def test_S4_two_relays_publish_every_row_once(engine):
     relays = [
         Relay(OutboxSource(engine, poll=0.02, wakeup=False), sink, batch_size=7) for _ in range(3)
     ]
-    threads = [threading.Thread(target=relay.run) for relay in relays]
-    for thread in threads:
-        thread.start()
-    try:
+    with running(relays):
         eventually(lambda: unpublished(engine) == 0, timeout=30)
-    finally:
-        for relay in relays:
-            relay.stop()
-        for thread in threads:
-            thread.join(10)
     assert len(sink.ids) == 600
     assert len(set(sink.ids)) == 600
 

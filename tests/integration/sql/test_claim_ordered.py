@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 from sqlalchemy import func, update
 from tests.integration.sql.claiming import (
     OUTBOX,
@@ -12,6 +10,7 @@ from tests.integration.sql.claiming import (
     rested,
     row,
     rows,
+    running,
     store,
     the,
     unpublished,
@@ -132,16 +131,8 @@ def test_S12_several_relays_keep_the_order_of_every_key(engine):
         )
         for _ in range(3)
     ]
-    threads = [threading.Thread(target=relay.run) for relay in relays]
-    for thread in threads:
-        thread.start()
-    try:
+    with running(relays):
         eventually(lambda: unpublished(engine) == 0, timeout=30)
-    finally:
-        for relay in relays:
-            relay.stop()
-        for thread in threads:
-            thread.join(10)
     assert len(sink.ids) == 300
     for key in range(7):
         numbers = [int(id_[2:]) for id_ in sink.ids if int(id_[2:]) % 7 == key]
