@@ -14,7 +14,7 @@ from conquiet.kombu.errors import OptionError
 from conquiet.kombu.transport import Transport
 
 
-class SentinelChannel(Channel, lists.SentinelChannel):  # type: ignore[misc]
+class SentinelChannel(Channel, lists.SentinelChannel):  # type: ignore[misc]  # Kombu has no types
     """A channel to whichever server is the master."""
 
     from_transport_options = (
@@ -34,7 +34,7 @@ class SentinelChannel(Channel, lists.SentinelChannel):  # type: ignore[misc]
             )
         params = self._connparams(asynchronous)
         first = params.pop("host", None), params.pop("port", None)
-        sentinels = sentinel.Sentinel(  # type: ignore[no-untyped-call]
+        sentinels = sentinel.Sentinel(  # type: ignore[no-untyped-call]  # redis-py gives it none
             self._addresses() or [first],
             min_other_sentinels=getattr(self, "min_other_sentinels", 0),
             sentinel_kwargs=getattr(self, "sentinel_kwargs", None),
@@ -43,7 +43,7 @@ class SentinelChannel(Channel, lists.SentinelChannel):  # type: ignore[misc]
         manager = "_async_sentinel_manager" if asynchronous else "_sentinel_manager"
         setattr(self, manager, sentinels)
         own = {key: params[key] for key in ("username", "password") if key in params}
-        return sentinels.master_for(  # type: ignore[no-untyped-call]
+        return sentinels.master_for(  # type: ignore[no-untyped-call]  # nor this
             name, Redis, **own
         ).connection_pool
 

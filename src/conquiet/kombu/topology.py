@@ -6,7 +6,7 @@ import json
 import logging
 from typing import Any
 
-from amqp.protocol import queue_declare_ok_t  # type: ignore[import-untyped]
+from amqp.protocol import queue_declare_ok_t  # type: ignore[import-untyped]  # amqp has none
 from kombu.exceptions import ChannelError
 from kombu.transport.base import to_rabbitmq_queue_arguments
 from kombu.utils.uuid import uuid

@@ -16,7 +16,7 @@ from conquiet.kombu.errors import AlternateError
 from conquiet.kombu.poller import Poller
 
 
-class Transport(lists.Transport):  # type: ignore[misc]
+class Transport(lists.Transport):  # type: ignore[misc]  # Kombu has no types
     """Kombu's Redis transport with streams in place of lists."""
 
     Channel = Channel
