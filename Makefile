@@ -22,7 +22,7 @@ run: setup ## the demo: orders, workers (one is killed), relays, Spark, verdict,
 run-outbox-publisher: setup ## the relay: publishes an outbox; settings in docs/outbox.md
 	@if [ -z "$$CONQUIET_DATABASE_URL$$CONQUIET_CONFIG" ]; then \
 		export CONQUIET_DATABASE_URL=sqlite:///outbox.sqlite; \
-		export CONQUIET_OUTBOX_CATALOG="$${CONQUIET_OUTBOX_CATALOG:-conquiet.marketplace.catalog:CATALOG}"; \
+		export CONQUIET_OUTBOX_CATALOG="$${CONQUIET_OUTBOX_CATALOG:-marketplace.catalog:CATALOG}"; \
 		$(BIN)/conquiet outbox migrate || exit; \
 	fi; \
 	exec $(BIN)/conquiet relay run

@@ -32,7 +32,7 @@ from bench.harness import Case, arguments, report
 from bench.pipeline_cost import Cost, costing
 from bench.pipeline_driver import Order, Taken
 from bench.pipeline_log import Log, log_of
-from conquiet.marketplace.oracle import Oracle
+from marketplace.oracle import Oracle
 
 EVENTS, QUICK_EVENTS, FULL_EVENTS, LEAST_EVENTS = 1_000_000, 100_000, 10_000_000, 1_000
 FILES_PER_BATCH = 10

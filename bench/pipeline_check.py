@@ -13,8 +13,8 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from conquiet.marketplace.oracle import TABLES, Oracle
-from conquiet.marketplace.pipeline import Lake
+from marketplace.oracle import TABLES, Oracle
+from marketplace.pipeline import Lake
 
 
 def write_tables(lake: Lake, directory: Path) -> None:

@@ -43,7 +43,7 @@ class Taken(msgspec.Struct):
 
 def main() -> None:
     order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
-    from conquiet.marketplace.pipeline import Job, Lake, read_files
+    from marketplace.pipeline import Job, Lake, read_files
 
     clock = _Clock()
     root = Path(order.lake)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conquiet.marketplace.generator import Generator, write_parquet
-from conquiet.marketplace.oracle import Oracle
+from marketplace.generator import Generator, write_parquet
+from marketplace.oracle import Oracle
 
 EVENTS_PER_ORDER = 17.25
 """Of a log with all faults; counted."""

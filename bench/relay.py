@@ -33,12 +33,12 @@ from bench.harness import Case, arguments, report
 from conquiet import Message, embedded
 from conquiet.events import EventSource, emit
 from conquiet.events import schema as events_schema
-from conquiet.marketplace.catalog import CATALOG, NotificationRequested
 from conquiet.redis import StreamSink
 from conquiet.relay.metrics import RelayMetrics
 from conquiet.relay.watched import WatchedRelay
 from conquiet.source import Source
 from conquiet.sql import Outbox, OutboxSource, engine, schema, written
+from marketplace.catalog import CATALOG, NotificationRequested
 
 RATE = 300
 DATA = json.dumps({"order": 1234567, "customer": "customer-17", "text": "x" * 240}).encode()

@@ -13,8 +13,8 @@ from bench.harness import Case, compare
 from bench.spark_ground import Ground, Run, in_turn, judged
 from conquiet.events import emit
 from conquiet.events import schema as events_schema
-from conquiet.marketplace.catalog import CATALOG, NotificationRequested
 from conquiet.sql import engine, schema
+from marketplace.catalog import CATALOG, NotificationRequested
 
 TWO_COPIES, ONE_COPY = "two COPY processes", "COPY"
 STAGED = "INSERT … ON CONFLICT alone"

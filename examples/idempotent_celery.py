@@ -20,7 +20,7 @@ from celery import Celery
 
 from conquiet.errors import InvalidMessage
 from conquiet.events import Idempotency
-from conquiet.marketplace.catalog import CATALOG
+from marketplace.catalog import CATALOG
 
 CONSUMER = "notifications"
 

@@ -20,9 +20,9 @@ import redis
 from conquiet.backoff import Backoff
 from conquiet.errors import Blameless, InvalidMessage, StoreError
 from conquiet.events import Idempotency
-from conquiet.marketplace.catalog import CATALOG, NOTIFICATIONS, OrderCreated
 from conquiet.message import Message
 from conquiet.redis import StreamSource
+from marketplace.catalog import CATALOG, NOTIFICATIONS, OrderCreated
 
 logger = logging.getLogger("notifications")
 

@@ -15,7 +15,7 @@ apt_install() {
     apt-get update -qq && apt-get install -qq -y --no-install-recommends "$@" >/dev/null
 }
 
-wanted() { { cat pyproject.toml constraints.txt; pwd; } | cksum; }
+wanted() { { cat pyproject.toml examples/marketplace/pyproject.toml constraints.txt; pwd; } | cksum; }
 up_to_date() { [ -x .venv/bin/python ] && [ "$(cat "$stamp" 2>/dev/null)" = "$(wanted)" ]; }
 
 recent_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
@@ -49,7 +49,7 @@ install_packages() {
     say "installing packages into .venv (about 1 GB; some minutes the first time)"
     local quiet=--quiet
     [ -t 1 ] && quiet=
-    .venv/bin/python -m pip install $quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+    .venv/bin/python -m pip install $quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' -e examples/marketplace
 }
 
 java_command() {

@@ -16,11 +16,11 @@ from tests.web.test_actions import form_of
 
 from conquiet import Message, Router, cli
 from conquiet.events import EventSource, emit
-from conquiet.marketplace.catalog import CATALOG, OrderCanceled, OrderKeys
 from conquiet.relay import Relay
 from conquiet.relay.inspection import Inspection
 from conquiet.sql import Cleanup, Inbox, Outbox, OutboxLog, OutboxSource, Transaction, engine
 from conquiet.web import Open, dashboard
+from marketplace.catalog import CATALOG, OrderCanceled, OrderKeys
 
 EVENT = {"specversion": "1.0", "id": "1", "type": "sold", "source": "/shop", "subject": "7"}
 ORDER = uuid4()
@@ -30,7 +30,7 @@ CANCELED = OrderCanceled(
     canceled_by="buyer",
     total_cents=499,
 )
-MIGRATE_EVENTS = ["--table", "outbox_events", "--catalog", "conquiet.marketplace.catalog:CATALOG"]
+MIGRATE_EVENTS = ["--table", "outbox_events", "--catalog", "marketplace.catalog:CATALOG"]
 
 
 @pytest.fixture

@@ -18,13 +18,13 @@ from tests.security.certificates import certificate
 from conquiet import Message, cli, embedded
 from conquiet.cli.server_checks import _verification
 from conquiet.errors import ConfigError, ConquietError, StoreError
-from conquiet.marketplace.demo.servers import _own_schema
 from conquiet.spark import adbc
 from conquiet.spark.address import Database
 from conquiet.spark.upsert.options import UpsertOptions
 from conquiet.spark.upsert.postgres import PostgresTarget
 from conquiet.sql import Outbox, OutboxLog, engine, schema
 from conquiet.sql.tls import verified, verified_text
+from marketplace.demo.servers import _own_schema
 
 REFUSED = "certificate verify failed"
 ADVICE = "sslmode=prefer gives it up"

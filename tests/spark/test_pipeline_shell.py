@@ -19,10 +19,10 @@ from tests.waiting import eventually
 
 from conquiet.events import emit
 from conquiet.events import schema as events_schema
-from conquiet.marketplace.catalog import CATALOG
 from conquiet.spark import read_table, table_files
 from conquiet.sql import engine as make_engine
 from conquiet.sql import schema
+from marketplace.catalog import CATALOG
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -8,8 +8,8 @@ from uuid import uuid4
 import pytest
 from sqlalchemy import text
 
-from conquiet.marketplace.catalog import CATALOG
 from conquiet.sql import engine as make_engine
+from marketplace.catalog import CATALOG
 from tests.web import shop as shops
 from tests.web.browsing import Browser
 from tests.web.test_actions import form_of

@@ -13,8 +13,8 @@ from conquiet.cli.terminal import FAILED, OK, green, print_json, red
 from conquiet.errors import ConfigError
 
 if TYPE_CHECKING:
-    from conquiet.marketplace.demo.servers import Servers
-    from conquiet.marketplace.demo.story import Story
+    from marketplace.demo.servers import Servers
+    from marketplace.demo.story import Story
 
 _DESCRIPTION = """\
 Orders of a marketplace that never was, from commands to tables: two workers (one is killed in the
@@ -70,8 +70,8 @@ def _run(options: Namespace) -> int:
     if not options.no_spark:
         _refuse_without_java()
     try:
-        from conquiet.marketplace.demo.running import run_demo
-        from conquiet.marketplace.demo.settings import Settings
+        from marketplace.demo.running import run_demo
+        from marketplace.demo.settings import Settings
     except ImportError as error:
         raise ConfigError(
             f"{error}: pip install 'conquiet[postgres,redis,embedded,spark]'"

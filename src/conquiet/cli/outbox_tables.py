@@ -102,7 +102,7 @@ def _catalog(options: Namespace) -> Any:
     if not name:
         raise ConfigError(
             "the enums of outbox_events are those of a catalog: name yours with --catalog"
-            f" module:NAME or {CATALOG_VARIABLE}, such as conquiet.marketplace.catalog:CATALOG"
+            f" module:NAME or {CATALOG_VARIABLE}, such as marketplace.catalog:CATALOG"
         )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

@@ -17,7 +17,7 @@ from conquiet.errors import ConfigError
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-    from conquiet.marketplace.pipeline import Job
+    from marketplace.pipeline import Job
 
 
 def run_tables(options: Namespace, source: dict[str, str], config: dict[str, str]) -> int:
@@ -32,9 +32,9 @@ def run_tables(options: Namespace, source: dict[str, str], config: dict[str, str
     is_whole = is_whole_table(options.origin, source)
     if is_whole:
         check_whole(options)
-    from conquiet.marketplace.pipeline import Job, Lake
     from conquiet.spark.checkpoint import held
     from conquiet.spark.session import session
+    from marketplace.pipeline import Job, Lake
 
     _check_places(options)
     debug = getattr(options, "debug", False)
@@ -71,10 +71,10 @@ def run_tables(options: Namespace, source: dict[str, str], config: dict[str, str
 
 def _check_places(options: Namespace) -> None:
     """What is wrong with the files that are read or the tables that are there, before Spark is."""
-    from conquiet.marketplace.pipeline.reading import check_files
-    from conquiet.marketplace.pipeline.tables import RAW, SILVER
     from conquiet.spark.tables.commits import commits_of
     from conquiet.spark.tables.files import table_path
+    from marketplace.pipeline.reading import check_files
+    from marketplace.pipeline.tables import RAW, SILVER
 
     for name in (RAW, SILVER):
         commits_of(table_path(f"{options.to}/{name}"), options.format)
@@ -83,7 +83,7 @@ def _check_places(options: Namespace) -> None:
 
 
 def _tables(text: str) -> list[str]:
-    from conquiet.marketplace.pipeline.tables import NAMES, checked
+    from marketplace.pipeline.tables import NAMES, checked
 
     names = [name.strip() for name in text.split(",")]
     return list(NAMES) if names == ["all"] else [checked(name) for name in names]
@@ -91,7 +91,7 @@ def _tables(text: str) -> list[str]:
 
 def _events(spark: SparkSession, origin: str, source: dict[str, str]) -> DataFrame:
     if origin == "files":
-        from conquiet.marketplace.pipeline import read_files
+        from marketplace.pipeline import read_files
 
         given = dict(source)
         return read_files(spark, given.pop("path"), **given)

@@ -17,7 +17,7 @@ from conquiet.cli.terminal import FAILED, OK, print_json
 from conquiet.errors import ConfigError, ConquietError
 
 if TYPE_CHECKING:
-    from conquiet.marketplace.pipeline import Lake
+    from marketplace.pipeline import Lake
 
 _REPLAY = """\
 Make days again from `raw_events`, by what the catalog says now, and every table there is that
@@ -150,10 +150,10 @@ def _lake(options: Namespace, *, writes: bool) -> Iterator[Lake]:
     """The lake, in a session of its own; whoever writes has it alone."""
     from contextlib import ExitStack
 
-    from conquiet.marketplace.pipeline import Lake
     from conquiet.spark.checkpoint import held
     from conquiet.spark.session import session
     from conquiet.spark.tables.commits import format_of
+    from marketplace.pipeline import Lake
 
     root = Path(options.to)
     found = format_of(root / "silver") or (None if writes else format_of(root / "raw_events"))
@@ -176,8 +176,8 @@ def _replay(options: Namespace) -> int:
         raise ConfigError(f"--since {options.since} is not before --until {options.until}")
     with _lake(options, writes=True) as lake:
         from conquiet.cli.pipeline_job import outbox_at
-        from conquiet.marketplace.pipeline import Job, replay
-        from conquiet.marketplace.pipeline.tables import NAMES
+        from marketplace.pipeline import Job, replay
+        from marketplace.pipeline.tables import NAMES
 
         there = [name for name in NAMES if lake.has(name)]
         outbox = outbox_at(lake.spark, options.outbox_url)
@@ -192,9 +192,9 @@ def _replay(options: Namespace) -> int:
 def _reconcile(options: Namespace) -> int:
     with _lake(options, writes=True) as lake:
         from conquiet.cli.pipeline_job import outbox_at
-        from conquiet.marketplace.pipeline import Job
-        from conquiet.marketplace.pipeline.refresh import reconcile
-        from conquiet.marketplace.pipeline.state import State
+        from marketplace.pipeline import Job
+        from marketplace.pipeline.refresh import reconcile
+        from marketplace.pipeline.state import State
 
         outbox = outbox_at(lake.spark, options.outbox_url)
         kept = State.at(lake.root).tables if State.is_at(lake.root) else set()
@@ -223,8 +223,8 @@ def _text(value: Any) -> str:
 
 
 def _show(options: Namespace) -> int:
-    from conquiet.marketplace.pipeline.lake import TYPED
-    from conquiet.marketplace.pipeline.tables import NAMES, checked
+    from marketplace.pipeline.lake import TYPED
+    from marketplace.pipeline.tables import NAMES, checked
 
     if options.table is None and options.sql is None:
         raise ConfigError(f"name a table, or ask by --sql; there are {', '.join(NAMES)}")
@@ -249,7 +249,7 @@ def _show(options: Namespace) -> int:
 
 def _ordered(frame: Any, name: str) -> Any:
     """The column that files are grouped by first: as it is stored, it is last, and rows mixed."""
-    from conquiet.marketplace.pipeline.tables import STORED
+    from marketplace.pipeline.tables import STORED
 
     if name not in STORED:
         return frame
@@ -269,7 +269,7 @@ def _asked(lake: Lake, sql: str) -> Any:
 
 def _report(options: Namespace) -> int:
     with _lake(options, writes=False) as lake:
-        from conquiet.marketplace.pipeline.report import report
+        from marketplace.pipeline.report import report
 
         page = report(lake)
     options.output.write_text(page)

@@ -23,9 +23,9 @@ from conquiet.events import schema as events_schema
 from conquiet.events.check import check
 from conquiet.events.layout import relay_table
 from conquiet.events.table import events_table
-from conquiet.marketplace.catalog import CATALOG
 from conquiet.sql import engine as make_engine
 from conquiet.sql import schema
+from marketplace.catalog import CATALOG
 
 FLAKY_RELAY = Path(__file__).with_name("flaky_relay.py")
 

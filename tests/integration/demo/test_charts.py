@@ -6,8 +6,8 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from conquiet.marketplace.charts import Mark, Step, bars, columns, flow, lines
-from conquiet.marketplace.page import page, section, sentence
+from marketplace.charts import Mark, Step, bars, columns, flow, lines
+from marketplace.page import page, section, sentence
 
 EVIL = '<script>alert("1")</script>&'
 POINTS = [("Monday", 1.0), (EVIL, 2_500.0), ("Wednesday", 0.0)]

@@ -17,10 +17,10 @@ from tests.waiting import eventually
 
 from conquiet import embedded
 from conquiet.errors import ConfigError
-from conquiet.marketplace.demo.running import run_demo
-from conquiet.marketplace.demo.servers import Servers, servers
-from conquiet.marketplace.demo.settings import Settings
-from conquiet.marketplace.generator import DOMAIN_TOPIC
+from marketplace.demo.running import run_demo
+from marketplace.demo.servers import Servers, servers
+from marketplace.demo.settings import Settings
+from marketplace.generator import DOMAIN_TOPIC
 
 FIGURES = [
     "Event flow",

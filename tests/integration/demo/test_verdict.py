@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 
 from conquiet.errors import ConfigError
-from conquiet.marketplace.demo import folder as results
-from conquiet.marketplace.demo.audit import Books, Log
-from conquiet.marketplace.demo.settings import Settings
-from conquiet.marketplace.demo.verdict import Verdict, judge_services
-from conquiet.marketplace.demo.world import World, make_world
+from marketplace.demo import folder as results
+from marketplace.demo.audit import Books, Log
+from marketplace.demo.settings import Settings
+from marketplace.demo.verdict import Verdict, judge_services
+from marketplace.demo.world import World, make_world
 
 REPEATED = 3
 Change = Callable[[Books, Log], object]

@@ -8,8 +8,8 @@ import pytest
 from sqlalchemy import Engine
 
 from conquiet.events import schema
-from conquiet.marketplace.catalog import CATALOG
 from conquiet.sql import engine as make_engine
+from marketplace.catalog import CATALOG
 
 
 @pytest.fixture(params=["sqlite_url", "database_url"], ids=["sqlite", "postgres"])

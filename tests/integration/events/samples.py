@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 
 from conquiet.events import Event, emit
 from conquiet.events.layout import relay_table
-from conquiet.marketplace.catalog import CATALOG, NotificationRequested
+from marketplace.catalog import CATALOG, NotificationRequested
 
 ROWS = relay_table("outbox_events")
 NOON = datetime(2026, 1, 31, 12, tzinfo=UTC)

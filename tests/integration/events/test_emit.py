@@ -18,7 +18,7 @@ from tests.waiting import eventually
 from conquiet.errors import ConfigError
 from conquiet.events import AppendOnly, InvalidEvent, emit, emit_async, emitting, mapped, waking
 from conquiet.events.check import check
-from conquiet.marketplace.catalog import CATALOG
+from marketplace.catalog import CATALOG
 
 OutboxEvent = mapped(CATALOG)
 

@@ -23,10 +23,10 @@ from tests.waiting import eventually
 from conquiet.errors import InvalidMessage
 from conquiet.events import EventSource, Idempotency, emit, schema
 from conquiet.events.check import check
-from conquiet.marketplace.catalog import CATALOG, AdPaused, OrderCreated
 from conquiet.message import Message
 from conquiet.redis import StreamSink
 from conquiet.sql import engine as make_engine
+from marketplace.catalog import CATALOG, AdPaused, OrderCreated
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -12,10 +12,10 @@ from sqlalchemy import Engine
 
 from conquiet.events import schema
 from conquiet.events.layout import events_layout
-from conquiet.marketplace.catalog import CATALOG
 from conquiet.sql import claim_keys, cleanup
 from conquiet.sql import engine as make_engine
 from conquiet.sql.claim_psycopg import PsycopgRows
+from marketplace.catalog import CATALOG
 
 ROWS = 20_000
 LAYOUT = events_layout("outbox_events", 10)

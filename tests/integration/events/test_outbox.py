@@ -13,11 +13,11 @@ from conquiet import Message, Router, memory, sql
 from conquiet.errors import HandlerError
 from conquiet.events import Event, EventSource, EventsOutbox, InvalidEvent
 from conquiet.events.table import events_table
-from conquiet.marketplace.catalog import CATALOG, MediaUploaded
 from conquiet.middleware import DeadLetter
 from conquiet.relay import Relay
 from conquiet.sql import Inbox, Transaction
 from conquiet.sql import schema as sql_schema
+from marketplace.catalog import CATALOG, MediaUploaded
 
 SIZES = Table("sizes", MetaData(), Column("bytes", Integer))
 EVENTS = events_table(CATALOG)

@@ -15,8 +15,8 @@ from conquiet.errors import ConfigError
 from conquiet.events import Catalog, schema
 from conquiet.events.enums import stored
 from conquiet.events.table import events_table
-from conquiet.marketplace.catalog import CATALOG, AggregateType, EventType
 from conquiet.sql import engine as make_engine
+from marketplace.catalog import CATALOG, AggregateType, EventType
 
 
 def by_ddl(engine: Engine) -> None:
@@ -118,7 +118,7 @@ def test_init_may_follow_anything_and_be_called_again(empty: Engine, first: str)
 INIT = """
 import sys
 from conquiet.events import schema
-from conquiet.marketplace.catalog import CATALOG
+from marketplace.catalog import CATALOG
 schema.init(sys.argv[1], CATALOG)
 """
 

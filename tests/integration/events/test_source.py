@@ -21,13 +21,13 @@ from tests.waiting import eventually
 from conquiet.errors import ConfigError, GivenBack, InvalidMessage, SinkUnavailable, StoreError
 from conquiet.events import EventSource, emit, schema
 from conquiet.events.check import check
-from conquiet.marketplace.catalog import CATALOG
 from conquiet.redis import StreamSink, StreamSource
 from conquiet.relay import Relay
 from conquiet.relay.inspection import Inspection
 from conquiet.sql import Cleanup
 from conquiet.sql import engine as make_engine
 from conquiet.sql.claimed import MAX_ERROR_CHARACTERS
+from marketplace.catalog import CATALOG
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 from sqlalchemy import Engine
 
-from conquiet.marketplace.service import init
 from conquiet.sql import engine as make_engine
+from marketplace.service import init
 
 
 @pytest.fixture(params=["sqlite_url", "database_url"])

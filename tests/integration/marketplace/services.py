@@ -5,10 +5,10 @@ from __future__ import annotations
 from tests.waiting import eventually
 
 from conquiet.events import EventSource
-from conquiet.marketplace.service import marketplace_router
 from conquiet.redis import StreamSink, StreamSource
 from conquiet.relay import Relay
 from conquiet.worker import Worker
+from marketplace.service import marketplace_router
 
 
 def handle_all(engine, client, messages, timeout=60):

@@ -11,8 +11,9 @@ from sqlalchemy import func, select
 from conquiet import memory
 from conquiet.events import InvalidEvent, schema
 from conquiet.events.table import events_table
-from conquiet.marketplace.catalog import CATALOG
-from conquiet.marketplace.service import (
+from conquiet.message import Message
+from marketplace.catalog import CATALOG
+from marketplace.service import (
     IllegalTransition,
     NotFound,
     Refused,
@@ -20,8 +21,7 @@ from conquiet.marketplace.service import (
     init,
     marketplace_router,
 )
-from conquiet.marketplace.service.tables import ADS, LICENSES, ORDERS
-from conquiet.message import Message
+from marketplace.service.tables import ADS, LICENSES, ORDERS
 
 ORDER, LINES, LEDGER = uuid4(), [uuid4(), uuid4()], [uuid4(), uuid4(), uuid4(), uuid4()]
 EVENTS = events_table(CATALOG)

@@ -7,9 +7,9 @@ import json
 from sqlalchemy import func, select
 from tests.integration.marketplace.services import handle_all, relay_all
 
-from conquiet.marketplace.generator import DOMAIN_TOPIC, Generator, commands
-from conquiet.marketplace.oracle import Oracle
-from conquiet.marketplace.service.tables import LEDGER, LINES, ORDERS
+from marketplace.generator import DOMAIN_TOPIC, Generator, commands
+from marketplace.oracle import Oracle
+from marketplace.service.tables import LEDGER, LINES, ORDERS
 
 WORLDLY = ["partial_acceptance", "rollup_revisions"]
 WORLD = Generator(seed=11, orders=25, faults=WORLDLY, days=5)

@@ -7,20 +7,20 @@ from sqlalchemy import func, select
 
 from conquiet.events import EventSource
 from conquiet.events.table import events_table
-from conquiet.marketplace.catalog import CATALOG
-from conquiet.marketplace.generator import (
+from conquiet.redis import StreamSink
+from conquiet.redis.entry import from_fields
+from conquiet.redis.topic import Topic
+from conquiet.relay import Relay
+from marketplace.catalog import CATALOG
+from marketplace.generator import (
     DOMAIN_TOPIC,
     TELEMETRY_TOPIC,
     Generator,
     write_log,
     write_outbox,
 )
-from conquiet.marketplace.generator.log import LogRefused
-from conquiet.marketplace.oracle import Oracle
-from conquiet.redis import StreamSink
-from conquiet.redis.entry import from_fields
-from conquiet.redis.topic import Topic
-from conquiet.relay import Relay
+from marketplace.generator.log import LogRefused
+from marketplace.oracle import Oracle
 
 WORLD = Generator(seed=5, orders=40, faults="all", days=5)
 EVENTS = events_table(CATALOG)

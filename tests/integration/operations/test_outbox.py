@@ -10,10 +10,10 @@ from sqlalchemy import text
 
 from conquiet.cli import main
 from conquiet.events import schema
-from conquiet.marketplace.catalog import CATALOG
 from conquiet.relay.inspection import Inspection
 from conquiet.relay.search import Search
 from conquiet.sql import engine as make_engine
+from marketplace.catalog import CATALOG
 
 INSERT = (
     "INSERT INTO outbox_events (id, event_type, aggregate_type, aggregate_id, payload_json,"

@@ -14,8 +14,8 @@ from tests.waiting import eventually
 
 from conquiet.cli import main
 from conquiet.events import schema
-from conquiet.marketplace.catalog import CATALOG
 from conquiet.sql import engine as make_engine
+from marketplace.catalog import CATALOG
 
 QUICK = ("--table", "outbox_events", "--poll-ms", "50", "--max-attempts", "1")
 INSERT = (

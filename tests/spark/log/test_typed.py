@@ -10,9 +10,9 @@ import pytest
 
 from conquiet.errors import ConfigError
 from conquiet.events import ActorRef, Envelope
-from conquiet.marketplace.catalog import CATALOG, Line, OrderCreated, ShipTo
 from conquiet.spark import events
 from conquiet.spark.typed import ddl
+from marketplace.catalog import CATALOG, Line, OrderCreated, ShipTo
 
 ID = UUID(int=7)
 AT = datetime(2026, 1, 31, 12, tzinfo=UTC)

@@ -21,8 +21,8 @@ def start(log: Path, lake: Path, files_per_batch: int = 1, cores: int = 2) -> su
 def main(log: str, lake: str, files_per_batch: str, cores: str) -> None:
     from tests.spark.marketplace.tables import run_files
 
-    from conquiet.marketplace.pipeline import Job, Lake
     from conquiet.spark import session
+    from marketplace.pipeline import Job, Lake
 
     config = {"spark.ui.enabled": "false", "spark.log.level": "ERROR"}
     spark = session("driver", master=f"local[{cores}]", config=config)

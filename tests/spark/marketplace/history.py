@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.spark.marketplace.entries import START, entry, envelope, frame, line, order, rfc, uuid
 
-from conquiet.marketplace.pipeline.silver import silver
+from marketplace.pipeline.silver import silver
 
 
 class History:

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from conquiet.marketplace.oracle import TABLES, Oracle
-from conquiet.marketplace.pipeline import Job, Lake, read_files
-from conquiet.marketplace.pipeline.tables import STORED
 from conquiet.spark.columns import ARROW_SCHEMA
+from marketplace.oracle import TABLES, Oracle
+from marketplace.pipeline import Job, Lake, read_files
+from marketplace.pipeline.tables import STORED
 
 
 def rows_of(frame: Any) -> list[dict[str, Any]]:

@@ -9,10 +9,10 @@ import pytest
 from tests.spark.marketplace.entries import START, TELEMETRY, entry, envelope, frame, uuid
 from tests.spark.marketplace.tables import rows_of
 
-from conquiet.marketplace.pipeline.ad_marts import ad_daily
-from conquiet.marketplace.pipeline.ads import ad_touches, fact_ad_event
-from conquiet.marketplace.pipeline.ops import outbox_delivery
-from conquiet.marketplace.pipeline.silver import events, silver
+from marketplace.pipeline.ad_marts import ad_daily
+from marketplace.pipeline.ads import ad_touches, fact_ad_event
+from marketplace.pipeline.ops import outbox_delivery
+from marketplace.pipeline.silver import events, silver
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ import pytest
 from tests.spark.marketplace.entries import START
 from tests.spark.marketplace.tables import rows_of
 
-from conquiet.marketplace.pipeline.attribution import fact_attribution
+from marketplace.pipeline.attribution import fact_attribution
 
 pytestmark = pytest.mark.slow
 

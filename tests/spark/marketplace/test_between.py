@@ -11,12 +11,12 @@ from tests.spark.marketplace.entries import START, entry, envelope, frame, order
 from tests.spark.marketplace.tables import rows_of
 
 from conquiet.errors import ConfigError
-from conquiet.marketplace.pipeline import Job, Lake, replay
-from conquiet.marketplace.pipeline.refresh import refresh
-from conquiet.marketplace.pipeline.tables import RAW
-from conquiet.marketplace.pipeline.taking import ROWS, applied, take
 from conquiet.spark.bronze import INGEST_DATE, raw_events
 from conquiet.spark.tables.writing import append_once
+from marketplace.pipeline import Job, Lake, replay
+from marketplace.pipeline.refresh import refresh
+from marketplace.pipeline.tables import RAW
+from marketplace.pipeline.taking import ROWS, applied, take
 
 pytestmark = pytest.mark.slow
 

@@ -8,8 +8,8 @@ import pytest
 from tests.spark.marketplace.driver import start
 from tests.spark.marketplace.tables import digests
 
-from conquiet.marketplace.generator import Generator, write_parquet
-from conquiet.marketplace.pipeline.tables import STORED
+from marketplace.generator import Generator, write_parquet
+from marketplace.pipeline.tables import STORED
 
 
 @pytest.mark.slow

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from tests.spark.marketplace.tables import differences, run_files
 
-from conquiet.marketplace.generator import Generator, write_parquet
-from conquiet.marketplace.oracle import Oracle
-from conquiet.marketplace.pipeline import Job, Lake
-from conquiet.marketplace.pipeline.tables import STORED
+from marketplace.generator import Generator, write_parquet
+from marketplace.oracle import Oracle
+from marketplace.pipeline import Job, Lake
+from marketplace.pipeline.tables import STORED
 
 
 @pytest.mark.slow

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from tests.spark.marketplace.tables import differences, run_files
 
-from conquiet.marketplace.generator import Generator, write_parquet
-from conquiet.marketplace.oracle import Oracle
-from conquiet.marketplace.pipeline import Job, Lake
+from marketplace.generator import Generator, write_parquet
+from marketplace.oracle import Oracle
+from marketplace.pipeline import Job, Lake
 
 
 class Stopped(Exception):

@@ -7,7 +7,7 @@ from datetime import UTC, date, datetime
 import pytest
 from pyspark.sql import functions as f
 
-from conquiet.marketplace.pipeline.days import business_day, hour, utc_day, week
+from marketplace.pipeline.days import business_day, hour, utc_day, week
 
 MOMENTS = {
     "2026-03-08T05:59:59.999999Z": date(2026, 3, 7),  # clocks go forward on the 8th, at 8:00 UTC

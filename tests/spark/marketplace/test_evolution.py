@@ -20,10 +20,10 @@ from tests.spark.marketplace.entries import order
 from tests.spark.marketplace.tables import rows_of
 
 from conquiet.events import Catalog, Event, emit, schema
-from conquiet.marketplace.catalog import CATALOG, AggregateType, EventType, OrderCreated
-from conquiet.marketplace.pipeline import Job, Lake, replay
 from conquiet.spark.bronze import read_events
 from conquiet.sql import engine
+from marketplace.catalog import CATALOG, AggregateType, EventType, OrderCreated
+from marketplace.pipeline import Job, Lake, replay
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -9,16 +9,16 @@ from tests.spark.marketplace.entries import START
 from tests.spark.marketplace.history import History, Order
 from tests.spark.marketplace.tables import rows_of
 
-from conquiet.marketplace.pipeline import marts
-from conquiet.marketplace.pipeline.facts import fact_order, fact_order_line, order_lives
-from conquiet.marketplace.pipeline.recon import (
+from marketplace.pipeline import marts
+from marketplace.pipeline.facts import fact_order, fact_order_line, order_lives
+from marketplace.pipeline.recon import (
     hourly_counts,
     lost_ids,
     recon_completeness,
     recon_money,
 )
-from conquiet.marketplace.pipeline.silver import events
-from conquiet.marketplace.pipeline.weekly import admin_weekly
+from marketplace.pipeline.silver import events
+from marketplace.pipeline.weekly import admin_weekly
 
 pytestmark = pytest.mark.slow
 

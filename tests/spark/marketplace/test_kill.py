@@ -13,9 +13,9 @@ import pytest
 from tests.spark.marketplace.driver import start
 from tests.spark.marketplace.tables import contents, differences, digests, taken
 
-from conquiet.marketplace.generator import Generator, write_parquet
-from conquiet.marketplace.oracle import Oracle
-from conquiet.marketplace.pipeline import Lake
+from marketplace.generator import Generator, write_parquet
+from marketplace.oracle import Oracle
+from marketplace.pipeline import Lake
 
 KILLS, PARTS = 10, 4
 

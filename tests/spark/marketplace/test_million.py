@@ -9,8 +9,8 @@ from bench.pipeline_check import counted, differences, write_tables
 from bench.pipeline_log import log_of
 from tests.spark.marketplace.tables import run_files
 
-from conquiet.marketplace.oracle import Oracle
-from conquiet.marketplace.pipeline import Job, Lake
+from marketplace.oracle import Oracle
+from marketplace.pipeline import Job, Lake
 
 EVENTS = 1_000_000
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from tests.spark.marketplace.tables import differences, is_as_published, run_files
 
-from conquiet.marketplace.generator import Generator, write_outbox, write_parquet
-from conquiet.marketplace.oracle import Oracle
-from conquiet.marketplace.pipeline import Job, Lake, read_files, replay
-from conquiet.marketplace.pipeline.tables import STORED
-from conquiet.marketplace.service import init
+from marketplace.generator import Generator, write_outbox, write_parquet
+from marketplace.oracle import Oracle
+from marketplace.pipeline import Job, Lake, read_files, replay
+from marketplace.pipeline.tables import STORED
+from marketplace.service import init
 
 
 @pytest.mark.slow

@@ -15,17 +15,17 @@ from tests.spark.marketplace.entries import order
 from tests.waiting import eventually
 
 from conquiet.events import emit
-from conquiet.marketplace.catalog import CATALOG, OrderCreated
-from conquiet.marketplace.generator import (
+from conquiet.sql import engine
+from marketplace.catalog import CATALOG, OrderCreated
+from marketplace.generator import (
     Generator,
     write_log,
     write_outbox,
     write_parquet,
 )
-from conquiet.marketplace.oracle import Oracle
-from conquiet.marketplace.pipeline.tables import STORED
-from conquiet.marketplace.service import init
-from conquiet.sql import engine
+from marketplace.oracle import Oracle
+from marketplace.pipeline.tables import STORED
+from marketplace.service import init
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 

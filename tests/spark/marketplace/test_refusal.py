@@ -16,7 +16,7 @@ from tests.spark.marketplace.entries import (
     uuid,
 )
 
-from conquiet.marketplace.pipeline.silver import silver
+from marketplace.pipeline.silver import silver
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ from tests.spark.marketplace.entries import START, entry, envelope, frame, order
 from tests.spark.marketplace.history import History, Order
 from tests.spark.marketplace.tables import rows_of
 
-from conquiet.marketplace.pipeline.silver import events, events_quarantine, merged, silver
+from marketplace.pipeline.silver import events, events_quarantine, merged, silver
 
 pytestmark = pytest.mark.slow
 
@@ -66,7 +66,7 @@ def test_the_payload_is_kept_as_it_came(spark) -> None:
 
 
 def test_events_of_a_version_have_typed_columns(spark) -> None:
-    from conquiet.marketplace.pipeline.typed import typed, typed_names
+    from marketplace.pipeline.typed import typed, typed_names
 
     history = History()
     paid = Order(history, 1)

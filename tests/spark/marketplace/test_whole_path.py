@@ -8,12 +8,12 @@ import pytest
 from tests.integration.marketplace.services import handle_all, relay_all
 from tests.spark.marketplace.tables import differences, rows_of
 
-from conquiet.marketplace.generator import Generator, commands, write_log
-from conquiet.marketplace.oracle import TABLES, Oracle
-from conquiet.marketplace.pipeline import Job, Lake
-from conquiet.marketplace.service import init
 from conquiet.spark.bronze import read_events
 from conquiet.sql import engine
+from marketplace.generator import Generator, commands, write_log
+from marketplace.oracle import TABLES, Oracle
+from marketplace.pipeline import Job, Lake
+from marketplace.service import init
 
 WORLDLY = ["partial_acceptance", "click_without_impression", "rollup_revisions"]
 # The services make ids of their own, and rows of the outbox now: not when the world was.

@@ -11,9 +11,9 @@ from tests.spark.outbox.rows import read
 
 from conquiet.errors import ConfigError
 from conquiet.events import EventSource, emit, schema
-from conquiet.marketplace.catalog import CATALOG
 from conquiet.spark.outbox.source import OutboxSource
 from conquiet.sql import engine as make_engine
+from marketplace.catalog import CATALOG
 
 
 @pytest.fixture

@@ -13,13 +13,13 @@ from tests.spark.outbox.rows import message, read
 from conquiet import Message
 from conquiet.events import EventSource, emit
 from conquiet.events import schema as events_schema
-from conquiet.marketplace.catalog import CATALOG
 from conquiet.redis import StreamSink
 from conquiet.spark.columns import ARROW_SCHEMA, MALFORMED
 from conquiet.spark.log.source import LogSource
 from conquiet.spark.outbox.source import OutboxSource
 from conquiet.sql import Outbox
 from conquiet.sql.log import OutboxLog
+from marketplace.catalog import CATALOG
 
 ODD = {"id": "x", "type": "t", "source": "/s"}
 PLACE = ("entry_id", "entry_time")

@@ -7,9 +7,9 @@ from tests.integration.events.samples import one_of_each
 
 from conquiet.events import EventSource, emit
 from conquiet.events import schema as events_schema
-from conquiet.marketplace.catalog import CATALOG
 from conquiet.redis import StreamSink
 from conquiet.spark import events
+from marketplace.catalog import CATALOG
 
 PLACE = ("entry_id", "entry_time")
 

@@ -109,7 +109,7 @@ def test_a_database_out_of_reach_is_one_line_without_the_password(capsys) -> Non
 
 # --- outbox_events ----------------------------------------------------------------------------
 
-MARKETPLACE = "conquiet.marketplace.catalog:CATALOG"
+MARKETPLACE = "marketplace.catalog:CATALOG"
 
 
 def test_outbox_events_is_made_with_the_enums_of_a_catalog(tmp_path, capsys):
@@ -142,7 +142,7 @@ def test_table_and_catalog_may_come_from_the_environment(tmp_path, monkeypatch, 
     assert MARKETPLACE in told
     monkeypatch.setenv("CONQUIET_OUTBOX_CATALOG", MARKETPLACE)
     assert main(["outbox", "migrate"]) == 0
-    monkeypatch.setenv("CONQUIET_OUTBOX_CATALOG", "conquiet.marketplace.catalog:EventType")
+    monkeypatch.setenv("CONQUIET_OUTBOX_CATALOG", "marketplace.catalog:EventType")
     assert main(["outbox", "migrate"]) == 2
     assert "not a conquiet.events.Catalog" in capsys.readouterr().err
 

@@ -25,8 +25,8 @@ from conquiet.events import (
 from conquiet.events.check import MAX_PAYLOAD_BYTES, check
 from conquiet.events.emitting import statement
 from conquiet.events.event import new_event_id
-from conquiet.marketplace import catalog as marketplace
-from conquiet.marketplace.catalog import CATALOG, AggregateType, EventType, NotificationRequested
+from marketplace import catalog as marketplace
+from marketplace.catalog import CATALOG, AggregateType, EventType, NotificationRequested
 
 ID = uuid.UUID("01900000-0000-7000-8000-000000000001")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from conquiet.marketplace.catalog import CATALOG
+from marketplace.catalog import CATALOG
 
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "events.md"
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from datetime import datetime
 from typing import Any
 
-from conquiet.marketplace.generator import Entry, Generator
+from marketplace.generator import Entry, Generator
 
 
 def world(faults: Any = (), *, seed: int = 3, orders: int = 60, **settings: Any) -> list[Entry]:

@@ -8,8 +8,8 @@ from datetime import UTC, date, datetime, timedelta
 from zoneinfo import ZoneInfo
 
 from conquiet.errors import InvalidMessage
-from conquiet.marketplace.catalog import CATALOG
-from conquiet.marketplace.generator import DOMAIN_TOPIC
+from marketplace.catalog import CATALOG
+from marketplace.generator import DOMAIN_TOPIC
 
 CHICAGO = ZoneInfo("America/Chicago")
 LOST = ("canceled", "expired", "rejected")

@@ -12,8 +12,8 @@ from math import ceil
 
 from tests.unit.marketplace.second_facts import LINE, LOST, ORDER, Facts, day_of, moment
 
-from conquiet.marketplace.generator import DOMAIN_TOPIC
-from conquiet.marketplace.oracle import TABLES
+from marketplace.generator import DOMAIN_TOPIC
+from marketplace.oracle import TABLES
 
 
 def hour_of(at):

@@ -8,7 +8,7 @@ from datetime import datetime
 import pytest
 from tests.unit.marketplace.parsed import by_order, data, world
 
-from conquiet.marketplace.generator import FAULTS
+from marketplace.generator import FAULTS
 
 ORDERS = 400
 

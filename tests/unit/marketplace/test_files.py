@@ -9,8 +9,8 @@ import pytest
 from tests.unit.marketplace.parsed import world
 
 from conquiet.errors import ConfigError
-from conquiet.marketplace.generator import DOMAIN_TOPIC, write_jsonlines, write_parquet
 from conquiet.spark.columns import ARROW_SCHEMA
+from marketplace.generator import DOMAIN_TOPIC, write_jsonlines, write_parquet
 
 parquet = pytest.importorskip("pyarrow.parquet")
 

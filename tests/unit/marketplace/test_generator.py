@@ -15,8 +15,8 @@ from tests.unit.marketplace.parsed import by_order, data, world
 from conquiet.errors import ConfigError
 from conquiet.events.check import check
 from conquiet.events.event import Event
-from conquiet.marketplace.catalog import CATALOG, EventType
-from conquiet.marketplace.generator import (
+from marketplace.catalog import CATALOG, EventType
+from marketplace.generator import (
     DOMAIN_TOPIC,
     TELEMETRY_TOPIC,
     Generator,

@@ -16,22 +16,22 @@ def loaded(statement: str) -> set[str]:
 
 @pytest.mark.parametrize("room", ["generator", "oracle"])
 def test_no_code_of_the_pipeline_and_no_server_is_needed(room):
-    names = loaded(f"from conquiet.marketplace.{room} import *" if room == "oracle" else GENERATOR)
+    names = loaded(f"from marketplace.{room} import *" if room == "oracle" else GENERATOR)
     assert not {"pyspark", "pyarrow", "redis", "sqlalchemy", "pandas"} & names
     assert not {name for name in names if name.startswith(("conquiet.spark", "conquiet.sql"))}
-    assert f"conquiet.marketplace.{room}" in names
+    assert f"marketplace.{room}" in names
 
 
 def test_the_oracle_and_the_pipeline_share_no_module_of_the_marketplace():
-    judge = loaded("import conquiet.marketplace.oracle, conquiet.marketplace.generator")
-    judged = loaded("import conquiet.marketplace.pipeline")
-    shared = {name for name in judge & judged if name.startswith("conquiet.marketplace")}
-    assert shared == {"conquiet.marketplace"}  # which is empty
-    assert "conquiet.marketplace.pipeline.refresh" in judged
-    assert "conquiet.marketplace.oracle.orders" in judge
+    judge = loaded("import marketplace.oracle, marketplace.generator")
+    judged = loaded("import marketplace.pipeline")
+    shared = {name for name in judge & judged if name.startswith("marketplace")}
+    assert shared == {"marketplace"}  # which is empty
+    assert "marketplace.pipeline.refresh" in judged
+    assert "marketplace.oracle.orders" in judge
 
 
 GENERATOR = """
-from conquiet.marketplace.generator import Generator
+from marketplace.generator import Generator
 next(Generator(orders=1).entries())
 """

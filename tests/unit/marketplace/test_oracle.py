@@ -10,9 +10,9 @@ import pytest
 from tests.unit.marketplace.second_opinion import Opinion
 
 from conquiet.errors import ConfigError
-from conquiet.marketplace.generator import Generator
-from conquiet.marketplace.oracle import TABLES, Oracle
-from conquiet.marketplace.oracle.calendar import business_day, nearest_rank
+from marketplace.generator import Generator
+from marketplace.oracle import TABLES, Oracle
+from marketplace.oracle.calendar import business_day, nearest_rank
 
 CONTRACT = Path(__file__).resolve().parents[3] / "docs" / "marketplace.md"
 WORLDS = {

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from conquiet.marketplace.catalog import CATALOG
 from conquiet.relay.metrics import METRICS
 from conquiet.relay.settings import SETTINGS
+from marketplace.catalog import CATALOG
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "outbox.md"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import date
 
-from conquiet.marketplace.pipeline.finding import within
+from marketplace.pipeline.finding import within
 
 THERE = {None, *(date(2026, 3, day) for day in range(1, 11))}
 

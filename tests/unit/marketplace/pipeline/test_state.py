@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import date
 from pathlib import Path
 
-from conquiet.marketplace.pipeline.state import State, day_of
+from marketplace.pipeline.state import State, day_of
 
 FIRST, SECOND = date(2026, 3, 1), date(2026, 3, 2)
 

@@ -1,0 +1,125 @@
+"""Servers: private ones that are gone afterwards, or one's own, of which nothing is touched.
+
+On a PostgreSQL of one's own the demo has a schema to itself. On a Redis of one's own it needs a
+database without the keys that it uses, and says so. Both are removed in the end.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import psycopg
+import redis
+from psycopg import sql
+from sqlalchemy import make_url
+from sqlalchemy.exc import SQLAlchemyError
+
+from conquiet import embedded
+from conquiet.errors import ConfigError
+from conquiet.redis import Topic
+from conquiet.relay.sinks.url import trouble
+from conquiet.sql.tls import verified
+from marketplace.demo.settings import (
+    COMMANDS,
+    DEAD_LETTERS,
+    PROCESSES,
+    WORKERS,
+    Settings,
+)
+from marketplace.generator.entry import DOMAIN_TOPIC, TELEMETRY_TOPIC
+from marketplace.service import init
+
+STREAMS = Topic(COMMANDS, WORKERS).streams
+_LEASES = tuple(f"conquiet:leases:{stream}" for stream in STREAMS)
+KEYS = (*STREAMS, DEAD_LETTERS, PROCESSES, DOMAIN_TOPIC, TELEMETRY_TOPIC, *_LEASES)
+
+
+@dataclass(frozen=True)
+class Servers:
+    """Where the database and the broker are."""
+
+    database: str
+    broker: str
+
+    @property
+    def client(self) -> Any:
+        return redis.Redis.from_url(self.broker)
+
+    def connect(self) -> psycopg.Connection[Any]:
+        return psycopg.connect(self.database, autocommit=True)
+
+
+@contextmanager
+def servers(settings: Settings) -> Iterator[Servers]:
+    """Both servers, with the marketplace's tables and nothing else of the demo in them."""
+    with ExitStack() as stack:
+        if settings.redis is not None:
+            broker = stack.enter_context(_own_redis(settings.redis))
+        database = None
+        if settings.postgres is not None:
+            database = stack.enter_context(_own_schema(settings.postgres))
+        private: list[embedded.RedisServer | embedded.PostgresServer] = []
+        if settings.redis is None:
+            private.append(embedded.redis(private=True))
+        if database is None:
+            private.append(embedded.postgres(private=True))
+        for server in private:
+            stack.callback(server.stop)
+        with ThreadPoolExecutor(2) as pool:  # a new database takes a second or two
+            list(pool.map(lambda server: server.start(), private))
+        for server in private:
+            if isinstance(server, embedded.PostgresServer):
+                database = server.create_database("marketplace")
+            else:
+                broker = server.url
+        assert database is not None
+        init(database)
+        yield Servers(database, broker)
+
+
+@contextmanager
+def _own_redis(url: str) -> Iterator[str]:
+    try:
+        client: Any = redis.Redis.from_url(url)
+        taken = [key for key in KEYS if client.exists(key)]
+    except (redis.RedisError, ValueError, OSError) as error:
+        raise ConfigError(f"--redis: it cannot be used: {trouble(error, url)}") from None
+    if taken:
+        raise ConfigError(
+            f"--redis: there is a key {taken[0]} already, which may be somebody's: name an empty"
+            " database, as redis://host/9, or delete that key"
+        )
+    try:
+        yield url
+    finally:
+        client.delete(*KEYS)
+        client.close()
+
+
+@contextmanager
+def _own_schema(url: str) -> Iterator[str]:
+    """A schema of the demo's own, to which every connection by this URL leads."""
+    schema = f"conquiet_demo_{uuid.uuid4().hex[:8]}"
+    name = sql.Identifier(schema)
+    try:
+        address = verified(make_url(url).set(drivername="postgresql"))
+        plain = address.render_as_string(hide_password=False)
+        psycopg.connect(plain).close()
+    except (psycopg.Error, SQLAlchemyError, ValueError) as error:
+        raise ConfigError(f"--postgres: it cannot be used: {trouble(error, url)}") from None
+    try:
+        _execute(plain, sql.SQL("CREATE SCHEMA {}").format(name))
+        inside = address.update_query_dict({"options": f"-csearch_path={schema}"})
+        yield inside.render_as_string(hide_password=False)
+    finally:
+        _execute(plain, sql.SQL("DROP SCHEMA IF EXISTS {} CASCADE").format(name))
+
+
+def _execute(url: str, statement: sql.Composed) -> None:
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute(statement)

@@ -1,0 +1,79 @@
+"""Tabling: the pipeline on Spark, in a process of its own; Java starts while workers still work."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from typing import TYPE_CHECKING, Any
+
+from marketplace.demo.children import read_settings, say, when_orphaned
+from marketplace.generator.entry import DOMAIN_TOPIC, TELEMETRY_TOPIC
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+
+def main() -> int:
+    """First it is told where it may write; then, when the log is complete, where that is."""
+    scratch = read_settings()["scratch"]
+    try:
+        _run(scratch)
+    finally:  # also when the demo is gone, and nobody hears or says anything any more
+        shutil.rmtree(scratch, ignore_errors=True)
+    return 0
+
+
+def _run(scratch: str) -> None:
+    spark = _session(scratch)
+    try:
+        say(ready=True)
+        addresses = read_settings()
+        when_orphaned(lambda: _end_now(scratch))
+        _make_tables(spark, addresses)
+    finally:
+        spark.stop()
+
+
+def _session(scratch: str) -> SparkSession:
+    from conquiet.spark.session import session
+
+    config = {
+        "spark.local.dir": scratch,
+        "spark.sql.warehouse.dir": f"{scratch}/warehouse",
+        "spark.ui.enabled": "false",
+        "spark.ui.showConsoleProgress": "false",
+        "spark.log.level": "ERROR",
+        # The second compiler of Java takes a third of the time of so short a run, and gives less.
+        "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1",
+    }
+    return session("conquiet demo", master="local[*]", config=config)
+
+
+def _make_tables(spark: SparkSession, settings: dict[str, Any]) -> None:
+    from conquiet.spark.bronze import read_events
+    from conquiet.spark.checkpoint import held
+    from conquiet.spark.query import run_query
+    from marketplace.pipeline import Job, Lake
+
+    def outbox() -> DataFrame:
+        source = {"url": settings["database"], "table": "outbox_events", "delivery": "true"}
+        return spark.read.format("conquiet-outbox").options(**source).load()
+
+    log = {"url": settings["broker"], "streams": f"{DOMAIN_TOPIC},{TELEMETRY_TOPIC}"}
+    job = Job(Lake(spark, settings["lake"]), once=True, outbox=outbox)
+    with held(f"{settings['lake']}/_checkpoints"):
+        run_query(job.start(read_events(spark, "log", {**log, "startingOffsets": "earliest"})))
+        say(taken=True)
+        job.finish()
+    say(finished=True)
+
+
+def _end_now(scratch: str) -> None:
+    """The demo is gone, and so is whoever would remove what Java leaves behind."""
+    shutil.rmtree(scratch, ignore_errors=True)
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,60 @@
+"""A marketplace that never was: its log at any size, the same for the same seed, faults by name.
+
+What needs pyarrow, redis-py or SQLAlchemy is imported when it is first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from marketplace.generator.entry import (
+    DOMAIN_TOPIC,
+    TELEMETRY_TOPIC,
+    Entry,
+    messages,
+)
+from marketplace.generator.faults import FAULTS
+from marketplace.generator.generator import PROFILES, Generator
+from marketplace.generator.witness import Seen, Told, Witness
+
+if TYPE_CHECKING:
+    from marketplace.generator.commands import commands
+    from marketplace.generator.files import write_jsonlines, write_parquet
+    from marketplace.generator.log import write_log
+    from marketplace.generator.outbox import write_outbox
+
+__all__ = [
+    "DOMAIN_TOPIC",
+    "FAULTS",
+    "PROFILES",
+    "TELEMETRY_TOPIC",
+    "Entry",
+    "Generator",
+    "Seen",
+    "Told",
+    "Witness",
+    "commands",
+    "messages",
+    "write_jsonlines",
+    "write_log",
+    "write_outbox",
+    "write_parquet",
+]
+
+_home = {
+    "commands": "marketplace.generator.commands",
+    "write_jsonlines": "marketplace.generator.files",
+    "write_log": "marketplace.generator.log",
+    "write_outbox": "marketplace.generator.outbox",
+    "write_parquet": "marketplace.generator.files",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _home:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_home[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,91 @@
+"""Ads: their terms and their life. Impressions and clicks are telemetry, and never come here."""
+
+from __future__ import annotations
+
+from sqlalchemy import Engine
+
+from conquiet.events.event import Event, now
+from marketplace.catalog import (
+    CATALOG,
+    AdActivated,
+    AdCreated,
+    AdExpired,
+    AdMoved,
+    AdPaused,
+    AdUpdated,
+    Change,
+)
+from marketplace.service import commands
+from marketplace.service.book import Book
+from marketplace.service.lifecycle import AD, IllegalTransition, Refused
+from marketplace.service.tables import ADS
+
+_TERMS = ("bid_cents_cpm", "daily_budget_cents", "placement")
+
+
+class Ads:
+    """Keeps the ads of vendors."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._ads = Book(engine, ADS, "ad")
+
+    def create_ad(self, command: commands.CreateAd) -> list[Event]:
+        terms = {
+            "vendor_store_id": command.vendor_store_id,
+            "placement": command.placement,
+            "target_type": command.target_type,
+            "target_id": command.target_id,
+            "bid_cents_cpm": command.bid_cents_cpm,
+            "daily_budget_cents": command.daily_budget_cents,
+            "status": "draft",
+        }
+        self._ads.add(id=command.ad_id, **terms)
+        data = AdCreated(ad_id=command.ad_id, **terms)  # type: ignore[arg-type]
+        at = command.at or now()
+        return [
+            CATALOG.event(data, aggregate_id=command.ad_id, actor=command.actor, occurred_at=at)
+        ]
+
+    def update_ad(self, command: commands.UpdateAd) -> list[Event]:
+        ad = self._ads.get(command.ad_id)
+        if ad.status == "expired":
+            raise IllegalTransition(
+                f"ad {ad.id} is expired and cannot be changed; create a new one"
+            )
+        asked = {name: getattr(command, name) for name in _TERMS}
+        changed = {
+            name: value
+            for name, value in asked.items()
+            if value is not None and value != getattr(ad, name)
+        }
+        if not changed:
+            raise Refused(f"ad {ad.id}: the command changes nothing; give one of {_TERMS}")
+        self._ads.change(ad.id, **changed)
+        terms = {name: changed.get(name, getattr(ad, name)) for name in _TERMS}
+        data = AdUpdated(
+            ad_id=ad.id,
+            vendor_store_id=ad.vendor_store_id,
+            target_type=ad.target_type,
+            target_id=ad.target_id,
+            changes=[Change(name, getattr(ad, name), new) for name, new in changed.items()],
+            **terms,
+        )
+        at = command.at or now()
+        return [CATALOG.event(data, aggregate_id=ad.id, actor=command.actor, occurred_at=at)]
+
+    def activate_ad(self, command: commands.ActivateAd) -> list[Event]:
+        return [self._move(command, "active", AdActivated)]
+
+    def pause_ad(self, command: commands.PauseAd) -> list[Event]:
+        return [self._move(command, "paused", AdPaused)]
+
+    def expire_ad(self, command: commands.ExpireAd) -> list[Event]:
+        return [self._move(command, "expired", AdExpired)]
+
+    def _move(self, command: commands.MoveAd, to: str, kind: type[AdMoved]) -> Event:
+        ad = self._ads.get(command.ad_id)
+        AD.check(ad.id, ad.status, to)
+        self._ads.change(ad.id, status=to)
+        at = command.at or now()
+        data = kind(ad.id, ad.vendor_store_id, ad.status, at, command.cause)
+        return CATALOG.event(data, aggregate_id=ad.id, actor=command.actor, occurred_at=at)

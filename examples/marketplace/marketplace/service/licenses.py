@@ -1,0 +1,74 @@
+"""Licenses: submitted, reviewed, expired, and submitted again."""
+
+from __future__ import annotations
+
+from datetime import date
+from typing import Any
+from uuid import UUID
+
+from sqlalchemy import Engine
+
+from conquiet.events.event import Event, now
+from marketplace.catalog import CATALOG, LicenseStatusChanged
+from marketplace.service import commands
+from marketplace.service.book import Book
+from marketplace.service.lifecycle import LICENSE
+from marketplace.service.tables import LICENSES
+
+
+class Licenses:
+    """Keeps the licenses of stores."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._licenses = Book(engine, LICENSES, "license")
+
+    def submit_license(self, command: commands.SubmitLicense) -> list[Event]:
+        found = self._licenses.find(command.license_id)
+        if found is not None:
+            return self._move(command, command.license_id, "pending_review")
+        self._licenses.add(
+            id=command.license_id,
+            store_id=command.store_id,
+            license_type=command.license_type,
+            status="pending_review",
+            expires_on=None,
+        )
+        data = LicenseStatusChanged(
+            command.license_id, command.store_id, command.license_type, "pending_review"
+        )
+        return [_event(data, command)]
+
+    def review_license(self, command: commands.ReviewLicense) -> list[Event]:
+        return self._move(
+            command, command.license_id, command.status, command.reason, command.expires_on
+        )
+
+    def expire_license(self, command: commands.ExpireLicense) -> list[Event]:
+        return self._move(command, command.license_id, "expired", command.reason)
+
+    def _move(
+        self,
+        command: commands.Command,
+        id_: UUID,
+        to: str,
+        reason: str | None = None,
+        expires_on: date | None = None,
+    ) -> list[Event]:
+        found = self._licenses.get(id_)
+        LICENSE.check(id_, found.status, to)
+        self._licenses.change(id_, status=to, expires_on=expires_on)
+        data = LicenseStatusChanged(
+            id_,
+            found.store_id,
+            found.license_type,
+            to,
+            from_status=found.status,
+            reason=reason,
+            expires_on=expires_on,
+        )
+        return [_event(data, command)]
+
+
+def _event(data: LicenseStatusChanged, command: Any) -> Event:
+    at = command.at or now()
+    return CATALOG.event(data, aggregate_id=data.license_id, actor=command.actor, occurred_at=at)

@@ -1,0 +1,59 @@
+"""The router of the marketplace: every command to its handler, in one transaction each batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sqlalchemy import URL, Engine
+
+from conquiet.events.outbox import EventsOutbox
+from conquiet.middleware import DeadLetter
+from conquiet.router import Router
+from conquiet.sink import Sink
+from conquiet.sql import Inbox, Transaction, dialect
+from marketplace.service.ads import Ads
+from marketplace.service.licenses import Licenses
+from marketplace.service.media import Media
+from marketplace.service.orders import Orders
+from marketplace.service.payments import Payments
+from marketplace.service.rollups import Rollups
+
+SOURCE = "/marketplace"
+
+
+def marketplace_router(
+    engine: Engine | str | URL, *, dead_letters: Sink | None = None, attempts: int = 5
+) -> Router:
+    """Handlers of all commands, with inbox and outbox on the same database.
+
+    >>> from marketplace.service import init
+    >>> init("sqlite:///market.sqlite")
+    >>> router = marketplace_router("sqlite:///market.sqlite")
+    >>> len(router.handlers)
+    21
+
+    What breaks a rule goes to `dead_letters` at once, what fails otherwise after `attempts`
+    deliveries; without dead letters it is nacked, and its source decides.
+    """
+    database = dialect.as_engine(engine)
+    router = Router()
+    if dead_letters is not None:
+        router.use(DeadLetter(dead_letters, after=attempts))
+    router.use(Transaction(database), Inbox("marketplace"), EventsOutbox())
+    for handler in _handlers(database):
+        router.command(source=SOURCE)(handler)
+    return router
+
+
+def _handlers(engine: Engine) -> list[Callable[..., Any]]:
+    orders, payments = Orders(engine), Payments(engine)
+    licenses, ads = Licenses(engine), Ads(engine)
+    return [
+        *(orders.place_order, orders.accept_lines, orders.mark_ready, orders.dispatch_order),
+        *(orders.deliver_order, orders.close_order, orders.cancel_order, orders.expire_order),
+        *(payments.collect_cash, payments.settle_payment, payments.pay_out),
+        *(licenses.submit_license, licenses.review_license, licenses.expire_license),
+        *(ads.create_ad, ads.update_ad, ads.activate_ad, ads.pause_ad, ads.expire_ad),
+        *(Media(engine).record_upload, Rollups(engine).roll_up_ad),
+    ]

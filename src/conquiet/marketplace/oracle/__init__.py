@@ -1,6 +1,0 @@
-"""The right answer of every table, from the generator's own state; shares no code with Spark."""
-
-from conquiet.marketplace.oracle.oracle import Oracle
-from conquiet.marketplace.oracle.tables import TABLES, Table
-
-__all__ = ["TABLES", "Oracle", "Table"]
