@@ -14,12 +14,12 @@ import pytest
 
 from conquiet.errors import ConfigError
 from conquiet.spark.checkpoint import held, local_directory
-from conquiet.spark.session import _choose_python, is_local, recommended, session
+from conquiet.spark.settings import _choose_python, is_local, recommended, session
 
 _TRY = """
 import json, logging, os, sys
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="said: %(message)s")
-from conquiet.spark.session import session
+from conquiet.spark.settings import session
 spark = session("tried", config={"spark.ui.enabled": False,
     "spark.driver.memory": "512m", "spark.sql.shuffle.partitions": 7})
 told = spark.conquiet_settings

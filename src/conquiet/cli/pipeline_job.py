@@ -33,7 +33,7 @@ def run_tables(options: Namespace, source: dict[str, str], config: dict[str, str
     if is_whole:
         check_whole(options)
     from conquiet.spark.checkpoint import held
-    from conquiet.spark.session import session
+    from conquiet.spark.settings import session
     from marketplace.pipeline import Job, Lake
 
     _check_places(options)

@@ -43,7 +43,7 @@ def _carry(options: Namespace, source: dict[str, str], config: dict[str, str]) -
     """Into the table `raw_events`."""
     from conquiet.spark.bronze import Bronze, is_whole_table
     from conquiet.spark.checkpoint import held
-    from conquiet.spark.session import session
+    from conquiet.spark.settings import session
 
     table = Bronze(
         options.to, options.format, options.checkpoint, options.once, options.trigger_seconds

@@ -151,7 +151,7 @@ def _lake(options: Namespace, *, writes: bool) -> Iterator[Lake]:
     from contextlib import ExitStack
 
     from conquiet.spark.checkpoint import held
-    from conquiet.spark.session import session
+    from conquiet.spark.settings import session
     from conquiet.spark.tables.commits import format_of
     from marketplace.pipeline import Lake
 

@@ -1,18 +1,17 @@
-"""Spark: the event log and the outbox as sources and sinks, and the same router on a cluster.
+"""Read the event log and outboxes on Spark, write to them, and run a router on a cluster.
 
-Imported when first used: a driver that only builds a session needs no Redis, and the reverse.
+Each name is imported when it is first used: a driver that only builds a session needs no Redis.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-# At once, since these functions are called as their modules, which would else take their place.
-from conquiet.spark.register import register
-from conquiet.spark.session import session
-
 if TYPE_CHECKING:
+    from conquiet.spark.catalog import events
+    from conquiet.spark.formats import register
     from conquiet.spark.progress import LagListener, lag, lost
     from conquiet.spark.query import start_query
+    from conquiet.spark.settings import session
     from conquiet.spark.tables.reading import read_table, table_files
     from conquiet.spark.tables.writing import (
         append_once,
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
         replace_partitions,
         write_table,
     )
-    from conquiet.spark.typed import events
     from conquiet.spark.upsert.batches import upsert_into, upserting
     from conquiet.spark.worker import SparkWorker
 
@@ -44,8 +42,10 @@ __all__ = [
 ]
 
 _home = {
+    "register": "conquiet.spark.formats",
+    "session": "conquiet.spark.settings",
     "LagListener": "conquiet.spark.progress",
-    "events": "conquiet.spark.typed",
+    "events": "conquiet.spark.catalog",
     "lag": "conquiet.spark.progress",
     "lost": "conquiet.spark.progress",
     "SparkWorker": "conquiet.spark.worker",

@@ -11,7 +11,7 @@ import pytest
 from conquiet.errors import ConfigError
 from conquiet.events import ActorRef, Envelope
 from conquiet.spark import events
-from conquiet.spark.typed import ddl
+from conquiet.spark.catalog import ddl
 from marketplace.catalog import CATALOG, Line, OrderCreated, ShipTo
 
 ID = UUID(int=7)

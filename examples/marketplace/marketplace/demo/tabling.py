@@ -36,7 +36,7 @@ def _run(scratch: str) -> None:
 
 
 def _session(scratch: str) -> SparkSession:
-    from conquiet.spark.session import session
+    from conquiet.spark.settings import session
 
     config = {
         "spark.local.dir": scratch,

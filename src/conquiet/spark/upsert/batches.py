@@ -47,7 +47,7 @@ def _ensure_registered(spark: SparkSession) -> None:
             return
     except AttributeError:  # Spark Connect, or another Spark: it can be registered again
         pass
-    from conquiet.spark.register import register
+    from conquiet.spark.formats import register
 
     register(spark)
 

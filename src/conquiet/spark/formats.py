@@ -1,4 +1,4 @@
-"""Register: tell a Spark session which formats conquiet adds."""
+"""Register the formats of conquiet in a Spark session."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SOURCES = {
 
 
 def register(spark: SparkSession) -> tuple[str, ...]:
-    """Make the formats of conquiet known to a session; says which. Safe to call again."""
+    """Register every format whose packages are installed; return their names. Can be repeated."""
     known = []
     for name, (module, source) in _SOURCES.items():
         if _exists(module):

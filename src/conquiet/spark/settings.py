@@ -1,6 +1,6 @@
-"""session: a Spark session with the settings that were measured to matter for events.
+"""Build a Spark session with the settings that were measured to matter for events.
 
-What you set, by an argument, in spark-defaults.conf or through spark-submit, stays as it is.
+Settings from an argument, from spark-defaults.conf or from spark-submit are left as they are.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def session(
         spark = _connected(app, remote, chosen)
     else:
         spark, ours = _started(app, master, chosen)
-    from conquiet.spark.register import register
+    from conquiet.spark.formats import register
 
     register(spark)
     if ours or not hasattr(spark, SETTINGS_ATTRIBUTE):  # what an earlier call has set stays told

@@ -1,4 +1,4 @@
-"""Typed: the events of a catalog as columns with types, from the log or from an outbox.
+"""Read the events of a catalog as typed columns, from the log or from an outbox.
 
 events(spark, CATALOG, "order_created", url="redis://…", streams="events:*").select("data.*")
 """
