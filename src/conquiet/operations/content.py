@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from conquiet.errors import InvalidMessage
 from conquiet.operations.text import as_text, moment
-from conquiet.redis.delivery import split_id
+from conquiet.redis import ids
 from conquiet.redis.entry import from_fields
 
 
@@ -56,5 +56,5 @@ def shown(stream: str, entry_id: bytes, fields: list[bytes]) -> LogEntry:
 
 
 def time_of(entry_id: bytes) -> str:
-    milliseconds, _ = split_id(entry_id)
+    milliseconds, _ = ids.parse(entry_id)
     return moment(milliseconds)

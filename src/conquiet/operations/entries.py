@@ -10,8 +10,8 @@ from conquiet.errors import ConfigError
 from conquiet.operations.asking import wired
 from conquiet.operations.content import LogEntry, shown, time_of
 from conquiet.operations.errors import NotFound
-from conquiet.redis.delivery import FIRST, LAST, id_after, split_id
 from conquiet.redis.group import GroupStream, Pending
+from conquiet.redis.ids import FIRST, LAST, next_after, parse
 
 _PAGE = 500
 _STALE_MS = 24 * 3_600_000
@@ -79,7 +79,7 @@ def pending(
     with wired(client, f"group {group!r} of stream {stream!r}") as wire:
         place = GroupStream(wire, stream, stream, group, consumer or "")
         found: list[PendingEntry] = []
-        for row in _pending(place, consumer, id_after(after.encode()) if after else FIRST):
+        for row in _pending(place, consumer, next_after(after.encode()) if after else FIRST):
             if row.idle_ms >= min_idle * 1000:
                 found.append(_shown(row))
                 if len(found) == limit:
@@ -131,7 +131,7 @@ def claim(
         done: list[bytes] = []
         for owner, some in owners.items():
             done += some if dry_run else _free(place, owner, some, min_idle, to)
-        return Claimed(tuple(item.decode() for item in sorted(done, key=split_id)), to)
+        return Claimed(tuple(item.decode() for item in sorted(done, key=parse)), to)
 
 
 def _free(
@@ -154,7 +154,7 @@ def _pending(place: GroupStream, consumer: str | None, at: bytes = FIRST) -> Ite
         yield from page
         if len(page) < _PAGE:
             return
-        at = id_after(page[-1].id)
+        at = next_after(page[-1].id)
 
 
 def _shown(row: Pending) -> PendingEntry:

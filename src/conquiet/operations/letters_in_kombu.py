@@ -14,7 +14,8 @@ from conquiet.operations.asking import asking
 from conquiet.operations.content import time_of
 from conquiet.operations.dead_letters import Letter, Wanted
 from conquiet.operations.text import as_text, unpaired, whole
-from conquiet.redis.delivery import FIRST, LAST, id_after, split_id
+from conquiet.redis import ids
+from conquiet.redis.ids import FIRST, LAST
 from conquiet.redis.wire import Wire
 
 _PAGE = 200
@@ -42,7 +43,7 @@ class KombuLetters:
         with asking(self.name):
             last = self._wire.call(self._key, b"XREVRANGE", self._key, LAST, FIRST, b"COUNT", 1)
         at = b"0-0"
-        while last and split_id(at) <= split_id(last[0][0]):
+        while last and ids.parse(at) <= ids.parse(last[0][0]):
             with asking(self.name):
                 page = self._wire.call(
                     self._key, b"XRANGE", self._key, at, last[0][0], b"COUNT", _PAGE
@@ -52,7 +53,7 @@ class KombuLetters:
                 yield self._letter(entry_id, named), named
             if len(page) < _PAGE:
                 return
-            at = id_after(page[-1][0])
+            at = ids.next_after(page[-1][0])
 
     def _letter(self, entry_id: bytes, named: dict[bytes, bytes]) -> Letter:
         payload = named.get(b"m", b"")

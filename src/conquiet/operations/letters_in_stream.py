@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import weakref
 from base64 import b64decode
 from collections.abc import Iterator, Sequence
@@ -19,14 +18,14 @@ from conquiet.operations.content import time_of
 from conquiet.operations.dead_letters import ENTRY, STREAM, Letter, Wanted, letter_of
 from conquiet.operations.errors import NotFound
 from conquiet.operations.survey import names_of
-from conquiet.redis.delivery import FIRST, LAST, id_after, split_id
+from conquiet.redis import ids
 from conquiet.redis.entry import TOPIC_FIELD, from_fields, to_fields
+from conquiet.redis.ids import FIRST, LAST
 from conquiet.redis.letter import UNREADABLE_TYPE
 from conquiet.redis.topic import Topic, streams_of
 from conquiet.redis.wire import Wire
 
 _PAGE = 200
-_entry_id = re.compile(r"\d{1,19}-\d{1,19}")
 
 # KEYS: the letters, where the message goes. ARGV: the letter, the fields of the message.
 # In one script, so that two who replay at once do not send it twice.
@@ -65,11 +64,11 @@ class StreamLetters:
             if letter is not None:
                 yield letter, fields
 
-    def _entries(self, ids: Sequence[str]) -> list[tuple[bytes, list[bytes]]]:
-        """By their places, in order; none if one of the ids is no place."""
-        if not all(map(_entry_id.fullmatch, ids)):
+    def _entries(self, wanted: Sequence[str]) -> list[tuple[bytes, list[bytes]]]:
+        """Read entries by id, in order; none if one of the texts is not an entry id."""
+        if not all("-" in item and ids.is_valid(item) for item in wanted):
             return []
-        places = sorted({item.encode() for item in ids}, key=split_id)
+        places = sorted({item.encode() for item in wanted}, key=ids.parse)
         with asking(self.name):
             pages = [self._wire.call(self._key, b"XRANGE", self._key, at, at) for at in places]
         return [entry for page in pages for entry in page]
@@ -80,13 +79,13 @@ class StreamLetters:
             last = self._wire.call(self._key, b"XREVRANGE", self._key, LAST, FIRST, b"COUNT", 1)
         if not last:
             return
-        starts = [b"0-0"]
+        starts = [ids.MIN]
         if wanted.since is not None:
             starts.append(b"%d-0" % max(0, int(wanted.since.timestamp() * 1000)))
         if wanted.after:
-            starts.append(id_after(wanted.after.encode()))
-        at = max(starts, key=split_id)
-        while split_id(at) <= split_id(last[0][0]):
+            starts.append(ids.next_after(wanted.after.encode()))
+        at = max(starts, key=ids.parse)
+        while ids.parse(at) <= ids.parse(last[0][0]):
             with asking(self.name):
                 page = self._wire.call(
                     self._key, b"XRANGE", self._key, at, last[0][0], b"COUNT", _PAGE
@@ -94,7 +93,7 @@ class StreamLetters:
             yield from page
             if len(page) < _PAGE:
                 return
-            at = id_after(page[-1][0])
+            at = ids.next_after(page[-1][0])
 
     def _letter(self, entry_id: bytes, fields: list[bytes]) -> Letter | None:
         try:

@@ -15,8 +15,9 @@ import redis
 from conquiet.operations.asking import wired
 from conquiet.operations.errors import NotFound
 from conquiet.operations.text import moment
-from conquiet.redis.delivery import LAST, id_after, split_id
+from conquiet.redis import ids
 from conquiet.redis.group import GroupStream, pairs
+from conquiet.redis.ids import LAST
 from conquiet.redis.topic import beside
 from conquiet.redis.wire import Command, Wire
 
@@ -192,7 +193,7 @@ def _survey(wire: Wire, names: Sequence[str]) -> Iterator[StreamInfo]:
             place.length,
             _text(place.first),
             _text(place.last),
-            moment(split_id(place.last)[0]) if place.last else "",
+            moment(ids.parse(place.last)[0]) if place.last else "",
             whole.get(b"entries-added"),
             _or(size, None),
             tuple(place.groups([pairs(row) for row in _or(rows, ())])),
@@ -276,13 +277,13 @@ class _Place:
 
     def _lag(self, position: bytes, told: int | None) -> tuple[int, bool]:
         """How many entries stand after a position, and whether that is all of them."""
-        if self.first is None or self.last is None or split_id(position) >= split_id(self.last):
+        if self.first is None or self.last is None or ids.parse(position) >= ids.parse(self.last):
             return 0, True
         if told is not None:
             return told, True
-        if split_id(position) < split_id(self.first):
+        if ids.parse(position) < ids.parse(self.first):
             return self.length, True
-        count, at = 0, id_after(position)
+        count, at = 0, ids.next_after(position)
         while count < COUNTED:
             page = self._wire.call(
                 self.name.encode(), b"XRANGE", self.name, at, LAST, b"COUNT", _PAGE
@@ -290,17 +291,17 @@ class _Place:
             count += len(page)
             if len(page) < _PAGE:
                 return count, True
-            at = id_after(page[-1][0])
+            at = ids.next_after(page[-1][0])
         return count, False
 
     def _behind(self, position: bytes) -> float:
         """The age of the first entry after a position."""
         key = self.name.encode()
-        page = self._wire.call(key, b"XRANGE", key, id_after(position), LAST, b"COUNT", 1)
+        page = self._wire.call(key, b"XRANGE", key, ids.next_after(position), LAST, b"COUNT", 1)
         return self._age(page[0][0]) if page else 0.0
 
     def _age(self, entry_id: bytes) -> float:
-        return max(0.0, round((self._now - split_id(entry_id)[0]) / 1000, 3))
+        return max(0.0, round((self._now - ids.parse(entry_id)[0]) / 1000, 3))
 
 
 def _ask(wire: Wire, commands: Sequence[tuple[str, Command]]) -> Iterator[Any]:

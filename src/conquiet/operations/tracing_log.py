@@ -18,8 +18,9 @@ from conquiet.operations.letters_in_stream import StreamLetters, letter_streams
 from conquiet.operations.survey import names_of
 from conquiet.operations.text import moment
 from conquiet.operations.tracing import Remembered
-from conquiet.redis.delivery import FIRST, LAST, id_after, split_id
+from conquiet.redis import ids
 from conquiet.redis.group import pairs
+from conquiet.redis.ids import FIRST, LAST
 from conquiet.redis.inbox import PREFIX as INBOX_PREFIX
 from conquiet.redis.trim import readers
 from conquiet.redis.wire import Wire
@@ -123,9 +124,9 @@ class LogSearch:
             count += len(page)
             if len(page) < _PAGE:
                 return
-            at = id_after(page[-1][0])
+            at = ids.next_after(page[-1][0])
             if span is not None and count >= MOST:
-                partly.append(Searched(name, moment(split_id(begin)[0]), moment(split_id(at)[0])))
+                partly.append(Searched(name, moment(ids.parse(begin)[0]), moment(ids.parse(at)[0])))
                 return
 
     def _takers(self, name: str, entry_id: bytes) -> Iterator[Taker]:
@@ -139,10 +140,10 @@ class LogSearch:
                 who = consumer.decode(errors="backslashreplace")
                 yield Taker(title, "pending", who, idle / 1000, deliveries)
             else:
-                is_ahead = split_id(row[b"last-delivered-id"]) >= split_id(entry_id)
+                is_ahead = ids.parse(row[b"last-delivered-id"]) >= ids.parse(entry_id)
                 yield Taker(title, "acked" if is_ahead else "unread", "", 0.0, 0)
         for reader, position in sorted(readers(self._wire, name).items()):
-            is_ahead = split_id(position.encode()) >= split_id(entry_id)
+            is_ahead = ids.parse(position.encode()) >= ids.parse(entry_id)
             yield Taker(reader, "passed" if is_ahead else "unread", "", 0.0, 0)
 
     def buried(self) -> tuple[Buried, ...]:

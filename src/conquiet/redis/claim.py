@@ -13,8 +13,10 @@ from typing import NamedTuple
 
 import redis
 
-from conquiet.redis.delivery import FIRST, LAST, Delivery, id_after
+from conquiet.redis import ids
+from conquiet.redis.delivery import Delivery
 from conquiet.redis.group import GroupStream, Pending
+from conquiet.redis.ids import FIRST, LAST
 
 logger = logging.getLogger("conquiet.redis")
 
@@ -81,12 +83,12 @@ class Claims:
                 found.setdefault(claim, []).append(row)
                 room -= 1
                 if not room:
-                    stream.scan_from = id_after(row.id)
+                    stream.scan_from = ids.next_after(row.id)
                     return found
             if len(page) < PAGE:
                 stream.scan_from = FIRST
                 return found
-            stream.scan_from = id_after(page[-1].id)
+            stream.scan_from = ids.next_after(page[-1].id)
         return found
 
     def _how_to_claim(

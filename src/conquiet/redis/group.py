@@ -8,7 +8,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import redis
 
-from conquiet.redis.delivery import FIRST, LAST, Delivery, split_id
+from conquiet.redis.delivery import Delivery
+from conquiet.redis.ids import FIRST, LAST, parse
 from conquiet.redis.topic import beside
 from conquiet.redis.wire import Argument, Wire
 
@@ -128,7 +129,7 @@ class GroupStream:
 
     def still_ours(self, ids: Iterable[bytes]) -> dict[bytes, Pending]:
         """Those of the ids that no other consumer has claimed and nobody has acked."""
-        wanted = sorted(ids, key=split_id)
+        wanted = sorted(ids, key=parse)
         if not wanted:
             return {}
         count = len(self.held) + len(wanted) + _SPARE

@@ -11,9 +11,10 @@ import redis
 
 from conquiet.errors import InvalidMessage, StoreError
 from conquiet.message import Message, printable
-from conquiet.redis.delivery import FIRST, LAST, id_after, split_id
+from conquiet.redis import ids
 from conquiet.redis.entry import UndecodableEntry, from_fields
 from conquiet.redis.group import GroupStream
+from conquiet.redis.ids import FIRST, LAST
 
 logger = logging.getLogger("conquiet.redis")
 
@@ -48,5 +49,5 @@ def _replay(stream: GroupStream, start: str | None, end: str | None) -> Iterator
                 continue
             message: Message[Any] = Message(data, attributes, topic=topic or stream.topic)
             message.locals["position"] = entry_id.decode()
-            yield split_id(entry_id), message
-        at = id_after(page[-1][0]) if len(page) == _PAGE else None
+            yield ids.parse(entry_id), message
+        at = ids.next_after(page[-1][0]) if len(page) == _PAGE else None

@@ -15,8 +15,8 @@ from typing import Any
 import redis
 
 from conquiet.errors import ConfigError
-from conquiet.redis.delivery import FIRST, LAST, id_after, split_id
 from conquiet.redis.group import pairs
+from conquiet.redis.ids import FIRST, LAST, is_valid, next_after, parse
 from conquiet.redis.server import server_of
 from conquiet.redis.topic import beside
 from conquiet.redis.wire import Wire
@@ -41,7 +41,7 @@ def advance_reader(client: Any, stream: str, reader: str, position: str) -> bool
     """The reader is done with all up to `position`; False if it is not registered or not ahead."""
     _check_id(position)
     current = readers(client, stream).get(reader)
-    if current is None or split_id(position.encode()) <= split_id(current.encode()):
+    if current is None or parse(position.encode()) <= parse(current.encode()):
         return False
     _wire(client).call(_readers_key(stream), b"HSET", _readers_key(stream), reader, position)
     return True
@@ -93,7 +93,7 @@ def trim_stream(
         raise ConfigError(f"keep_seconds={keep_seconds}: must be 0 seconds or more")
     wire = _wire(client)
     below, kept_by = _floor(wire, stream, keep_seconds)
-    if split_id(below) == (0, 0):
+    if parse(below) == (0, 0):
         removed = 0
     elif dry_run:
         removed = _count_below(wire, stream, below)
@@ -113,11 +113,11 @@ def _floor(wire: Wire, stream: str, keep_seconds: float | None) -> tuple[bytes, 
         seconds, micros = wire.call(stream.encode(), b"TIME")
         now_ms = int(seconds) * 1000 + int(micros) // 1000
         needs.append((b"%d-0" % max(0, now_ms - round(keep_seconds * 1000)), "the retention"))
-    return min(needs, key=lambda need: split_id(need[0]))
+    return min(needs, key=lambda need: parse(need[0]))
 
 
 def _needed_by_readers(wire: Wire, stream: str) -> dict[str, bytes]:
-    return {name: id_after(at.encode()) for name, at in readers(wire, stream).items()}
+    return {name: next_after(at.encode()) for name, at in readers(wire, stream).items()}
 
 
 def _needed_by_groups(wire: Wire, stream: str) -> dict[str, bytes]:
@@ -132,7 +132,7 @@ def _needed_by_groups(wire: Wire, stream: str) -> dict[str, bytes]:
     for group in groups:
         # First the position, then the pending: what is read in between is above the position.
         _, lowest, _, _ = wire.call(key, b"XPENDING", key, group[b"name"])
-        needed[group[b"name"].decode()] = lowest or id_after(group[b"last-delivered-id"])
+        needed[group[b"name"].decode()] = lowest or next_after(group[b"last-delivered-id"])
     return needed
 
 
@@ -152,14 +152,14 @@ def _count_below(wire: Wire, stream: str, below: bytes) -> int:
     count, start = 0, FIRST
     while ids := _ids_below(wire, stream.encode(), start, below):
         count += len(ids)
-        start = id_after(ids[-1])
+        start = next_after(ids[-1])
     return count
 
 
 def _ids_below(wire: Wire, key: bytes, start: bytes, below: bytes) -> list[bytes]:
     page = wire.call(key, b"XRANGE", key, start, LAST, b"COUNT", _PAGE)
-    limit = split_id(below)
-    return [entry_id for entry_id, _ in page if split_id(entry_id) < limit]
+    limit = parse(below)
+    return [entry_id for entry_id, _ in page if parse(entry_id) < limit]
 
 
 def _wire(client: Any) -> Wire:
@@ -171,6 +171,5 @@ def _readers_key(stream: str) -> bytes:
 
 
 def _check_id(position: str) -> None:
-    milliseconds, dash, sequence = position.partition("-")
-    if not milliseconds.isdecimal() or (dash and not sequence.isdecimal()):
+    if not is_valid(position):
         raise ConfigError(f"{position!r:.60} is not an entry id such as 1700000000000-0")

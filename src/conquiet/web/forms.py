@@ -6,7 +6,6 @@ Every action is made by `action`, so that none can forget the check.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeAlias
 from urllib.parse import parse_qsl
@@ -27,8 +26,6 @@ _MOST_BYTES = 64 * 1024
 _MOST_FIELDS = 40
 _MOST_CHARS = 2_000
 FIELD = "csrf"
-
-_entry = re.compile(r"\d{1,20}(-\d{1,20})?", re.ASCII)
 
 Form: TypeAlias = Mapping[str, str]
 Act: TypeAlias = Callable[[Request, Form], Response]
@@ -87,8 +84,11 @@ def asked(request: Request, name: str) -> str:
 def asked_entry(request: Request, name: str) -> str:
     """The id of an entry of a stream; empty if none is there."""
     text = asked(request, name)
-    parts = text.split("-") if _entry.fullmatch(text) else ("",)
-    if text and not all(part and int(part) < 2**64 for part in parts):
+    if not text:
+        return ""
+    from conquiet.redis import ids
+
+    if not ids.is_valid(text):
         raise HTTPException(400, f"{text!r:.60} is no id of an entry, such as 1700000000000-0.")
     return text
 

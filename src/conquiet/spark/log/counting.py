@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from conquiet.errors import StoreError
-from conquiet.redis.delivery import id_after
+from conquiet.redis.ids import next_after
 from conquiet.redis.wire import Wire
 from conquiet.spark.log.asking import ask
 from conquiet.spark.log.piece import Piece, id_of, parts
@@ -95,7 +95,7 @@ def _replies(
 ) -> list[tuple[list[bytes], int]]:
     commands = []
     for one, count in zip(walks, steps, strict=True):
-        key, first = one.piece.stream.encode(), id_after(one.end.encode())
+        key, first = one.piece.stream.encode(), next_after(one.end.encode())
         until = one.piece.until.encode()
         commands.append((key, (b"EVAL", _WALK, 1, key, first, until, count, PAGE)))
     replies = ask(wire, commands)
@@ -109,7 +109,7 @@ def _read_instead(wire: Wire, one: Walk, wanted: int, error: Exception) -> tuple
     """A page of entries, of which only the last id is used: Redis before 6.2, or no scripts."""
     logger.debug("entries of %r are counted by reading them: %s", one.piece.stream, error)
     key, marks, walked = one.piece.stream.encode(), [], 0
-    first, until = id_after(one.end.encode()), one.piece.until.encode()
+    first, until = next_after(one.end.encode()), one.piece.until.encode()
     while walked < wanted:
         count = min(PAGE, wanted - walked)
         [page] = ask(wire, [(key, (b"XRANGE", key, first, until, b"COUNT", count))])
@@ -119,7 +119,7 @@ def _read_instead(wire: Wire, one: Walk, wanted: int, error: Exception) -> tuple
             break
         walked += len(page)
         marks.append(page[-1][0])
-        first = id_after(page[-1][0])
+        first = next_after(page[-1][0])
         if len(page) < count or marks[-1] == until:  # nothing can follow the largest id
             break
     return marks, walked

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from conquiet.errors import StoreError
-from conquiet.redis.delivery import id_after
+from conquiet.redis.ids import next_after
 from conquiet.redis.wire import Wire
 from conquiet.spark.log.asking import ask
 from conquiet.spark.log.piece import Piece, id_of, parts
@@ -156,7 +156,7 @@ def density_of(wire: Wire, piece: Piece, look: int = LOOK) -> Density:
 
 def first_ids(wire: Wire, pieces: Sequence[Piece]) -> list[str | None]:
     """The first entry that each piece has."""
-    wanted = [(piece.stream, id_after(piece.after.encode()), piece.until) for piece in pieces]
+    wanted = [(piece.stream, next_after(piece.after.encode()), piece.until) for piece in pieces]
     pages = _pages(wire, [(stream, first, last.encode()) for stream, first, last in wanted], 1)
     return [ids[0] if ids else None for ids in pages]
 

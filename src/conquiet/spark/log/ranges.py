@@ -14,7 +14,7 @@ import numpy as np
 import redis
 
 from conquiet.errors import StoreError
-from conquiet.redis.delivery import id_after
+from conquiet.redis.ids import next_after
 from conquiet.redis.wire import TROUBLE, Wire
 from conquiet.spark.log.asking import PAUSES_SECONDS, ask
 from conquiet.spark.log.connection import pool_of
@@ -205,7 +205,7 @@ def _is_small(piece: Piece) -> bool:
 
 
 def _xrange(piece: Piece, count: int = 0) -> list[bytes | int]:
-    after, limit = id_after(piece.after.encode()), (b"COUNT", count) if count else ()
+    after, limit = next_after(piece.after.encode()), (b"COUNT", count) if count else ()
     return [b"XRANGE", piece.stream.encode(), after, piece.until.encode(), *limit]
 
 

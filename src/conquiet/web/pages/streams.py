@@ -61,10 +61,11 @@ def _stream(request: Request) -> Response:
     app: Dashboard = request.app
     client = app.stores.client
     from conquiet.operations import peek, stream
+    from conquiet.redis import ids
 
     name, before = asked(request, "name"), asked_entry(request, "before")
     found = stream(client, name)
-    start = _id_before(before) if before else None
+    start = ids.before(before) if before else None
     entries = peek(client, name, start, _PAGE + 1, newest=True)
     return page(
         request,
@@ -76,14 +77,6 @@ def _stream(request: Request) -> Response:
         before=before,
         older=entries[_PAGE - 1].id if len(entries) > _PAGE else "",
     )
-
-
-def _id_before(entry_id: str) -> str:
-    """The largest id below: ranges that exclude their end came with Redis 6.2 only."""
-    milliseconds, sequence = (int(part) for part in f"{entry_id}-0".split("-")[:2])
-    if sequence:
-        return f"{milliseconds}-{sequence - 1}"
-    return f"{max(0, milliseconds - 1)}-{2**64 - 1}"
 
 
 def _group(request: Request) -> Response:
