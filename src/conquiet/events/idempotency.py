@@ -25,8 +25,8 @@ import redis
 
 from conquiet.errors import Blameless, ConfigError, StoreError
 from conquiet.events.guard import Guard
-from conquiet.events.lease import Keeper
 from conquiet.events.ttl import as_seconds, default_ttl
+from conquiet.lease import LeaseKeeper
 from conquiet.redis.outcome import InProgress
 
 logger = logging.getLogger("conquiet.events")
@@ -85,7 +85,7 @@ class Idempotency:
                 f"{type(client).__name__}; its guard can be used by coroutines all the same"
             )
         self.prefix = prefix
-        self.keeper = Keeper(self.lease / _RENEWALS)
+        self.keeper = LeaseKeeper("conquiet-idempotency")
         self._run: Callable[..., Any] = client.register_script(_script)
 
     def key(self, consumer: str, event_id: UUID | str) -> str:
@@ -125,7 +125,7 @@ class Idempotency:
             raise InProgress(f"{claim.key}: somebody else is at it; do not ack")
         if answer == "done":
             return None
-        self.keeper.add(claim)
+        self.keeper.add(claim, claim.every)
         return claim
 
     def guard(
@@ -161,12 +161,17 @@ class Claim(NamedTuple):
     key: str
     owner: str
 
-    def renew(self) -> None:
+    @property
+    def every(self) -> float:
+        """The seconds between two renewals."""
+        return self.idempotency.lease / _RENEWALS
+
+    def renew(self) -> float | None:
+        """Renew the lease, for the keeper; None if it is not ours any more."""
         answer = self._ask("renew", self.idempotency.lease)
-        if answer != "ours":
-            self.idempotency.keeper.remove(self)
         if answer == "held":
             logger.warning("%s: the lease was lost while its handler runs", self.key)
+        return self.every if answer == "ours" else None
 
     def confirm(self, ttl: float | None = None) -> None:
         """It took effect: remember it for long. Raises `LeaseLost` if another has taken it."""
@@ -199,3 +204,6 @@ class Claim(NamedTuple):
 
     def _ask(self, does: str, seconds: float) -> Answer:
         return self.idempotency._ask(self.key, does, self.owner, seconds)
+
+    def __repr__(self) -> str:
+        return f"<Claim {self.key}>"

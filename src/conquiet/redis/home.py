@@ -9,6 +9,7 @@ import redis
 from redis.exceptions import RedisClusterException
 
 from conquiet.errors import ConfigError, HandlerError, StoreError
+from conquiet.lease import LeaseKeeper
 from conquiet.redis.session import Session, pack
 from conquiet.redis.wire import TROUBLE, Wire
 
@@ -30,6 +31,8 @@ class Home:
                 " single_connection_client"
             )
         self.client = client
+        self.keeper = LeaseKeeper("conquiet-leases")
+        """Renews leases of inboxes; one per server, so that one that hangs delays no other."""
         self.is_cluster = self.wire.is_cluster
         self._place = place_of(client)
         encoder = client.get_encoder()

@@ -12,7 +12,7 @@ nothing.
 from __future__ import annotations
 
 import logging
-import threading
+import math
 import time
 import uuid
 from collections.abc import Sequence
@@ -33,8 +33,6 @@ DONE = b"done"
 _PROCESSING = b"processing:"
 _RENEWALS = 3
 """How often a lease is renewed before it would end."""
-_LONGEST_SLEEP = 1.0
-"""Seconds after which the keeper looks whether it still has something to do."""
 
 
 class State(Enum):
@@ -52,7 +50,7 @@ class Terms:
         self.lease = lease
         self.lease_ms = max(1, round(lease * 1000))
         self.retention_ms = max(1, round(retention * 1000))
-        self.keeper = Keeper(lease / _RENEWALS)
+        self.renew_every = lease / _RENEWALS
         self._lost: dict[bytes, tuple[bytes, float]] = {}
 
     def abandon(self, leases: dict[bytes, bytes]) -> None:
@@ -84,8 +82,7 @@ class Leases:
         self._unit = unit
         self._values: dict[bytes, bytes] = {}
         self._terms: dict[bytes, Terms] = {}
-        self._renewed = 0.0
-        self._keepers: set[Keeper] = set()
+        self._renew_every = math.inf
 
     def acquire(self, keys: Sequence[bytes], terms: Terms) -> list[State]:
         """Lease what is free, watch it all, and say what is whose: one exchange."""
@@ -101,7 +98,6 @@ class Leases:
         packed.append(pack((b"MGET", *keys)))
         with session.lock:
             session.is_watching = True
-            self._renewed = time.monotonic()
             try:
                 replies = session.exchange(packed)
             except BaseException as error:
@@ -120,8 +116,8 @@ class Leases:
             for key, found in zip(keys, replies[-1], strict=True)
         ]
         if self._values:
-            terms.keeper.add(self)
-            self._keepers.add(terms.keeper)
+            self._renew_every = min(self._renew_every, terms.renew_every)
+            unit.home.keeper.add(self, terms.renew_every)
         return states
 
     def _file(self, key: bytes, found: bytes | None, value: bytes, terms: Terms) -> State:
@@ -160,67 +156,32 @@ class Leases:
         self.forget()
 
     def forget(self) -> None:
-        for keeper in self._keepers:
-            keeper.remove(self)
-        self._keepers.clear()
-        self._values.clear()
+        if self._values:
+            self._unit.home.keeper.remove(self)
+            self._values.clear()
 
     # --- renewal ----------------------------------------------------------------------------
 
-    def renew(self, every: float) -> None:
-        """Begin the leases anew, if it is time to, and watch them again; by the keeper's thread."""
+    def renew(self) -> float | None:
+        """Renew the leases and watch them again; called by the keeper's thread."""
         unit = self._unit
-        if time.monotonic() - self._renewed < every or unit.watches_data:
-            return  # data that a handler watches must be watched without a gap
+        if unit.watches_data:  # what a handler watches must be watched without a gap
+            return self._renew_every
         session = unit.session()
         with session.lock:
             values = dict(self._values)
             if not values or unit.ended or not session.is_watching:
-                return
+                return None
             longer = [pack((b"PEXPIRE", key, self._terms[key].lease_ms)) for key in values]
             # EXEC ends the WATCH, so the keys are watched again and looked at again.
             again = [pack((b"WATCH", *values)), pack((b"MGET", *values))]
             multi, execute = pack((b"MULTI",)), pack((b"EXEC",))
             replies = session.exchange([multi, *longer, execute, *again])
-            self._renewed = time.monotonic()
             if not isinstance(replies[-3], list) or replies[-1] != list(values.values()):
                 # A new WATCH must not make good what the old one found out.
                 session.drop()
                 logger.warning("a lease of the inbox was lost while its handler runs")
+        return self._renew_every
 
-
-class Keeper:
-    """A thread that renews leases; it lives while there are any."""
-
-    def __init__(self, every: float) -> None:
-        self._every = every
-        self._leases: set[Leases] = set()
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-
-    def add(self, leases: Leases) -> None:
-        with self._lock:
-            self._leases.add(leases)
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(
-                    target=self._keep, name="conquiet-leases", daemon=True
-                )
-                self._thread.start()
-
-    def remove(self, leases: Leases) -> None:
-        with self._lock:
-            self._leases.discard(leases)
-
-    def _keep(self) -> None:
-        while True:
-            time.sleep(min(self._every / 2, _LONGEST_SLEEP))
-            with self._lock:
-                leases = list(self._leases)
-                if not leases:
-                    self._thread = None
-                    return
-            for item in leases:
-                try:
-                    item.renew(self._every)
-                except Exception as error:  # noqa: BLE001 - then EXEC writes nothing
-                    logger.warning("a lease of the inbox could not be renewed: %r", error)
+    def __repr__(self) -> str:
+        return f"<{len(self._values)} leases of an inbox>"

@@ -434,7 +434,7 @@ def test_a_task_that_is_cancelled_while_it_claims_holds_nothing(redis_url, redis
                 await task
 
         asyncio.run(cancel())
-        assert eventually(lambda: not idempotency.keeper._due and value(redis_client) == "")
+        assert eventually(lambda: not len(idempotency.keeper) and value(redis_client) == "")
         with idempotency.guard("mailer", EVENT) as fresh:
             assert fresh
 

@@ -19,7 +19,7 @@ from conquiet.testing.contracts.storing import elsewhere
 
 
 def stop_renewing(monkeypatch):
-    monkeypatch.setattr("conquiet.redis.lease.Leases.renew", lambda self, every: None)
+    monkeypatch.setattr("conquiet.redis.lease.Leases.renew", lambda self: None)
 
 
 def test_r2_a_slow_holder_whose_lease_ran_out_writes_nothing(
