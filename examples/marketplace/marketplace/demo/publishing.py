@@ -16,7 +16,7 @@ from conquiet.redis import StreamSink
 from conquiet.relay import Relay
 from conquiet.sink import Sink
 from conquiet.sql import engine
-from marketplace.demo.children import read_settings, say, when_orphaned
+from marketplace.demo.process import read_settings, report, when_orphaned
 from marketplace.demo.settings import BATCH, TWICE
 
 _POLL_SECONDS = 0.1
@@ -48,9 +48,9 @@ def main() -> int:
     source = EventSource(engine(settings["database"]), cloudevents=True, poll=_POLL_SECONDS)
     relay = Relay(source, sink, batch_size=BATCH)
     when_orphaned(relay.stop)
-    say(ready=True)
+    report(ready=True)
     relay.run()
-    say(published=relay.published, repeated=sink.repeated)
+    report(published=relay.published, repeated=sink.repeated)
     return 0
 
 

@@ -20,9 +20,9 @@ from typing import Any
 from marketplace.demo import folder as results
 from marketplace.demo.audit import read_books, read_log
 from marketplace.demo.business import business_by_spark, business_by_sql
-from marketplace.demo.children import Child
 from marketplace.demo.interruption import interruptible
 from marketplace.demo.lake import Lake
+from marketplace.demo.process import Child
 from marketplace.demo.report import report
 from marketplace.demo.sending import Sender
 from marketplace.demo.servers import Servers, servers
@@ -134,7 +134,7 @@ class _Run:
             self._teller.begin("Spark makes bronze, silver, gold and marts of the log", "Spark")
             lake = {"lake": str(self._folder / results.LAKE)}
             addresses = {"database": servers.database, "broker": servers.broker}
-            self._spark.tell(json.dumps({**addresses, **lake}))
+            self._spark.send(json.dumps({**addresses, **lake}))
         with story.stage("audit of databases and log"):
             story.books, story.log = read_books(servers), read_log(servers)
             judge_services(

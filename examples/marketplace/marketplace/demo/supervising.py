@@ -7,7 +7,7 @@ import os
 import signal
 
 from conquiet.processes import run_processes
-from marketplace.demo.children import read_settings, when_orphaned
+from marketplace.demo.process import read_settings, when_orphaned
 from marketplace.demo.settings import WORKERS
 
 _GRACE_SECONDS = 5.0

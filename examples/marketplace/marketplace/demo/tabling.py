@@ -7,7 +7,7 @@ import shutil
 import signal
 from typing import TYPE_CHECKING, Any
 
-from marketplace.demo.children import read_settings, say, when_orphaned
+from marketplace.demo.process import read_settings, report, when_orphaned
 from marketplace.generator.entry import DOMAIN_TOPIC, TELEMETRY_TOPIC
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def main() -> int:
 def _run(scratch: str) -> None:
     spark = _session(scratch)
     try:
-        say(ready=True)
+        report(ready=True)
         addresses = read_settings()
         when_orphaned(lambda: _end_now(scratch))
         _make_tables(spark, addresses)
@@ -44,8 +44,6 @@ def _session(scratch: str) -> SparkSession:
         "spark.ui.enabled": "false",
         "spark.ui.showConsoleProgress": "false",
         "spark.log.level": "ERROR",
-        # The second compiler of Java takes a third of the time of so short a run, and gives less.
-        "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1",
     }
     return session("conquiet demo", master="local[*]", config=config)
 
@@ -64,9 +62,9 @@ def _make_tables(spark: SparkSession, settings: dict[str, Any]) -> None:
     job = Job(Lake(spark, settings["lake"]), once=True, outbox=outbox)
     with held(f"{settings['lake']}/_checkpoints"):
         run_query(job.start(read_events(spark, "log", {**log, "startingOffsets": "earliest"})))
-        say(taken=True)
+        report(taken=True)
         job.finish()
-    say(finished=True)
+    report(finished=True)
 
 
 def _end_now(scratch: str) -> None:

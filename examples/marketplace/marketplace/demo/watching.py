@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from conquiet.errors import ConquietError
-from marketplace.demo.children import Child
+from marketplace.demo.process import Child
 from marketplace.demo.sending import Sender
 from marketplace.demo.servers import STREAMS, Servers
 from marketplace.demo.settings import GROUP, PROCESSES
