@@ -36,7 +36,7 @@ class Consumer:
             client,
             "pf-domain-events",
             group=NOTIFICATIONS.name,
-            max_deliveries=10,
+            max_attempts=10,
             dead_letters="pf-domain-events.dead",
         )
         self.sent: list[str] = []

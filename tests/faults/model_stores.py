@@ -86,7 +86,7 @@ class RedisStores(Stores):
         return invariants.read_log(self.client, EVENTS)
 
     def outbox(self, client):
-        return outbox_source(client, OUTBOX, consumer="relay", max_idle=LONG, block=0.01)
+        return outbox_source(client, OUTBOX, consumer="relay", lease=LONG, block=0.01)
 
     def published(self) -> bool:
         return not self.client.xlen(OUTBOX)

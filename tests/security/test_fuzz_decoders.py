@@ -23,9 +23,9 @@ from conquiet.operations.content import shown
 from conquiet.operations.dead_letters import letter_of
 from conquiet.operations.letters_in_stream import original_fields
 from conquiet.queue import message as queue_message
-from conquiet.redis.delivery import Delivery
+from conquiet.redis.consumer import Delivery
+from conquiet.redis.dead_letter import UNREADABLE_TYPE, to_dead_letter
 from conquiet.redis.entry import from_fields
-from conquiet.redis.letter import UNREADABLE_TYPE, letter
 from conquiet.relay.sinks.envelope import pack
 from conquiet.source import EndOfSource
 
@@ -107,7 +107,7 @@ class _Stream:
 @given(whole_fields | fields, st.text(max_size=20))
 def test_whatever_an_entry_holds_its_dead_letter_gives_it_back(found, why) -> None:
     delivery = Delivery(_Stream(), b"1-1", list(found), 3, 0.0)
-    data, attributes, _ = from_fields(letter(delivery, 3, InvalidMessage(why)))
+    data, attributes, _ = from_fields(to_dead_letter(delivery, 3, InvalidMessage(why)))
     assert letter_of("1-1", attributes, data).stream == "orders"
     again = original_fields(data, attributes)
     if attributes["type"] == UNREADABLE_TYPE:

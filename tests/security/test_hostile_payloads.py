@@ -22,8 +22,8 @@ from conquiet.operations.letters_in_kombu import _headers
 from conquiet.operations.letters_in_stream import original_fields
 from conquiet.operations.text import whole
 from conquiet.queue import message as queue_message
+from conquiet.redis.dead_letter import UNREADABLE_TYPE
 from conquiet.redis.entry import from_fields, to_fields
-from conquiet.redis.letter import UNREADABLE_TYPE
 
 ATTRIBUTES = {"specversion": "1.0", "id": "1", "type": "t", "source": "/s"}
 EVENT = b'{"specversion":"1.0","id":"1","type":"t","source":"/s",%s}'

@@ -64,7 +64,7 @@ def publish(client, *ids, stream="orders"):
 
 def bury(worker, count):
     """Entries that are no events become dead letters."""
-    source = StreamSource(worker, "orders", "billing", max_deliveries=1, lease=5)
+    source = StreamSource(worker, "orders", "billing", max_attempts=1, lease=5)
     while source.dead < count:
         for message in source.read(10, 0.1):
             assert message.ack()
@@ -81,7 +81,7 @@ def test_a_worker(as_user, redis_client) -> None:
     publish(redis_client, 0, 1, 2)
     redis_client.xadd("orders", {"no": "event"})
     worker = as_user("conquiet_worker")
-    source = StreamSource(worker, "orders", "billing", max_deliveries=1, lease=5)
+    source = StreamSource(worker, "orders", "billing", max_attempts=1, lease=5)
     found = source.read(10, 1.0)
     assert [message.id for message in found] == ["0", "1", "2"]
     assert all(message.ack() for message in found)

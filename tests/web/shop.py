@@ -83,7 +83,7 @@ class Shop:
     def bury(self, count: int = 1, stream: str = "orders", why: str = "no such customer") -> None:
         """Dead letters of a stream, in the stream `dead`."""
         source = StreamSource(
-            self.client, stream, "shipping", "shipping-1", max_deliveries=1, dead_letters="dead"
+            self.client, stream, "shipping", "shipping-1", max_attempts=1, dead_letters="dead"
         )
         self.readers.callback(source.close)
         while source.dead < count:

@@ -29,6 +29,6 @@ def send_parcel(event: OrderPlaced, message: Message[OrderPlaced]) -> None:
 def make_worker() -> Worker:
     client = redis.Redis.from_url(os.environ["REDIS_URL"])
     source = StreamSource(
-        client, "orders", group="parcels", max_deliveries=10, dead_letters="orders:dead"
+        client, "orders", group="parcels", max_attempts=10, dead_letters="orders:dead"
     )
     return Worker(source, router)

@@ -81,7 +81,7 @@ def _read_redis(url: str, reading: Reading) -> Source:
         place.client(),
         place.topic,
         place.group,
-        max_deliveries=reading.tries,
+        max_attempts=reading.tries,
         dead_letters=place.dead_letters,
     )
 

@@ -75,7 +75,7 @@ def _redis(url: str) -> Iterator[Check]:
 
 
 def _redis_version(url: str, info: dict[str, Any]) -> Check:
-    from conquiet.redis.server import Server
+    from conquiet.redis.wire import Server
 
     version = info.get("valkey_version") or info.get("redis_version")
     known = Server("redis", str(info.get("redis_version", "0")))

@@ -27,7 +27,7 @@ from conquiet.errors import Blameless, ConfigError, StoreError
 from conquiet.events.guard import Guard
 from conquiet.events.ttl import as_seconds, default_ttl
 from conquiet.lease import LeaseKeeper
-from conquiet.redis.outcome import InProgress
+from conquiet.redis.transaction import InProgress
 
 logger = logging.getLogger("conquiet.events")
 

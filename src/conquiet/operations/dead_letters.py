@@ -244,7 +244,7 @@ def letter_of(
     )
 
 
-# As conquiet.redis.letter writes them; that room needs redis-py, which a file of letters does not.
+# As conquiet.redis.dead_letter writes them; that room needs redis-py, a file of letters does not.
 STREAM, ENTRY = "deadstream", "deadentry"
 _ABOUT = frozenset(
     (

@@ -19,9 +19,9 @@ from conquiet.operations.dead_letters import ENTRY, STREAM, Letter, Wanted, lett
 from conquiet.operations.errors import NotFound
 from conquiet.operations.survey import names_of
 from conquiet.redis import ids
+from conquiet.redis.dead_letter import UNREADABLE_TYPE
 from conquiet.redis.entry import TOPIC_FIELD, from_fields, to_fields
 from conquiet.redis.ids import FIRST, LAST
-from conquiet.redis.letter import UNREADABLE_TYPE
 from conquiet.redis.topic import Topic, streams_of
 from conquiet.redis.wire import Wire
 

@@ -16,10 +16,10 @@ from conquiet.operations.asking import wired
 from conquiet.operations.errors import NotFound
 from conquiet.operations.text import moment
 from conquiet.redis import ids
-from conquiet.redis.group import GroupStream, pairs
+from conquiet.redis.group import GroupStream
 from conquiet.redis.ids import LAST
 from conquiet.redis.topic import beside
-from conquiet.redis.wire import Command, Wire
+from conquiet.redis.wire import Command, Wire, pairs
 
 LEASE_SECONDS = 60.0
 """After so long without a word a consumer counts as gone, unless it has told its own lease."""

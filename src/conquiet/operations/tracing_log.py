@@ -19,11 +19,10 @@ from conquiet.operations.survey import names_of
 from conquiet.operations.text import moment
 from conquiet.operations.tracing import Remembered
 from conquiet.redis import ids
-from conquiet.redis.group import pairs
 from conquiet.redis.ids import FIRST, LAST
 from conquiet.redis.inbox import PREFIX as INBOX_PREFIX
-from conquiet.redis.trim import readers
-from conquiet.redis.wire import Wire
+from conquiet.redis.retention import Readers
+from conquiet.redis.wire import Wire, pairs
 
 MOST = 20_000
 """Entries of one stream that are read, unless all are asked for."""
@@ -142,7 +141,7 @@ class LogSearch:
             else:
                 is_ahead = ids.parse(row[b"last-delivered-id"]) >= ids.parse(entry_id)
                 yield Taker(title, "acked" if is_ahead else "unread", "", 0.0, 0)
-        for reader, position in sorted(readers(self._wire, name).items()):
+        for reader, position in sorted(Readers(self._wire, name).positions().items()):
             is_ahead = ids.parse(position.encode()) >= ids.parse(entry_id)
             yield Taker(reader, "passed" if is_ahead else "unread", "", 0.0, 0)
 

@@ -1,50 +1,33 @@
-"""Redis: transaction, inbox, outbox; streams as sources and sinks.
+"""Redis: transaction, inbox and outbox; streams as sources and sinks; retention of streams.
 
 Works on Redis 6.0 and later, and on Valkey.
 """
 
 from conquiet.redis.commands import commands
-from conquiet.redis.consumer import remove_consumer, remove_idle_consumers
-from conquiet.redis.entry import UndecodableEntry
+from conquiet.redis.connection import CrossSlot
+from conquiet.redis.group import remove_idle_consumers
 from conquiet.redis.inbox import Inbox
-from conquiet.redis.outbox import Outbox
-from conquiet.redis.outbox_source import outbox_source
-from conquiet.redis.outcome import InProgress, PartialExecError, UnknownOutcome
-from conquiet.redis.server import Server, server_of
+from conquiet.redis.outbox import Outbox, outbox_source
+from conquiet.redis.retention import Readers, trim_stream
 from conquiet.redis.sink import StreamSink
 from conquiet.redis.source import StreamSource
 from conquiet.redis.topic import Topic
-from conquiet.redis.transaction import Transaction
-from conquiet.redis.trim import (
-    Trim,
-    advance_reader,
-    readers,
-    register_reader,
-    remove_reader,
-    trim_stream,
-)
+from conquiet.redis.transaction import InProgress, PartialExecError, Transaction, UnknownOutcome
 
 __all__ = [
+    "CrossSlot",
     "InProgress",
     "Inbox",
     "Outbox",
     "PartialExecError",
-    "Server",
+    "Readers",
     "StreamSink",
     "StreamSource",
     "Topic",
     "Transaction",
-    "Trim",
-    "UndecodableEntry",
     "UnknownOutcome",
-    "advance_reader",
     "commands",
     "outbox_source",
-    "readers",
-    "register_reader",
-    "remove_consumer",
     "remove_idle_consumers",
-    "remove_reader",
-    "server_of",
     "trim_stream",
 ]

@@ -1,8 +1,8 @@
-"""commands(client): how an adapter writes, inside a transaction and outside.
+"""commands(client): the commands of an adapter, inside a transaction and outside.
 
-Inside, a write waits for EXEC and has no result yet; a read is refused, since it could not see
-the transaction's own writes and would have no result either (R10). Which is which is known for
-the commands of Redis 6.0 to 8; about others, as those of modules, the server is asked once.
+Inside, a write waits for EXEC and has no result yet; a read is refused, since it would not see
+the transaction's own writes and would have no result either. The commands of Redis 6.0 to 8 are
+listed here; about others, such as those of modules, the server is asked once.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import Any, NoReturn
 from redis.commands import CoreCommands, RedisModuleCommands
 
 from conquiet.errors import HandlerError
-from conquiet.redis.ambient import Unit, find
-from conquiet.redis.queued import Queued
+from conquiet.redis.transaction import Queued, Unit, find_unit
 
 WRITES = frozenset(
     """APPEND BITFIELD BITOP COPY DECR DECRBY DEL DELEX EXPIRE EXPIREAT GEOADD GEOSEARCHSTORE GETDEL
@@ -26,32 +25,32 @@ WRITES = frozenset(
     XSETID XTRIM ZADD ZDIFFSTORE ZINCRBY ZINTERSTORE ZMPOP ZPOPMAX ZPOPMIN ZRANGESTORE ZREM
     ZREMRANGEBYLEX ZREMRANGEBYRANK ZREMRANGEBYSCORE ZUNIONSTORE EVAL FCALL FLUSHDB""".split()  # noqa: SIM905 - it reads better
 )
-"""Commands that wait for EXEC. Scripts are among them, as they may write."""
+"""Commands that wait for EXEC. Scripts are among them, since they may write."""
 
 _STORING = frozenset(("SORT", "GEORADIUS", "GEORADIUSBYMEMBER"))
-"""Commands that write only where they are told to store."""
+"""Commands that write only with the option STORE."""
 
 _FOR_THE_RESULT = frozenset(
     """BLMOVE BLMPOP BLPOP BRPOP BRPOPLPUSH BZMPOP BZPOPMAX BZPOPMIN XREADGROUP XCLAIM
     XAUTOCLAIM""".split()  # noqa: SIM905
 )
-"""Commands that write, and whose only use is what they return."""
+"""Commands that write, and are of no use without their result."""
 
 
 def commands(client: Any) -> Any:
-    """The commands of the ambient transaction on the client's database; outside, the client.
+    """Return the commands of the ambient transaction on the client's database, or the client.
 
-    An adapter writes `commands(self.client).hset("order:17", "status", "placed")` and knows of no
-    transaction. Ask anew each time: what was asked for inside one ends with it.
+    An adapter writes `commands(self.client).hset("order:17", "status", "placed")` and need not know
+    of the transaction. Call it each time: what it returned inside a transaction ends with it.
     """
-    unit = find(client)
+    unit = find_unit(client)
     return client if unit is None else Commands(unit, client)
 
 
 class Commands(CoreCommands, RedisModuleCommands):
     """redis-py's methods, queued in a transaction. `reader` is the plain client, for reads."""
 
-    _event_dispatcher: Any = None  # where redis-py announces what it does; nothing is done here
+    _event_dispatcher: Any = None  # redis-py reports what it sends here; nothing is sent
 
     def __init__(self, unit: Unit, client: Any) -> None:
         self._unit = unit
@@ -59,11 +58,12 @@ class Commands(CoreCommands, RedisModuleCommands):
 
     @property
     def reader(self) -> Any:
-        """The plain client: reads what is committed, and nothing of this transaction."""
+        """The plain client, which reads committed data and nothing of this transaction."""
         self._unit.check()
         return self._client
 
     def execute_command(self, *args: Any, **options: Any) -> Queued:
+        """Queue a write; raises for a read."""
         first = args[0]
         name = (first.decode() if isinstance(first, bytes) else first).upper()
         if name not in WRITES:
@@ -75,7 +75,7 @@ class Commands(CoreCommands, RedisModuleCommands):
         return self._unit.queue(name, args)
 
     def _look_up(self, name: str, arguments: tuple[Any, ...]) -> None:
-        """Let pass what writes; refuse the rest, and say why."""
+        """Return for a command that writes; raise for others, with the reason."""
         if name in _STORING:
             words = {str(_plain(word)).upper() for word in arguments[2:]}
             if words & {"STORE", "STOREDIST"}:
@@ -85,7 +85,7 @@ class Commands(CoreCommands, RedisModuleCommands):
                 "EVALSHA in a transaction: if the server does not know the script, the commands"
                 " around it take effect without it; use eval() or register_script()"
             )
-        elif name not in _FOR_THE_RESULT and "write" in self._unit.home.flags(name):
+        elif name not in _FOR_THE_RESULT and "write" in self._unit.database.flags(name):
             return
         raise HandlerError(
             f"{name} inside a transaction has no result before EXEC, and is not known to write;"
@@ -96,13 +96,15 @@ class Commands(CoreCommands, RedisModuleCommands):
     # --- what redis-py's clients can do besides commands ----------------------------------------
 
     def watch(self, *names: Any) -> None:
-        """Watch keys from now on: if one changes before EXEC, nothing is written, and the
-        handler runs again. Read them by `reader` afterwards."""
+        """Watch keys: if one changes before EXEC, nothing is written and the handler runs again.
+
+        Read them by `reader` afterwards.
+        """
         encode = self._client.get_encoder().encode
         self._unit.watch([bytes(encode(name)) for name in names])
 
     def register_script(self, script: str | bytes) -> Any:  # type: ignore[override]
-        """A script that is sent whole: see EVALSHA."""
+        """Return a script that is sent whole, by EVAL."""
 
         def run(keys: Iterable[Any] = (), args: Iterable[Any] = (), client: Any = None) -> Queued:
             named = list(keys)
@@ -111,7 +113,7 @@ class Commands(CoreCommands, RedisModuleCommands):
         return run
 
     def pipeline(self, transaction: bool = True, shard_hint: str | None = None) -> Commands:
-        """This transaction once more: a pipeline inside it needs no EXEC of its own."""
+        """Return a pipeline whose commands wait for the EXEC of this transaction."""
         self._unit.check()
         return Pipelined(self._unit, self._client)
 
@@ -134,7 +136,7 @@ class Commands(CoreCommands, RedisModuleCommands):
         return self._client.get_connection_kwargs()
 
     def set_response_callback(self, command: str, callback: Any) -> None:
-        """Modules of redis-py set these; there are no responses here."""
+        """Do nothing: modules of redis-py call it, and there are no responses here."""
 
     def __repr__(self) -> str:
         return f"<Commands of a transaction on {self._client!r}>"
@@ -150,12 +152,13 @@ class Pipelined(Commands):
         pass
 
     def multi(self) -> None:
-        """Said already."""
+        """Do nothing: the transaction around it has begun."""
 
     def reset(self) -> None:  # type: ignore[override]
-        """There is nothing of its own to forget; what was queued stays so."""
+        """Do nothing: queued commands belong to the transaction around it."""
 
     def execute(self, raise_on_error: bool = True) -> list[Any]:
+        """Do nothing: the transaction around it sends EXEC."""
         return []
 
 

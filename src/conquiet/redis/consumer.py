@@ -1,45 +1,554 @@
-"""Consumers that are gone: their names stay in the group until somebody removes them (R7)."""
+"""Consumer: what one consumer of a group holds, from its delivery to its ack.
+
+    XREADGROUP > ──▶ held ──ack──▶ XACK (an outbox: XACK + XDEL)
+       XCLAIM  ──▶    │ nack: stays held, redelivered later (see `redelivery`)
+                      │ release: claimable by other consumers at once
+                      └ crash: claimable by other consumers when the lease has ended
+
+Times are differences of the monotonic clock here and idle times of the server there; the wall
+clock is never used.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+import math
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from conquiet.redis.group import GroupStream, pairs
-from conquiet.redis.topic import beside
-from conquiet.redis.wire import Wire
+import redis
 
-# KEYS: the stream, the leases beside it. ARGV: the group, the consumer, its field in the leases.
-# XGROUP DELCONSUMER drops pending entries without a word, so both stand in one script.
-_REMOVE = b"""
-if #redis.call('XPENDING', KEYS[1], ARGV[1], '-', '+', 1, ARGV[2]) > 0 then return 0 end
-redis.call('XGROUP', 'DELCONSUMER', KEYS[1], ARGV[1], ARGV[2])
-redis.call('HDEL', KEYS[2], ARGV[3])
-return 1
-"""
+from conquiet.errors import StoreError
+from conquiet.redis.group import GroupStream, Pending, Start
+from conquiet.redis.ids import FIRST, LAST, next_after, parse
+from conquiet.redis.wire import Argument, Wire, entries_by_stream, may_pass
 
+logger = logging.getLogger("conquiet.redis")
 
-def remove_consumer(client: Any, stream: str, group: str, consumer: str) -> bool:
-    """Remove a consumer's name, if nothing is pending under it; says whether it did."""
-    wire = client if isinstance(client, Wire) else Wire(client)
-    place = GroupStream(wire, stream, stream, group, consumer)
-    keys = (place.key, beside(stream, "conquiet:leases:"))
-    removed = place.call(
-        *(b"EVAL", _REMOVE, 2, *keys),
-        *(place.group, place.consumer, place.lease_field(place.consumer)),
-    )
-    return bool(removed)
+PAGE = 500
+"""Lines of XPENDING per command."""
+_PAGES_PER_READ = 20
+"""Pages of a pending list per read; a longer list is scanned between reads."""
+_POLL_SECONDS = 0.02
+_SPARE = 1_000
+"""How many other pending entries may lie between those that XPENDING is asked about."""
 
 
-def remove_idle_consumers(
-    client: Any, stream: str, group: str, *, idle: float = 86_400.0
-) -> list[str]:
-    """Remove the names that were not heard of for `idle` seconds and hold nothing; which."""
-    wire = client if isinstance(client, Wire) else Wire(client)
-    rows = wire.call(stream.encode(), b"XINFO", b"CONSUMERS", stream, group)
-    removed: list[str] = []
-    for row in map(pairs, rows):
-        name = row[b"name"].decode()
-        is_idle = row[b"idle"] >= idle * 1000 and not row[b"pending"]
-        if is_idle and remove_consumer(wire, stream, group, name):
-            removed.append(name)
-    return removed
+class Delivery:
+    """One delivered entry; the token of its message's acking."""
+
+    __slots__ = ("deliveries", "fields", "id", "is_acked", "nacks", "stream", "touched")
+
+    def __init__(
+        self, stream: GroupStream, id: bytes, fields: list[bytes], deliveries: int, touched: float
+    ) -> None:
+        self.stream = stream
+        self.id = id
+        self.fields = fields
+        self.deliveries = deliveries
+        self.touched = touched
+        """When its idle time was last restarted, by the monotonic clock."""
+        self.nacks = 0
+        """How often it was nacked and had to pause; sets the length of the next pause."""
+        self.is_acked = False
+        """Whether the EXEC of a transaction on the same server acked it: no XACK is needed."""
+
+    @property
+    def place(self) -> tuple[int, int, bytes]:
+        """Sort key over all streams: by id, which begins with the time."""
+        return (*parse(self.id), self.stream.key)
+
+    def renew(self, now: float) -> None:
+        """Note that the idle time was restarted."""
+        self.touched = now
+
+    def restart(self, deliveries: int, now: float) -> None:
+        """Begin the delivery with this count."""
+        self.deliveries = deliveries
+        self.touched = now
+
+    def count_nack(self) -> None:
+        self.nacks += 1
+
+    def mark_acked(self) -> None:
+        self.is_acked = True
+
+    def __repr__(self) -> str:
+        return f"<{self.stream.name} {self.id.decode()} delivery {self.deliveries}>"
+
+
+class Consumer:
+    """Reads, claims, renews and acks the entries of one consumer, over all its streams.
+
+    Invariants:
+
+    - Only this class adds and removes held entries. An entry is held from the reply that delivered
+      it until it is acked, found to belong to another consumer, or released.
+    - A held entry has one `Delivery`. A delivery that is not held any more is stale: renewing,
+      redelivering and nacking it do nothing.
+    - A held entry is never claimed by this consumer, however long it takes.
+    - An entry whose ack could not be sent stays held until the ack is sent.
+
+    One thread at a time reads; acks and renewals may come from any thread. Reads append to the
+    caller's list, so that entries of a first command are not lost if a later command fails.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        streams: Sequence[GroupStream],
+        start: Start,
+        lease: float,
+        claim_interval: float,
+        *,
+        resumes: bool,
+    ) -> None:
+        self.streams = list(streams)
+        self.lease = lease
+        self.claimed = 0
+        """Entries claimed from consumers that let their lease end."""
+        self.deleted = 0
+        """Entries that were deleted from their stream before they were acked."""
+        self._held: dict[GroupStream, dict[bytes, Delivery]] = {s: {} for s in streams}
+        # Where to read our own pending entries from. A made-up name has none from before.
+        self._own_from: dict[GroupStream, bytes] = dict.fromkeys(streams, b"0") if resumes else {}
+        self._stale = _StaleScan(streams, lease, claim_interval)
+        self._unsent = _UnsentAcks()
+        self._by_slot = _by_slot(wire, streams)
+        self._start: Start = start
+        self._lease_ms = max(1, round(lease * 1000))
+        self._is_ready = False
+        self._turn = 0
+        self._stopped = threading.Event()
+
+    @property
+    def in_flight(self) -> int:
+        """How many entries are held."""
+        return sum(map(len, self._held.values()))
+
+    def holds(self, delivery: Delivery) -> bool:
+        """Whether the delivery is still valid: not acked, released or lost to another consumer."""
+        held = self._held.get(delivery.stream)
+        return held is not None and held.get(delivery.id) is delivery
+
+    # --- groups -----------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Create the groups that do not exist yet, and store our lease; once."""
+        if self._is_ready:
+            return
+        for stream in self.streams:
+            stream.create(self._start)
+            stream.store_lease(self._lease_ms)
+        self._is_ready = True
+
+    def repair(self, error: redis.ResponseError) -> bool:
+        """Create deleted groups again, if the error reports a missing one."""
+        if not str(error).startswith(("NOGROUP", "UNBLOCKED")):
+            return False
+        for stream in self.streams:
+            if stream.repair():
+                stream.store_lease(self._lease_ms)
+                logger.warning(
+                    "group %r of stream %r was deleted and is created again; all entries of the"
+                    " stream are delivered again",
+                    *(stream.group.decode(), stream.name),
+                )
+        return True
+
+    # --- reading ----------------------------------------------------------------------------
+
+    @property
+    def next_scan(self) -> float:
+        """When the pending lists are scanned for stale entries next, by the monotonic clock."""
+        return self._stale.next_scan
+
+    def collect_pending(self, found: list[Delivery], room: int) -> None:
+        """Collect our own pending entries, then stale entries of other consumers."""
+        self._read_own(found, room)
+        self._claim_stale(found, room)
+
+    def collect_new(self, found: list[Delivery], room: int, wait: float) -> None:
+        """Read up to `room` new entries; wait up to `wait` seconds for the first of them."""
+        if len(self._by_slot) == 1 and room >= len(self.streams):
+            self._read_new_of(self._by_slot[0], found, room, wait)
+            return
+        # One command cannot block on streams of several slots; nor can it return fewer entries
+        # than it names streams, since COUNT is per stream.
+        groups = self._by_slot if room >= len(self.streams) else [[s] for s in self.streams]
+        end = time.monotonic() + wait
+        most = len(found) + room
+        before = len(found)
+        while True:
+            self._turn += 1
+            turn = self._turn % len(groups)
+            for streams in groups[turn:] + groups[:turn]:
+                if len(found) < most:
+                    self._read_new_of(streams, found, most - len(found), 0.0)
+            left = end - time.monotonic()
+            if len(found) > before or left <= 0:
+                return
+            if self._stopped.wait(min(left, _POLL_SECONDS)):
+                return
+
+    def rescan(self) -> None:
+        """After a failed read: find the entries of a reply that was lost on the way."""
+        self._stale.restart()
+
+    def stop(self) -> None:
+        """Cut a wait for new entries short."""
+        self._stopped.set()
+
+    def _read_own(self, found: list[Delivery], room: int) -> None:
+        """Read the entries that this consumer's name held before this process started."""
+        for stream in list(self._own_from):
+            while stream in self._own_from and len(found) < room:
+                self._read_own_of(stream, found, room - len(found))
+
+    def _read_own_of(self, stream: GroupStream, found: list[Delivery], count: int) -> None:
+        entries = stream.read_own(self._own_from[stream], count)
+        if entries:
+            now = time.monotonic()
+            counts = self._still_ours(stream, (entry_id for entry_id, _ in entries))
+            held = self._held[stream]
+            for entry_id, fields in entries:
+                row = counts.get(entry_id)
+                if fields and row is not None and entry_id not in held:
+                    delivery = Delivery(stream, entry_id, fields, row.deliveries, now)
+                    held[entry_id] = delivery
+                    found.append(delivery)
+            self.deleted += stream.ack_deleted(
+                [entry_id for entry_id, fields in entries if not fields]
+            )
+            self._own_from[stream] = entries[-1][0]
+        if len(entries) < count:
+            del self._own_from[stream]
+
+    def _claim_stale(self, found: list[Delivery], room: int) -> None:
+        while self._stale.is_due() and len(found) < room:
+            stream = self._stale.stream
+            for terms, rows in self._stale.find(self._held[stream], room - len(found)).items():
+                self._claim(stream, terms, rows, found)
+            if not self._stale.advance():
+                return
+
+    def _claim(
+        self, stream: GroupStream, terms: _ClaimTerms, rows: list[Pending], found: list[Delivery]
+    ) -> None:
+        now = time.monotonic()
+        missing = {row.id: row.deliveries + (terms.deliveries is None) for row in rows}
+        held = self._held[stream]
+        for entry_id, fields in stream.claim(terms.min_idle_ms, list(missing), terms.deliveries):
+            delivery = Delivery(stream, entry_id, fields, missing.pop(entry_id), now)
+            held[entry_id] = delivery
+            found.append(delivery)
+            self.claimed += 1
+        if missing:  # other consumers were faster, or the entries were deleted
+            self.deleted += stream.ack_deleted(missing)
+
+    def _read_new_of(
+        self, streams: list[GroupStream], found: list[Delivery], room: int, wait: float
+    ) -> None:
+        """Share `room` among the streams; give what some left to those that had more entries."""
+        while streams and room > 0:
+            count = max(1, room // len(streams))
+            asked = streams[:room]
+            entries = _read_group(asked, count, wait)
+            wait = 0.0
+            now = time.monotonic()
+            full: list[GroupStream] = []
+            for stream in asked:
+                held = self._held[stream]
+                got = entries.get(stream.key, ())
+                for entry_id, fields in got:
+                    delivery = Delivery(stream, entry_id, fields, 1, now)
+                    held[entry_id] = delivery
+                    found.append(delivery)
+                room -= len(got)
+                if len(got) == count:
+                    full.append(stream)
+            streams = full if len(self.streams) > 1 else []
+
+    # --- acks -------------------------------------------------------------------------------
+
+    @property
+    def unsent_acks(self) -> int:
+        return len(self._unsent)
+
+    def ack(self, deliveries: Sequence[Delivery]) -> None:
+        """Ack with one command per stream; keep acks that find no server for `send_acks`."""
+        by_stream: dict[GroupStream, list[bytes]] = {}
+        for delivery in deliveries:
+            stream = delivery.stream
+            if delivery.is_acked and not stream.deletes:
+                self._held[stream].pop(delivery.id, None)
+                continue
+            ids = by_stream.get(stream)
+            if ids is None:
+                ids = by_stream[stream] = []
+            ids.append(delivery.id)
+        failure: Exception | None = None
+        for stream, ids in by_stream.items():
+            try:
+                self._send_acks(stream, ids)
+            except (redis.RedisError, OSError) as error:
+                if may_pass(error):
+                    logger.warning(
+                        "could not send %d acks to %r, retrying later: %r",
+                        *(len(ids), stream.name, error),
+                    )
+                    self._unsent.add(stream, ids)
+                else:
+                    failure = error
+        if failure is not None:
+            raise StoreError(f"acks were refused: {failure}") from failure
+
+    def send_acks(self) -> None:
+        """Send the acks that could not be sent before; raises if the server is still away."""
+        unsent = self._unsent.take()
+        for stream in list(unsent):
+            try:
+                self._send_acks(stream, unsent[stream])
+            except (redis.RedisError, OSError) as error:
+                if may_pass(error):
+                    for late, ids in unsent.items():
+                        self._unsent.add(late, ids)
+                    raise
+                logger.error(
+                    "%d acks to %r were refused, their entries will be delivered again: %r",
+                    *(len(unsent[stream]), stream.name, error),
+                )
+            del unsent[stream]
+
+    def ack_buried(self, delivery: Delivery) -> None:
+        """Ack an entry whose dead letter was written; raises if that fails, and keeps it held."""
+        delivery.stream.ack([delivery.id])
+        self._let_go(delivery.stream, (delivery.id,))
+
+    def _send_acks(self, stream: GroupStream, ids: Sequence[bytes]) -> None:
+        """An ack that is sent twice does no harm; one that is refused is not tried again."""
+        try:
+            stream.ack(ids)
+        except (redis.RedisError, OSError) as error:
+            if not may_pass(error):
+                self._let_go(stream, ids)  # they are redelivered when the lease has ended
+            raise
+        self._let_go(stream, ids)
+
+    def _let_go(self, stream: GroupStream, ids: Iterable[bytes]) -> None:
+        held = self._held[stream]
+        for entry_id in ids:
+            held.pop(entry_id, None)
+
+    # --- leases -----------------------------------------------------------------------------
+
+    def renew(self, deliveries: Iterable[Delivery]) -> None:
+        """Restart the idle time of held entries, unless it was restarted recently."""
+        now = time.monotonic()
+        recently = now - self.lease / 4
+        due = [item for item in deliveries if item.touched <= recently and self.holds(item)]
+        for stream, some in _group(due).items():
+            ours = self._still_ours(stream, (delivery.id for delivery in some))
+            if ours:
+                stream.touch(list(ours))
+            for delivery in some:
+                delivery.renew(now)
+
+    def redeliver(self, counts: Mapping[Delivery, int]) -> list[Delivery]:
+        """Restart held entries with these delivery counts; return those that are still ours.
+
+        A process that was frozen beyond its lease has lost entries to other consumers.
+        """
+        for stream, some in _group(counts).items():
+            ours = self._still_ours(stream, (delivery.id for delivery in some))
+            by_count: dict[int, list[bytes]] = {}
+            for delivery in some:
+                if delivery.id in ours:
+                    by_count.setdefault(counts[delivery], []).append(delivery.id)
+                else:
+                    self._let_go(stream, (delivery.id,))
+            for count, ids in by_count.items():
+                stream.touch(ids, b"RETRYCOUNT", count)
+        now = time.monotonic()
+        restarted = [delivery for delivery in counts if self.holds(delivery)]
+        for delivery in restarted:
+            delivery.restart(counts[delivery], now)
+        return restarted
+
+    def uncount(self, deliveries: Sequence[Delivery], *options: Argument) -> None:
+        """Lower the delivery count in Redis by one, so that the delivery costs no attempt.
+
+        Done at once, so that it also holds if this process dies. A failure is logged only.
+        """
+        try:
+            for stream, some in _group(deliveries).items():
+                ours = self._still_ours(stream, (delivery.id for delivery in some))
+                by_count: dict[int, list[bytes]] = {}
+                for delivery in some:
+                    if delivery.id in ours:
+                        by_count.setdefault(delivery.deliveries - 1, []).append(delivery.id)
+                for count, ids in by_count.items():
+                    stream.touch(ids, *options, b"RETRYCOUNT", count)
+        except (redis.RedisError, OSError) as error:
+            logger.warning(
+                "could not take back %d deliveries, each costs an attempt: %r",
+                *(len(deliveries), error),
+            )
+
+    def release(self) -> None:
+        """Let other consumers claim all held entries at once; the delivery costs no attempt."""
+        held = [item for entries in self._held.values() for item in list(entries.values())]
+        self.uncount(held, b"IDLE", self._lease_ms)
+        for entries in self._held.values():
+            entries.clear()
+
+    def remove_name(self) -> None:
+        """Remove the consumer's name from its groups, where nothing is pending under it."""
+        for stream in self.streams:
+            stream.remove_consumer()
+
+    def _still_ours(self, stream: GroupStream, ids: Iterable[bytes]) -> dict[bytes, Pending]:
+        """Return those of the entries that no other consumer has claimed and none has acked."""
+        wanted = sorted(ids, key=parse)
+        if not wanted:
+            return {}
+        count = len(self._held[stream]) + len(wanted) + _SPARE
+        rows = stream.pending(wanted[0], wanted[-1], count, stream.consumer)
+        found = {row.id: row for row in rows}
+        return {entry_id: found[entry_id] for entry_id in wanted if entry_id in found}
+
+
+class _ClaimTerms(NamedTuple):
+    """How to claim: the least idle time, and the delivery count if it is not the next."""
+
+    min_idle_ms: int
+    deliveries: int | None
+
+
+class _StaleScan:
+    """Scans the pending lists, every `interval` seconds, for entries whose lease has ended.
+
+    How long an entry may be idle is the lease of its holder, which each consumer stores beside the
+    stream: a consumer with a short lease does not claim from one with a long lease. On Redis 6.0
+    XPENDING cannot filter by idle time, so the lists are read page by page.
+    """
+
+    def __init__(self, streams: Sequence[GroupStream], lease: float, interval: float) -> None:
+        self.next_scan = time.monotonic()
+        self._streams = streams
+        self._lease_ms = max(1, round(lease * 1000))
+        self._interval = interval
+        self._at = 0
+        self._from = FIRST
+        """Where in the pending list of the current stream the scan goes on."""
+        self._can_read_leases = True
+        self._has_lost_reply = False
+
+    @property
+    def stream(self) -> GroupStream:
+        return self._streams[self._at]
+
+    def is_due(self) -> bool:
+        return time.monotonic() >= self.next_scan
+
+    def restart(self) -> None:
+        """Scan from the start, now, and also for entries that we hold without knowing it."""
+        self._has_lost_reply = True
+        self._at = 0
+        self._from = FIRST
+        self.next_scan = time.monotonic()
+
+    def advance(self) -> bool:
+        """Go on to the next stream; False if the current one is not finished yet."""
+        if self._from != FIRST:
+            return False
+        self._at = (self._at + 1) % len(self._streams)
+        if self._at == 0:
+            self._has_lost_reply = False
+            self.next_scan = time.monotonic() + self._interval
+        return True
+
+    def find(self, held: Mapping[bytes, Delivery], room: int) -> dict[_ClaimTerms, list[Pending]]:
+        """Find up to `room` claimable entries of the current stream that are not held."""
+        leases: dict[bytes, int] | None = None
+        found: dict[_ClaimTerms, list[Pending]] = {}
+        for _ in range(_PAGES_PER_READ):
+            page = self.stream.pending(self._from, LAST, PAGE)
+            if page and leases is None:
+                leases = self._leases()
+            for row in page:
+                terms = None if row.id in held else self._terms(row, leases or {})
+                if terms is None:
+                    continue
+                found.setdefault(terms, []).append(row)
+                room -= 1
+                if not room:
+                    self._from = next_after(row.id)
+                    return found
+            if len(page) < PAGE:
+                self._from = FIRST
+                return found
+            self._from = next_after(page[-1].id)
+        return found
+
+    def _terms(self, row: Pending, leases: dict[bytes, int]) -> _ClaimTerms | None:
+        if self._has_lost_reply and row.consumer == self.stream.consumer:
+            return _ClaimTerms(0, row.deliveries)
+        lease_ms = leases.get(row.consumer, self._lease_ms)
+        return _ClaimTerms(lease_ms, None) if row.idle_ms >= lease_ms else None
+
+    def _leases(self) -> dict[bytes, int]:
+        try:
+            return self.stream.leases() if self._can_read_leases else {}
+        except redis.ResponseError as error:  # an ACL without this key
+            logger.warning(
+                "could not read the leases of other consumers (%s); ours applies to their entries",
+                error,
+            )
+            self._can_read_leases = False
+            return {}
+
+
+class _UnsentAcks:
+    """Acks that found no server, by stream."""
+
+    def __init__(self) -> None:
+        self._ids: dict[GroupStream, list[bytes]] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return sum(map(len, list(self._ids.values())))
+
+    def add(self, stream: GroupStream, ids: Sequence[bytes]) -> None:
+        with self._lock:
+            self._ids.setdefault(stream, []).extend(ids)
+
+    def take(self) -> dict[GroupStream, list[bytes]]:
+        with self._lock:
+            ids, self._ids = self._ids, {}
+        return ids
+
+
+def _read_group(streams: Sequence[GroupStream], count: int, wait: float) -> dict[bytes, list[Any]]:
+    first = streams[0]
+    command: list[Argument] = [b"GROUP", first.group, first.consumer, b"COUNT", count]
+    if wait > 0:
+        command += (b"BLOCK", math.ceil(wait * 1000))  # never 0, which blocks for ever
+    command.append(b"STREAMS")
+    command.extend(stream.key for stream in streams)
+    command.extend([b">"] * len(streams))
+    return entries_by_stream(first.call(b"XREADGROUP", *command, wait=max(wait, 0.0)))
+
+
+def _by_slot(wire: Wire, streams: Sequence[GroupStream]) -> list[list[GroupStream]]:
+    by_key = {stream.key: stream for stream in streams}
+    return [[by_key[key] for key in keys] for keys in wire.by_slot(list(by_key))]
+
+
+def _group(deliveries: Iterable[Delivery]) -> dict[GroupStream, list[Delivery]]:
+    streams: dict[GroupStream, list[Delivery]] = {}
+    for delivery in deliveries:
+        streams.setdefault(delivery.stream, []).append(delivery)
+    return streams

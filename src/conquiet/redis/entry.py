@@ -1,8 +1,8 @@
-"""Messages as stream entries: CloudEvents in binary mode, or as JSON in one field.
+"""Entries: the codec of messages as fields, in binary mode or as JSON in one field.
 
 Binary: one field per attribute, its value as text, and `data` byte for byte. Structured: the
 field `cloudevent` with the whole event as JSON. A field whose name starts with a colon is no
-attribute; `:topic` says where a message of an outbox goes.
+attribute; `:topic` is the topic of a message in an outbox.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _encoded = _Encoded()
 
 
 def encoder(mode: Mode = "binary") -> Callable[[Message[Any]], Fields]:
-    """How to make an entry's fields of a message; what cannot be written is `InvalidMessage`."""
+    """Return the function from message to fields; it raises `InvalidMessage`."""
     if mode == "binary":
         return to_fields
     if mode == "structured":
@@ -71,7 +71,7 @@ def encoder(mode: Mode = "binary") -> Callable[[Message[Any]], Fields]:
 
 
 def to_fields(message: Message[Any]) -> Fields:
-    """The fields of a message in binary mode.
+    """Return the fields of a message in binary mode.
 
     >>> to_fields(Message(b"{}", {"id": "1", "type": "t", "source": "/s", "specversion": "1.0"}))
     [b'id', b'1', b'type', b't', b'source', b'/s', b'specversion', b'1.0', b'data', b'{}']
@@ -98,7 +98,7 @@ def to_fields(message: Message[Any]) -> Fields:
 
 
 def _text(value: object, attributes: Attributes) -> bytes:
-    """A value in CloudEvents' canonical string form."""
+    """Return a value in CloudEvents' canonical string form."""
     check_kinds(attributes)
     if isinstance(value, bool):
         return b"true" if value else b"false"
@@ -109,9 +109,9 @@ def _text(value: object, attributes: Attributes) -> bytes:
 
 
 class _Shapes(dict[tuple[bytes, ...], tuple[tuple[str, ...], int | None, int | None]]):
-    """What the names of an entry's fields mean, worked out once: entries look alike.
+    """Caches the meaning of field names, since most entries have the same ones.
 
-    Holds the names of the attributes, and where data and topic stand among the values.
+    A shape is the names of the attributes, and the places of data and topic among the values.
     """
 
     def __missing__(
@@ -148,7 +148,7 @@ _to_text = bytes.decode
 
 
 def from_fields(fields: list[bytes]) -> Content:
-    """Data, attributes and topic of an entry in either mode; raises `InvalidMessage`.
+    """Return data, attributes and topic of an entry in either mode; raises `InvalidMessage`.
 
     >>> from_fields([b"specversion", b"1.0", b"type", b"t", b"data", b"x"])
     (b'x', {'specversion': '1.0', 'type': 't'}, None)
@@ -167,7 +167,7 @@ def from_fields(fields: list[bytes]) -> Content:
 
 
 def _from_unusual(fields: Sequence[bytes]) -> Content:
-    """An entry in structured mode or with more fields of ours; or say what is wrong with it."""
+    """Decode structured mode or other fields of conquiet; raise with the reason otherwise."""
     if len(fields) % 2:
         raise InvalidMessage("a field has no value")
     known = dict(zip(fields[::2], fields[1::2], strict=True))

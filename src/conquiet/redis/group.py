@@ -1,25 +1,34 @@
-"""GroupStream: one stream as one consumer of a group sees it. Commands of Redis 6.0 only."""
+"""GroupStream: the commands of one consumer of a group on one stream. Redis 6.0 is enough.
+
+conquiet:leases:{orders}    hash: group and consumer → how long its entries may be idle, in ms
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import redis
 
-from conquiet.redis.delivery import Delivery
-from conquiet.redis.ids import FIRST, LAST, parse
+from conquiet.redis.ids import FIRST, LAST, MIN
 from conquiet.redis.topic import beside
-from conquiet.redis.wire import Argument, Wire
+from conquiet.redis.wire import Argument, Wire, entries_by_stream, pairs
 
 logger = logging.getLogger("conquiet.redis")
 
 Start = Literal["beginning", "now"]
-Entry: TypeAlias = tuple[bytes, list[bytes]]
+StreamEntry: TypeAlias = tuple[bytes, list[bytes]]
+"""The id and the fields of an entry."""
 
-_SPARE = 1_000
-"""How many pending entries may lie between those we ask about."""
+# KEYS: the stream, the leases beside it. ARGV: the group, the consumer, its field in the leases.
+# XGROUP DELCONSUMER drops pending entries silently, so it is in one script with the check.
+_REMOVE_CONSUMER = b"""
+if #redis.call('XPENDING', KEYS[1], ARGV[1], '-', '+', 1, ARGV[2]) > 0 then return 0 end
+redis.call('XGROUP', 'DELCONSUMER', KEYS[1], ARGV[1], ARGV[2])
+redis.call('HDEL', KEYS[2], ARGV[3])
+return 1
+"""
 
 
 class Pending(NamedTuple):
@@ -32,7 +41,10 @@ class Pending(NamedTuple):
 
 
 class GroupStream:
-    """A stream, a group and a consumer; `held` is what the consumer has in hand."""
+    """Sends commands for a stream, a group and a consumer; keeps no entries (see `Consumer`).
+
+    With `deletes`, for outboxes, acked entries are also deleted from the stream.
+    """
 
     def __init__(
         self,
@@ -49,32 +61,28 @@ class GroupStream:
         self.key = name.encode()
         self.group = group.encode()
         self.consumer = consumer.encode()
-        self.held: dict[bytes, Delivery] = {}
-        self.own_from: bytes | None = None
-        """From where our own pending entries are still to be read; None when they have been."""
-        self.scan_from = FIRST
         self.deletes = deletes
-        """Whether acked entries are deleted, so that a missing one is no surprise."""
         self.client = wire.client
         self._wire = wire
-        self._origin = b"0-0"
-        self._leases = beside(name, "conquiet:leases:").encode()
+        self._origin = MIN
+        self._leases_key = beside(name, "conquiet:leases:").encode()
 
     def call(self, name: bytes, *arguments: Argument, wait: float = 0.0) -> Any:
+        """Send one command to the node of the stream; `wait` is how long it may block there."""
         return self._wire.call(self.key, name, *arguments, wait=wait)
 
     # --- the group --------------------------------------------------------------------------
 
     def create(self, start: Start) -> bool:
-        """Create the group, and the stream if need be; False if it was there."""
-        origin = self._last_id() if start == "now" else b"0-0"
+        """Create the group, and the stream if it is missing; False if the group existed."""
+        origin = self._last_id() if start == "now" else MIN
         if not self._create(origin):
             return False
-        self._origin = origin  # an id, not `$`: a repair later must not skip what came meanwhile
+        self._origin = origin  # an id, not `$`: a repair must not skip entries added meanwhile
         return True
 
     def repair(self) -> bool:
-        """Create the group again where it once began; what took effect is for the inbox to know."""
+        """Create the group again at its original start; the inbox recognises duplicates."""
         return self._create(self._origin)
 
     def _create(self, origin: bytes) -> bool:
@@ -88,32 +96,46 @@ class GroupStream:
 
     def _last_id(self) -> bytes:
         last = self.call(b"XREVRANGE", self.key, LAST, FIRST, b"COUNT", 1)
-        return last[0][0] if last else b"0-0"
+        return last[0][0] if last else MIN
 
-    def tell_lease(self, milliseconds: int) -> None:
-        """Let the others know how long our entries may be idle before they are stale."""
+    def remove_consumer(self) -> bool:
+        """Remove the consumer's name and lease unless entries are pending; whether it did."""
+        removed = self.call(
+            *(b"EVAL", _REMOVE_CONSUMER, 2, self.key, self._leases_key),
+            *(self.group, self.consumer, self.lease_field(self.consumer)),
+        )
+        return bool(removed)
+
+    # --- leases of consumers ----------------------------------------------------------------
+
+    def store_lease(self, milliseconds: int) -> None:
+        """Store how long our entries may be idle before other consumers may claim them."""
         try:
-            self.call(b"HSET", self._leases, self.lease_field(self.consumer), milliseconds)
-        except redis.ResponseError as error:  # an ACL that knows nothing of this key
-            logger.warning("others take their own lease for ours: %s", error)
+            self.call(b"HSET", self._leases_key, self.lease_field(self.consumer), milliseconds)
+        except redis.ResponseError as error:  # an ACL without this key
+            logger.warning(
+                "could not store our lease (%s); other consumers will apply theirs to our entries",
+                error,
+            )
 
     def leases(self) -> dict[bytes, int]:
-        """How long the entries of each consumer may be idle, in milliseconds."""
-        told = pairs(self.call(b"HGETALL", self._leases))
+        """Return the stored lease of each consumer of the group, in milliseconds."""
+        stored = pairs(self.call(b"HGETALL", self._leases_key))
         prefix = self.lease_field(b"")
         return {
             field[len(prefix) :]: int(value)
-            for field, value in told.items()
+            for field, value in stored.items()
             if field.startswith(prefix)
         }
 
     def lease_field(self, consumer: bytes) -> bytes:
+        """Return the field of a consumer in the hash of leases."""
         return b"%d:%s:%s" % (len(self.group), self.group, consumer)
 
     # --- entries ----------------------------------------------------------------------------
 
     def read_own(self, start: bytes, count: int) -> list[tuple[bytes, list[bytes] | None]]:
-        """Our own pending entries after `start`; deleted ones have no fields."""
+        """Read the consumer's own pending entries after `start`; deleted ones have no fields."""
         reply = self.call(
             *(b"XREADGROUP", b"GROUP", self.group, self.consumer, b"COUNT", count),
             *(b"STREAMS", self.key, start),
@@ -123,24 +145,15 @@ class GroupStream:
     def pending(
         self, start: bytes, end: bytes, count: int, consumer: bytes | None = None
     ) -> list[Pending]:
+        """List pending entries of the group, or of one consumer, by range of ids."""
         of = () if consumer is None else (consumer,)
         rows = self.call(b"XPENDING", self.key, self.group, start, end, count, *of)
         return [Pending(*row) for row in rows]
 
-    def still_ours(self, ids: Iterable[bytes]) -> dict[bytes, Pending]:
-        """Those of the ids that no other consumer has claimed and nobody has acked."""
-        wanted = sorted(ids, key=parse)
-        if not wanted:
-            return {}
-        count = len(self.held) + len(wanted) + _SPARE
-        rows = self.pending(wanted[0], wanted[-1], count, self.consumer)
-        found = {row.id: row for row in rows}
-        return {entry_id: found[entry_id] for entry_id in wanted if entry_id in found}
-
     def claim(
         self, min_idle_ms: int, ids: Sequence[bytes], deliveries: int | None = None
-    ) -> list[Entry]:
-        """Take entries over from whoever let them lie, as the next delivery or as that one."""
+    ) -> list[StreamEntry]:
+        """Claim idle entries, as their next delivery or with the given delivery count."""
         count = () if deliveries is None else (b"RETRYCOUNT", deliveries)
         who = (self.key, self.group, self.consumer)
         reply = self.call(b"XCLAIM", *who, min_idle_ms, *ids, *count)
@@ -148,12 +161,15 @@ class GroupStream:
         return [(entry[0], entry[1]) for entry in reply if entry and entry[1]]
 
     def touch(self, ids: Sequence[bytes], *options: Argument) -> None:
-        """Set the idle time (anew, or to IDLE) and RETRYCOUNT of entries that are ours."""
+        """Restart the idle time of own entries, or set it (IDLE) and the count (RETRYCOUNT)."""
         who = (self.key, self.group, self.consumer)
         self.call(b"XCLAIM", *who, 0, *ids, *options, b"JUSTID")
 
     def ack_deleted(self, ids: Iterable[bytes]) -> int:
-        """Of these, ack the entries that are not in the stream any more; how many there were."""
+        """Ack those of the entries that were deleted from the stream; return how many.
+
+        In an outbox none counts: deletion is part of the ack there.
+        """
         deleted = [i for i in ids if not self.call(b"XRANGE", self.key, i, i)]
         if not deleted:
             return 0
@@ -167,8 +183,8 @@ class GroupStream:
         )
         return len(deleted)
 
-    def settle(self, ids: Sequence[bytes]) -> None:
-        """Ack; in an outbox also delete, so that the entry is gone if and only if it is acked."""
+    def ack(self, ids: Sequence[bytes]) -> None:
+        """Ack; in an outbox delete in the same MULTI, so that an acked entry is always gone."""
         ack = (b"XACK", self.key, self.group, *ids)
         if self.deletes:
             self._wire.atomically(self.key, [ack, (b"XDEL", self.key, *ids)])
@@ -176,16 +192,16 @@ class GroupStream:
             self.call(*ack)
 
 
-def entries_by_stream(reply: Any) -> dict[bytes, list[Any]]:
-    """RESP2 answers with pairs of stream and entries, RESP3 with a map, both with nil for none."""
-    if not reply:
-        return {}
-    return reply if isinstance(reply, dict) else dict(reply)
-
-
-def pairs(reply: Any) -> Mapping[bytes, Any]:
-    """A map, which RESP2 writes as a list."""
-    if isinstance(reply, dict):
-        return reply
-    items = iter(reply or ())
-    return dict(zip(items, items, strict=True))
+def remove_idle_consumers(
+    client: Any, stream: str, group: str, *, idle: float = 86_400.0
+) -> list[str]:
+    """Remove consumers that were idle for `idle` seconds and hold nothing; return their names."""
+    wire = client if isinstance(client, Wire) else Wire(client)
+    rows = wire.call(stream.encode(), b"XINFO", b"CONSUMERS", stream, group)
+    removed: list[str] = []
+    for row in map(pairs, rows):
+        name = row[b"name"].decode()
+        is_idle = row[b"idle"] >= idle * 1000 and not row[b"pending"]
+        if is_idle and GroupStream(wire, stream, stream, group, name).remove_consumer():
+            removed.append(name)
+    return removed

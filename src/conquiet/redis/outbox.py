@@ -2,12 +2,13 @@
 
     handler's outputs ──▶ entries ──▶ XADD in the transaction's EXEC ──▶ relay
 
-An entry is a CloudEvent, in binary mode unless told otherwise, and says in the field `:topic`
-where it goes. `outbox_source` is what a relay reads it by.
+An entry is a CloudEvent, in binary mode by default, with its topic in the field `:topic`. A relay
+reads it by `outbox_source`.
 """
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -17,9 +18,10 @@ from redis.client import Pipeline
 from conquiet import outbox
 from conquiet.errors import ConfigError, ConquietError, HandlerError
 from conquiet.message import Message, describe
-from conquiet.redis.ambient import current
 from conquiet.redis.commands import Commands
 from conquiet.redis.entry import TOPIC_FIELD, Mode, encoder
+from conquiet.redis.source import StreamSource
+from conquiet.redis.transaction import current_unit
 
 STREAM = "conquiet:outbox"
 
@@ -28,13 +30,13 @@ Marshal: TypeAlias = Callable[[Message[Any]], Mapping[str, Value]]
 
 
 class Outbox(outbox.Outbox):
-    """Middleware: what handlers return becomes entries of `stream`, in the same EXEC.
+    """Middleware: adds the events that handlers return to `stream`, in the same EXEC.
 
-    `mode="structured"` writes an event as JSON in one field. `marshal` writes fields of your
-    own, for which a relay then needs a reader of your own; a field whose name begins with a
-    colon belongs to conquiet. In a cluster, `stream` needs the hash tag of the other keys.
+    `mode="structured"` writes an event as JSON in one field. `marshal` writes fields of your own,
+    which a relay then reads by a source of your own; field names that begin with a colon belong to
+    conquiet. In a cluster, `stream` needs the hash tag of the other keys.
 
-    Without a router: `add`, in a pipeline of one's own.
+    Without a router, use `add` in a pipeline of your own.
     """
 
     def __init__(
@@ -55,16 +57,17 @@ class Outbox(outbox.Outbox):
         self._encode = encoder(mode) if marshal is None else _flat(marshal)
 
     def store(self, outputs: Sequence[Message[Any]]) -> None:
-        unit = current("the outbox")
+        """Queue the XADDs of events in the ambient transaction."""
+        unit = current_unit("the outbox")
         for output in outputs:
             unit.queue("XADD", self._entry(output))
 
     def add(self, pipeline: Any, events: Iterable[Any], *, source: str = "") -> list[str]:
-        """Queue events in the caller's MULTI … EXEC; gives their ids back, in order.
+        """Queue events in the caller's MULTI … EXEC; return their ids, in order.
 
-        `pipeline` is `client.pipeline()`, also of redis-py's asyncio, or what `commands(client)`
-        gives inside a transaction. `events` are messages, or instances of event classes, whose
-        `source` is then needed here or in the constructor.
+        `pipeline` is `client.pipeline()`, also of redis-py's asyncio, or `commands(client)` inside
+        a transaction. `events` are messages, or instances of event classes, whose `source` is then
+        needed here or in the constructor.
         """
         messages = outbox.completed(events, source or self.source)
         entries = [self._entry(message) for message in messages]
@@ -78,14 +81,14 @@ class Outbox(outbox.Outbox):
             topic = (output.topic or self.topic).encode()
             return (b"XADD", self._key, b"*", TOPIC_FIELD, topic, *self._encode(output))
         except (ConquietError, UnicodeEncodeError) as error:
-            # Not the message that came in is wrong, but what its handler made of it.
+            # The fault is the handler's, not that of the message that came in.
             raise HandlerError(
                 f"{describe(output.attributes)}: cannot be put into the outbox: {error}"
             ) from error
 
 
 def _check_queues(pipeline: Any) -> None:
-    """An entry that is sent at once, or outside a MULTI, is there also if the rest fails."""
+    """Refuse a pipeline that would send an entry outside the MULTI of the other writes."""
     if isinstance(pipeline, Commands):
         return
     if not isinstance(pipeline, (Pipeline, AsyncPipeline)):
@@ -95,9 +98,12 @@ def _check_queues(pipeline: Any) -> None:
         )
     if pipeline.watching and not pipeline.explicit_transaction:
         raise ConfigError("a pipeline that watches sends at once; call its multi() before add()")
-    said = vars(pipeline)  # `transaction` is also a method, and has another name in asyncio
-    if not any(map(said.get, ("transaction", "is_transaction", "explicit_transaction"))):
-        raise ConfigError("an event belongs to what it tells of: client.pipeline(transaction=True)")
+    settings = vars(pipeline)  # `transaction` is also a method; asyncio names it differently
+    if not any(map(settings.get, ("transaction", "is_transaction", "explicit_transaction"))):
+        raise ConfigError(
+            "an event must be committed with the writes that it reports:"
+            " client.pipeline(transaction=True)"
+        )
 
 
 def _flat(marshal: Marshal) -> Callable[[Message[Any]], Sequence[Any]]:
@@ -110,3 +116,37 @@ def _flat(marshal: Marshal) -> Callable[[Message[Any]], Sequence[Any]]:
         return fields
 
     return encode
+
+
+def outbox_source(
+    client: Any,
+    stream: str,
+    *,
+    group: str = "outbox-publisher",
+    consumer: str | None = None,
+    batch_size: int = 100,
+    block: float = 1.0,
+    claim_interval: float = 30.0,
+    lease: float = 60.0,
+    max_attempts: int = 10,
+    dead_letters: str | None = None,
+) -> StreamSource:
+    """Return a source that reads an outbox for a relay; acked entries are deleted.
+
+    The consumer is named after the host, so that a relay that crashed goes on with its entries.
+    Name consumers yourself if several relays of one outbox share a host: two of one name deliver
+    twice.
+    """
+    return StreamSource(
+        client,
+        stream,
+        group,
+        consumer or socket.gethostname(),
+        lease=lease,
+        claim_interval=claim_interval,
+        block=block,
+        batch_size=batch_size,
+        max_attempts=max_attempts,
+        dead_letters=dead_letters,
+        delete=True,
+    )

@@ -15,25 +15,25 @@ from conquiet.redis.topic import Topic
 from conquiet.redis.wire import TROUBLE, Command, Wire, is_unwilling
 
 
-class _Turns:
-    """Remembers, within one batch, the keys of which a message failed."""
+class _FailedKeys:
+    """The keys of which a message of the batch failed."""
 
     def __init__(self) -> None:
-        self._lost: set[str] = set()
+        self._keys: set[str] = set()
 
-    def take(self, message: Message[Any]) -> None:
-        """Raises if an earlier message of the same key failed."""
-        if self._lost and message.key in self._lost:
+    def check(self, message: Message[Any]) -> None:
+        """Raise if an earlier message of the same key failed."""
+        if self._keys and message.key in self._keys:
             raise GivenBack(f"{describe(message.attributes)}: an earlier one of its key failed")
 
-    def failed(self, message: Message[Any]) -> None:
+    def add(self, message: Message[Any]) -> None:
         key = message.attributes.get("partitionkey") or message.attributes.get("subject")
         if isinstance(key, str):
-            self._lost.add(key)
+            self._keys.add(key)
 
 
 class Refused(ConquietError):
-    """Redis refused one message; the others of its batch went their way."""
+    """Redis refused one message; the others of its batch were added."""
 
 
 class StreamSink:
@@ -44,9 +44,9 @@ class StreamSink:
     [None]
 
     A topic is a stream of the same name, unless `streams` maps it to another name or to a
-    partitioned `Topic`; `partitions` partitions every topic that is not mapped. `topic` is for
-    messages that name none. Order holds within a stream; with `ordered` also when a message
-    fails: later ones of its key, or of its stream if Redis refused it, fail too.
+    partitioned `Topic`; `partitions` applies to every topic that is not mapped. `topic` is the
+    default for messages without one. Order holds within a stream; with `ordered` also when a
+    message fails: later ones of its key, or of its stream if Redis refused it, fail too.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class StreamSink:
         mode: Mode = "binary",
         ordered: bool = False,
     ) -> None:
-        Topic("any", partitions)  # refuses what is no number of partitions
+        Topic("any", partitions)  # raises for an invalid number of partitions
         self.keeps_order = ordered
         self._wire = Wire(client)
         self._topic = topic
@@ -70,23 +70,26 @@ class StreamSink:
         }
 
     def publish(self, messages: Sequence[Message[Any]]) -> Sequence[Error]:
-        """One answer per message, in order; raises `SinkUnavailable` if none was answered."""
+        """Add messages; return None or an error for each, in order.
+
+        Raises `SinkUnavailable` if Redis answered none of them.
+        """
         answers: list[Error] = [None] * len(messages)
         commands: list[tuple[bytes, Command]] = []
         places: list[int] = []
         encode, stream_of = self._encode, self._stream
-        turns = _Turns() if self.keeps_order else None
+        failed = _FailedKeys() if self.keeps_order else None
         for index, message in enumerate(messages):
             try:
-                if turns is not None:
-                    turns.take(message)
+                if failed is not None:
+                    failed.check(message)
                 key = stream_of(message)
                 commands.append((key, (b"XADD", key, b"*", *encode(message))))
                 places.append(index)
             except ConquietError as error:
                 answers[index] = error
-                if turns is not None:
-                    turns.failed(message)
+                if failed is not None:
+                    failed.add(message)
         if not commands:
             return answers
         try:
@@ -99,7 +102,7 @@ class StreamSink:
         return answers
 
     def _send_whole(self, commands: Sequence[tuple[bytes, Command]]) -> list[Any]:
-        """The entries of a stream all or none, so that none overtakes one that failed."""
+        """Add the entries of each stream in one MULTI, so that none overtakes one that failed."""
         replies: list[Any] = [None] * len(commands)
         streams: dict[bytes, list[int]] = {}
         for index, (key, _) in enumerate(commands):
@@ -130,7 +133,7 @@ class StreamSink:
         return topic.stream(message.key or message.id).encode()
 
     def close(self) -> None:
-        """Nothing is buffered; the client belongs to whoever made it."""
+        """Close connections that were opened here; the client stays open. Nothing is buffered."""
         self._wire.close()
 
 
@@ -141,7 +144,7 @@ def _answer(message: Message[Any], reply: object) -> Exception:
     if is_unwilling(reply):
         return SinkUnavailable(f"{name}: Redis takes nothing now: {reply}")
     if isinstance(reply, redis.exceptions.NoPermissionError):
-        return SinkUnavailable(f"{name}: Redis takes nothing from us: {reply}; mend its ACL")
+        return SinkUnavailable(f"{name}: Redis takes nothing from us: {reply}; fix its ACL")
     if str(reply).startswith("WRONGTYPE"):
         return SinkUnavailable(
             f"{name}: its topic is no stream: {reply}; delete or rename that key"

@@ -1,41 +1,39 @@
-"""StreamSource: one consumer of a group of one or several Redis streams.
+"""StreamSource: reads one or several Redis streams as a consumer of a group.
 
-    XREADGROUP > ──▶ held ──ack──▶ XACK (an outbox: XACK + XDEL)
-       XCLAIM  ──▶    │ nack: waits here, is delivered again at its place
-                      │ close: claimable by others at once
-                      └ crash: claimable by others when the lease has ended
-
-Times are differences of the monotonic clock here and idle times of the server there; no clock
-of the calendar is asked.
+consumer (own pending, stale, new entries) ──▶ decode ──▶ messages
+redelivery (nacked before, pause over)     ──▶   │
+                                                 └ undecodable: retried, then a dead letter
 """
 
 from __future__ import annotations
 
+import heapq
 import logging
 import os
 import socket
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, get_args
+from typing import Any, TypeAlias, get_args
 
 import redis
 
 from conquiet.acking import Acking, Error
 from conquiet.errors import ConfigError, InvalidMessage, StoreError
-from conquiet.message import Message, new_id
-from conquiet.redis.again import Again, KeyOf, Pauses, uncount
-from conquiet.redis.claim import Claims
-from conquiet.redis.consumer import remove_consumer
-from conquiet.redis.delivery import Delivery, by_stream
-from conquiet.redis.entry import from_fields
-from conquiet.redis.fetch import Fetch
+from conquiet.message import Message, new_id, printable
+from conquiet.redis.consumer import Consumer, Delivery
+from conquiet.redis.entry import UndecodableEntry, from_fields
 from conquiet.redis.group import GroupStream, Start
-from conquiet.redis.replay import replay
-from conquiet.redis.settled import Settled
+from conquiet.redis.ids import FIRST, LAST, next_after, parse
+from conquiet.redis.redelivery import KeyOf, Pauses, Redelivery
 from conquiet.redis.topic import Streams, streams_of
 from conquiet.redis.wire import Wire, may_pass
 
 logger = logging.getLogger("conquiet.redis")
+
+_REPLAY_PAGE = 500
+
+Positioned: TypeAlias = tuple[tuple[int, int], Message[Any]]
+"""An entry id as numbers, and the message of the entry."""
 
 
 class StreamSource:
@@ -49,16 +47,16 @@ class StreamSource:
     ('sold', b'{}', True)
     >>> source.close()
 
-    `consumer` is best left out, unless the name is stable and used by one process at a time,
-    as that of a StatefulSet's pod: then what a crashed process held is read again at once.
-    `lease` is how long a message may lie with a dead consumer; a worker renews it while a
-    handler runs. `batch` bounds one read, `max_in_flight` what is read and not settled, `block`
-    the time that one command waits. `max_deliveries` sends what failed that often to the stream
-    `dead_letters`; by default only entries that are no CloudEvents go there, and those of which
-    a transaction was applied in part. `delete` is for outboxes: what is acked is also deleted.
+    Leave `consumer` out, unless the name is stable and used by one process at a time, such as the
+    name of a StatefulSet's pod: then entries of a crashed process are read again at once.
+    `lease` is how long an entry may stay with a dead consumer; a worker renews it while a handler
+    runs. `batch_size` bounds one read, `max_in_flight` the entries that are read and not settled,
+    `block` the time that one command waits. After `max_attempts` deliveries a failing entry goes to
+    the stream `dead_letters`; by default only entries that are no CloudEvents go there, and those
+    whose transaction was applied in part. `delete` is for outboxes: acked entries are deleted.
 
-    A nacked message waits `backoff` seconds, then twice as long, up to `max_backoff`. Later
-    ones of its `key` (`Message.key`, unless you pass a function) wait with it.
+    A nacked message pauses `backoff` seconds, then twice as long, up to `max_backoff`. Later
+    messages of its `key` (`Message.key`, unless you pass a function) wait behind it.
     """
 
     def __init__(
@@ -72,9 +70,9 @@ class StreamSource:
         lease: float = 60.0,
         claim_interval: float | None = None,
         block: float | None = None,
-        batch: int | None = None,
+        batch_size: int | None = None,
         max_in_flight: int = 10_000,
-        max_deliveries: int | None = None,
+        max_attempts: int | None = None,
         dead_letters: str | None = None,
         backoff: float = 0.05,
         max_backoff: float = 5.0,
@@ -83,62 +81,73 @@ class StreamSource:
     ) -> None:
         _check_names(group, consumer, start)
         _check_seconds(lease=lease, claim_interval=claim_interval, block=block)
-        _check_counts(batch=batch, max_in_flight=max_in_flight, max_deliveries=max_deliveries)
+        _check_counts(batch_size=batch_size, max_in_flight=max_in_flight, max_attempts=max_attempts)
         self.lease = lease
         self.group = group
         self.consumer = consumer or f"{socket.gethostname()}-{os.getpid()}-{new_id()[-12:]}"
-        self._is_ours = consumer is None
+        self._has_own_name = consumer is None
         self._block = block
-        self._batch = batch
+        self._batch_size = batch_size
         self._max_in_flight = max_in_flight
         self._wire = Wire(client)
         self._streams = [
             GroupStream(self._wire, name, topic, group, self.consumer, deletes=delete)
             for name, topic in streams_of(streams).items()
         ]
-        self._fetch = Fetch(self._wire, self._streams, start, lease, had_some=not self._is_ours)
-        self._claims = Claims(self._streams, lease, claim_interval or lease / 2)
-        self._settled = Settled()
-        pauses = Pauses(backoff, max_backoff)
-        self._again = Again(self._wire, pauses, key, max_deliveries, dead_letters)
+        self._consumer = Consumer(
+            self._wire,
+            self._streams,
+            start,
+            lease,
+            claim_interval or lease / 2,
+            resumes=not self._has_own_name,
+        )
+        self._redelivery = Redelivery(
+            self._wire,
+            self._consumer,
+            Pauses(backoff, max_backoff),
+            key,
+            max_attempts,
+            dead_letters,
+        )
         self._closed = False
-        self._get_ready()
+        self._prepare()
 
-    def _get_ready(self) -> None:
+    def _prepare(self) -> None:
         try:
-            self._fetch.get_ready()
+            self._consumer.prepare()
         except (redis.RedisError, OSError) as error:
             if not may_pass(error):
-                raise ConfigError(f"{self!r} cannot be made ready: {error}") from error
-            logger.warning("%r is made ready when the server allows it: %r", self, error)
+                raise ConfigError(f"{self!r} could not create its group: {error}") from error
+            logger.warning("%r could not create its group, retrying later: %r", self, error)
 
     @property
     def dead(self) -> int:
         """How many entries went to the dead letters."""
-        return self._again.dead
+        return self._redelivery.dead
 
     @property
     def claimed(self) -> int:
-        """How many entries were taken over from consumers that let them lie."""
-        return self._claims.claimed
+        """How many stale entries were claimed from other consumers."""
+        return self._consumer.claimed
 
     @property
     def deleted(self) -> int:
         """How many entries were found to be deleted before they were acked."""
-        return self._claims.deleted + self._fetch.deleted
+        return self._consumer.deleted
 
     @property
     def in_flight(self) -> int:
-        """How many entries are in hand: delivered, or about to be delivered again."""
-        return sum(len(stream.held) for stream in self._streams)
+        """How many entries are held: delivered, or about to be delivered again."""
+        return self._consumer.in_flight
 
     # --- reading ----------------------------------------------------------------------------
 
     def read(self, limit: int, timeout: float) -> Sequence[Message[Any]]:
-        """Up to `limit` messages, those first that wait to be delivered again."""
+        """Read up to `limit` messages; those that are redelivered come first."""
         if limit < 1:
             raise ConfigError(f"limit={limit}: read at least 1 message")
-        limit = limit if self._batch is None else min(limit, self._batch)
+        limit = limit if self._batch_size is None else min(limit, self._batch_size)
         end = time.monotonic() + timeout
         while not self._closed:
             batch = self._read(limit, end)
@@ -146,73 +155,67 @@ class StreamSource:
                 break
             if batch or time.monotonic() >= end:
                 return batch
-        self._release()  # what a read brought that was still under way when we were closed
+        self._consumer.release()  # entries of a read that was running when `close` was called
         return ()
 
     def _read(self, limit: int, end: float) -> list[Message[Any]]:
         again: list[Delivery] = []
         found: list[Delivery] = []
         try:
-            self._fetch.get_ready()
-            if self._settled.owed:
-                self._settled.pay()
-            if self._again:
-                self._again.take(again, limit)
-            self._find(found, limit - len(again), end, bool(again))
+            self._consumer.prepare()
+            if self._consumer.unsent_acks:
+                self._consumer.send_acks()
+            if self._redelivery:
+                self._redelivery.take(again, limit)
+            self._collect(found, limit - len(again), end, bool(again))
         except (redis.RedisError, OSError) as error:
-            self._overcome(error, has_some=bool(again or found))
-        messages = self._messages(again) if again else []
+            self._recover(error, has_some=bool(again or found))
+        messages = self._decode(again) if again else []
         if found:
-            messages += self._again.hold_back(self._messages(found))
+            messages += self._redelivery.hold_back(self._decode(found))
         return messages
 
-    def _overcome(self, error: Exception, *, has_some: bool) -> None:
-        """A read that failed midway gives what it has; the next will show if it fails again."""
+    def _recover(self, error: Exception, *, has_some: bool) -> None:
+        """Create deleted groups again; raise unless the failed read returned some entries."""
         try:
-            if isinstance(error, redis.ResponseError) and self._fetch.repair(error):
+            if isinstance(error, redis.ResponseError) and self._consumer.repair(error):
                 return
         except (redis.RedisError, OSError) as failure:
             error = failure
-        self._claims.look_for_lost_replies()
+        self._consumer.rescan()
         if not has_some:
-            raise StoreError(f"{self!r} cannot be read: {error}") from error
-        logger.warning("%r: a part could not be read: %r", self, error)
+            raise StoreError(f"{self!r} could not read: {error}") from error
+        logger.warning("%r: a read failed in part, retrying: %r", self, error)
 
-    def _find(self, found: list[Delivery], limit: int, end: float, has_some: bool) -> None:
-        """What is ours from before, what others let lie, what is new; older before newer."""
+    def _collect(self, found: list[Delivery], limit: int, end: float, has_some: bool) -> None:
+        """Collect our own pending entries, then stale entries of other consumers, then new ones."""
         room = min(limit, self._max_in_flight - self.in_flight)
         if room > 0:
-            self._fetch.own(found, room)
-            self._claims.take(found, room - len(found))
+            self._consumer.collect_pending(found, room)
         if len(found) < room:
             wait = 0.0 if found or has_some else self._longest_wait(end)
-            self._fetch.new(found, room - len(found), wait)
+            self._consumer.collect_new(found, room - len(found), wait)
         elif room <= 0 and not has_some:
-            changed = self._again.changed
-            with changed:  # only a settlement makes room
-                now = time.monotonic()
-                changed.wait(max(0.0, min(end, self._again.next_due(now)) - now))
+            self._redelivery.wait(end)  # only a settlement makes room
 
     def _longest_wait(self, end: float) -> float:
-        """Until the read must end, the block time is over, or something else is to be done."""
-        now = time.monotonic()
-        moments = [end, self._claims.next_scan]
-        if self._again:
-            with self._again.changed:
-                moments.append(self._again.next_due(now))
-        wait = min(moments) - now
+        """Until the read must end, the block time is over, or a scan or redelivery is due."""
+        moments = [end, self._consumer.next_scan]
+        if self._redelivery:
+            moments.append(self._redelivery.next_due())
+        wait = min(moments) - time.monotonic()
         return wait if self._block is None else min(wait, self._block)
 
-    def _messages(self, deliveries: Iterable[Delivery]) -> list[Message[Any]]:
-        """Decode; what cannot be read or was delivered too often is put aside."""
+    def _decode(self, deliveries: Iterable[Delivery]) -> list[Message[Any]]:
+        """Decode entries; retry or bury those that are no CloudEvents or have no attempts left."""
         messages: list[Message[Any]] = []
         for delivery in deliveries:
-            if self._again.gives_up_on(delivery):
+            if self._redelivery.bury_if_exhausted(delivery):
                 continue
             try:
                 data, attributes, topic = from_fields(delivery.fields)
             except InvalidMessage as error:
-                self._again.refuse(delivery, error)
+                self._redelivery.refuse(delivery, error)
                 continue
             messages.append(
                 Message(
@@ -228,78 +231,84 @@ class StreamSource:
     # --- settling ---------------------------------------------------------------------------
 
     def settle(self, acked: Sequence[Delivery], nacked: Sequence[tuple[Delivery, Error]]) -> None:
-        """Ack with one command per stream; let what was nacked wait for its next delivery."""
+        """Ack with one command per stream; let nacked entries pause until their redelivery."""
         if acked:
-            self._settled.ack(acked)
+            self._consumer.ack(acked)
         if nacked:
-            self._again.nack(nacked)
-        if self._again or self.in_flight + len(acked) >= self._max_in_flight:
-            with self._again.changed:
-                self._again.changed.notify_all()
-
-    # --- leases and life --------------------------------------------------------------------
+            self._redelivery.nack(nacked)
+        if self._redelivery or self.in_flight + len(acked) >= self._max_in_flight:
+            self._redelivery.notify()
 
     def renew(self, messages: Sequence[Message[Any]]) -> None:
-        """Begin the idle time of these anew, unless that has just happened or they are lost."""
-        now = time.monotonic()
-        old = now - self.lease / 4
+        """Renew the lease of these messages, and of those that wait for their redelivery."""
         tokens = (message.acking.token for message in messages if message.acking is not None)
-        ours = [token for token in tokens if isinstance(token, Delivery)]
-        stale = [
-            delivery
-            for delivery in (*ours, *self._again.waiting())
-            if delivery.touched <= old and delivery.stream.held.get(delivery.id) is delivery
-        ]
-        for stream, some in by_stream(stale).items():
-            still = stream.still_ours(delivery.id for delivery in some)
-            if still:
-                stream.touch(list(still))
-            for delivery in some:
-                delivery.touched = now
+        ours = (token for token in tokens if isinstance(token, Delivery))
+        self._consumer.renew((*ours, *self._redelivery.waiting))
+
+    # --- replay -----------------------------------------------------------------------------
 
     def replay(self, start: str | None = None, end: str | None = None) -> Iterator[Message[Any]]:
-        """What the streams hold from entry id `start` to `end`; the group does not move.
+        """Yield the entries with ids from `start` to `end`, in order of time; the group stays.
 
-        The id of a message's entry is `message.locals["position"]`. What is no CloudEvent is
-        left out, with a warning.
+        The id of a message's entry is `message.locals["position"]`. Entries that are no CloudEvents
+        are left out, with a warning.
         """
-        return replay(self._streams, start, end)
+        parts = [_replay(stream, start, end) for stream in self._streams]
+        for _, message in heapq.merge(*parts, key=lambda item: item[0]):
+            yield message
+
+    # --- the end ----------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Stop reading; what is not settled can be claimed by others at once, and costs nothing."""
+        """Stop reading; other consumers may claim unsettled entries at once, at no attempt."""
         if self._closed:
             return
         self._closed = True
-        self._fetch.stop()
-        self._again.count_nacks()
+        self._consumer.stop()
+        self._redelivery.count_nacks()
         try:
-            self._settled.pay()
+            self._consumer.send_acks()
         except (redis.RedisError, OSError) as error:
-            count = self._settled.owed
-            logger.warning("%r: %d acks could not be sent; delivered again: %r", self, count, error)
-        self._release()
-        if self._is_ours:
+            logger.warning(
+                "%r: %d acks could not be sent, their entries will be delivered again: %r",
+                *(self, self._consumer.unsent_acks, error),
+            )
+        self._consumer.release()
+        if self._has_own_name:
             self._remove_name()
         self._wire.close()
 
-    def _release(self) -> None:
-        """Let others claim at once what is in hand."""
-        held = [item for stream in self._streams for item in list(stream.held.values())]
-        uncount(held, b"IDLE", max(1, round(self.lease * 1000)))
-        for stream in self._streams:
-            stream.held.clear()
-
     def _remove_name(self) -> None:
-        """Nobody will ever use a name again that we made up; if it holds nothing, it may go."""
+        """Remove the generated name, which no other process will use."""
         try:
-            for stream in self._streams:
-                remove_consumer(self._wire, stream.name, self.group, self.consumer)
+            self._consumer.remove_name()
         except (redis.RedisError, OSError) as error:
-            logger.debug("%r: the consumer's name stays: %r", self, error)
+            logger.debug("%r: could not remove the consumer's name: %r", self, error)
 
     def __repr__(self) -> str:
         names = ", ".join(stream.name for stream in self._streams)
         return f"<StreamSource {names} group={self.group} consumer={self.consumer}>"
+
+
+def _replay(stream: GroupStream, start: str | None, end: str | None) -> Iterator[Positioned]:
+    at: bytes | None = FIRST if start is None else start.encode()
+    last = LAST if end is None else end.encode()
+    while at is not None:
+        try:
+            page = stream.call(b"XRANGE", stream.key, at, last, b"COUNT", _REPLAY_PAGE)
+        except (redis.RedisError, OSError) as error:
+            raise StoreError(f"could not replay stream {stream.name!r}: {error}") from error
+        for entry_id, fields in page:
+            try:
+                data, attributes, topic = from_fields(fields)
+            except InvalidMessage as error:
+                why = UndecodableEntry(stream.name, entry_id.decode(), str(error))
+                logger.warning("left out of a replay: %s", printable(str(why)))
+                continue
+            message: Message[Any] = Message(data, attributes, topic=topic or stream.topic)
+            message.locals["position"] = entry_id.decode()
+            yield parse(entry_id), message
+        at = next_after(page[-1][0]) if len(page) == _REPLAY_PAGE else None
 
 
 def _check_names(group: str, consumer: str | None, start: str) -> None:

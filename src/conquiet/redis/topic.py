@@ -1,7 +1,7 @@
-"""Topic: one stream, or several among which the key of a message chooses.
+"""Topic: one stream, or several partitions; the key of a message picks its partition.
 
 One partition is one stream, named as the topic. More are called `orders:{0}`, `orders:{1}`, …:
-the braces spread them over a cluster, and keep what belongs to a partition on its node.
+the braces spread them over a cluster, and keep other keys of a partition on its node.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _partition = re.compile(r"(.+):\{\d+\}", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Topic:
-    """A name and how many streams stand behind it; the number must not change once it is used.
+    """A name and its number of streams, which must not change once the topic is in use.
 
     >>> orders = Topic("orders", partitions=2)
     >>> orders.streams
@@ -46,14 +46,15 @@ class Topic:
         return tuple(f"{self.name}:{{{number}}}" for number in range(self.partitions))
 
     def partition(self, key: str) -> int:
-        """Where a key lives: CRC-32 of its UTF-8, scaled to the number of partitions.
+        """Return the partition of a key: CRC-32 of its UTF-8, scaled to the number of partitions.
 
-        By the upper bits: an ordered worker shares keys among its threads by the lower ones,
-        and the keys of one partition must not all meet in one thread.
+        Uses the upper bits: an ordered worker assigns keys to threads by the lower ones, and the
+        keys of one partition must not all meet in one thread.
         """
         return zlib.crc32(key.encode(errors="surrogatepass")) * self.partitions >> 32
 
     def stream(self, key: str) -> str:
+        """Return the stream of a key."""
         return self.name if self.partitions == 1 else f"{self.name}:{{{self.partition(key)}}}"
 
 
@@ -62,7 +63,7 @@ Streams: TypeAlias = "str | Topic | Sequence[str | Topic]"
 
 
 def streams_of(given: Streams) -> dict[str, str]:
-    """The streams to read, and the topic of each."""
+    """Return the streams to read, and the topic of each."""
     items = [given] if isinstance(given, (str, Topic)) else list(given)
     found: dict[str, str] = {}
     for item in items:
@@ -78,7 +79,7 @@ def streams_of(given: Streams) -> dict[str, str]:
 
 
 def beside(stream: str, prefix: str) -> str:
-    """The name of a key that lives in the same slot of a cluster as the stream."""
+    """Return the name of a key in the same slot of a cluster as the stream."""
     start = stream.find("{")
     is_tagged = start >= 0 and stream.find("}", start) > start + 1
     return f"{prefix}{stream}" if is_tagged else f"{prefix}{{{stream}}}"

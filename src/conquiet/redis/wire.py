@@ -1,24 +1,25 @@
-"""Commands over the connections of a redis-py client: each sent once, each reply as bytes.
+"""Wire: commands over the connections of a redis-py client, each sent once, replies as bytes.
 
-Not through the client's own methods, because
+The client's own methods are not used, because
 
 - they send a command again when a connection breaks, and a repeated XADD is an entry twice;
-- they give up on a reply after `socket_timeout`, also when a blocking read is meant to last;
-- with `decode_responses` they fail on the first value that is not UTF-8, and take the rest of
-  the reply along.
+- they give up on a reply after `socket_timeout`, even if a blocking read asked to wait longer;
+- with `decode_responses` they fail on the first value that is not UTF-8 and lose the whole reply.
 """
 
 from __future__ import annotations
 
 import inspect
+import re
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
 try:
     import redis
-except ImportError as error:  # pragma: no cover - told by the first import of this room
+except ImportError as error:  # pragma: no cover - the extra installs it
     raise ImportError("conquiet.redis needs redis-py: pip install 'conquiet[redis]'") from error
 
 from redis import exceptions
@@ -30,23 +31,23 @@ Argument: TypeAlias = bytes | str | int
 Command: TypeAlias = Sequence[Argument]
 
 TROUBLE = (redis.ConnectionError, redis.TimeoutError, OSError)
-"""The server was not reached, or did not answer: the outcome is unknown."""
+"""The server was not reached or did not answer: the outcome of the command is unknown."""
 
 _UNWILLING = (
     exceptions.AskError,  # MOVED too
     exceptions.BusyLoadingError,
     exceptions.ClusterDownError,  # MASTERDOWN too
-    exceptions.ExecAbortError,  # no command was refused when it was queued, and yet EXEC was
+    exceptions.ExecAbortError,  # EXEC was refused although every command was queued
     exceptions.OutOfMemoryError,
     exceptions.ReadOnlyError,
     exceptions.TryAgainError,
 )
 _UNWILLING_WORDS = ("MISCONF ", "NOREPLICAS ", "BUSY ")
-"""For these redis-py has no class; where it has one, it takes the word off the text."""
+"""Error codes for which redis-py has no class; where it has one, it strips the code."""
 
 REPLY_SECONDS = 30.0
 """How long a reply may take if the client sets no `socket_timeout`."""
-_LEAST_SLACK_SECONDS = 1.1  # an idle server ends blocking reads `hz` times a second: maybe once
+_LEAST_SLACK_SECONDS = 1.1  # a server with hz=1 ends blocking reads once a second
 _REDIRECTIONS = 5
 _PIECE_BYTES = 256 * 1024
 
@@ -56,17 +57,17 @@ try:
 except ImportError:  # pragma: no cover - the extra installs it
     _pack = None
 
-# Since redis-py 8; before, the public way to wait for a reply with a limit is can_read().
+# Since redis-py 8; before it, can_read() is the public way to wait for a reply with a limit.
 _takes_timeout = "timeout" in inspect.signature(redis.Connection.read_response).parameters
 
 
 def is_unwilling(error: object) -> bool:
-    """The server answered that it cannot do it now; the same command may succeed later."""
+    """Whether the server refused only for now (loading, out of memory, failover, …)."""
     return isinstance(error, _UNWILLING) or str(error).startswith(_UNWILLING_WORDS)
 
 
 def may_pass(error: object) -> bool:
-    """Whether nobody is to blame who sent the command: it may be sent again later."""
+    """Whether the same command may succeed later: the server was away or unwilling."""
     return isinstance(error, TROUBLE) or is_unwilling(error)
 
 
@@ -78,32 +79,32 @@ class Wire:
         self.is_cluster = isinstance(client, redis.RedisCluster)
         self.client = client if self.is_cluster else _bounded(client)
         self._is_own = self.client is not client
-        if self._is_own:  # whoever forgets to close leaves no socket to the garbage collector
+        if self._is_own:  # a caller that forgets to close must not leak sockets
             weakref.finalize(self, self.client.connection_pool.disconnect).atexit = False
 
     def close(self) -> None:
-        """Let go of connections that were made here; a late command opens one again."""
+        """Close connections that were opened here; a late command opens one again."""
         if self._is_own:
             self.client.connection_pool.disconnect(inuse_connections=False)
 
     def call(self, key: bytes, *command: Argument, wait: float = 0.0) -> Any:
-        """One command and its reply; `wait` is how long the server may hold it back."""
+        """Send one command and return its reply; the server may hold it back for `wait` seconds."""
         [reply] = self.send([(key, command)], wait=wait)
         if isinstance(reply, Exception):
             raise reply
         return reply
 
     def send(self, commands: Sequence[tuple[bytes, Command]], *, wait: float = 0.0) -> list[Any]:
-        """Many commands in one go; a reply each, in order. One that failed gives its error.
+        """Send many commands at once; return a reply or an error for each, in order.
 
-        Raises only if nothing at all was answered.
+        Raises only if none was answered.
         """
         if not self.is_cluster:
             return self._exchange(self.client, [command for _, command in commands], wait)
         return self._send_to_nodes(commands, wait)
 
     def atomically(self, key: bytes, commands: Sequence[Command]) -> list[Any]:
-        """Commands between MULTI and EXEC; all of them on keys of one slot."""
+        """Send commands between MULTI and EXEC; their keys must be in one slot."""
         for _ in range(_REDIRECTIONS):
             client = self._node(key)
             *queued, replies = self._exchange(client, [(b"MULTI",), *commands, (b"EXEC",)], 0.0)
@@ -122,7 +123,7 @@ class Wire:
         return cast("list[Any]", replies)
 
     def by_slot(self, keys: Sequence[bytes]) -> list[list[bytes]]:
-        """Keys that one command may name together."""
+        """Group keys by slot: one command may name the keys of one group."""
         if not self.is_cluster:
             return [list(keys)]
         slots: dict[int, list[bytes]] = {}
@@ -145,7 +146,7 @@ class Wire:
                     except redis.ResponseError as error:
                         replies.append(error)
             except BaseException as error:
-                # A reply that is still on its way must not be taken for that of another command.
+                # A late reply must not be taken for the reply of a later command.
                 connection.disconnect()
                 if not replies or not isinstance(error, TROUBLE):
                     raise
@@ -159,7 +160,7 @@ class Wire:
             return self.client
         try:
             node = self.client.get_node_from_key(key)
-        except redis.RedisError:  # a slot that was not covered when the client last looked
+        except redis.RedisError:  # no node served the slot when the client last asked
             self.learn_topology()
             node = self.client.get_node_from_key(key)
         return self.client.get_redis_connection(node)
@@ -177,7 +178,7 @@ class Wire:
                 break
             left = moved
         for index in left:
-            if isinstance(replies[index], AskError):  # the slot is on its way to another node
+            if isinstance(replies[index], AskError):  # the slot is being moved to another node
                 replies[index] = self._ask(replies[index], commands[index][1], wait)
         trouble = [reply for reply in replies if isinstance(reply, TROUBLE)]
         if trouble and len(trouble) == len(replies):
@@ -211,18 +212,18 @@ class Wire:
         return self._exchange(client, [(b"ASKING",), command], wait)[1]
 
     def learn_topology(self) -> None:
-        """Ask the cluster who serves what."""
+        """Ask the cluster which node serves which slots."""
         try:
             self.client.nodes_manager.initialize()
-        except (redis.RedisError, OSError):  # no node answers now; the next call will say so
+        except (redis.RedisError, OSError):  # no node answers; the next command will raise
             pass
 
 
 def _bounded(client: Any) -> Any:
-    """The client, or one like it that does not wait for ever for a server that went silent.
+    """Return the client, or a copy with a `socket_timeout` if it has none.
 
-    Before redis-py 8 a client has no `socket_timeout` unless it is given one, and then hangs
-    in the greeting of a new connection.
+    Before redis-py 8 a client without one hangs for ever in the greeting of a new connection if
+    the server does not answer.
     """
     pool = client.connection_pool
     settings = pool.connection_kwargs
@@ -232,7 +233,7 @@ def _bounded(client: Any) -> Any:
         or settings.get("socket_timeout") is not None
     ):
         return client
-    # What redis-py 8 adds by itself belongs to the pool it was added for.
+    # Settings that redis-py 8 adds by itself belong to the original pool.
     known = {
         name: value
         for name, value in settings.items()
@@ -258,7 +259,7 @@ def _connection(client: Any) -> Iterator[Any]:
 
 
 def _packed(connection: Any, commands: Sequence[Command]) -> list[bytes]:
-    """The commands in few large pieces; redis-py looks at each argument, and sends 6 kB at once."""
+    """Pack commands into few large pieces: redis-py inspects every argument and sends 6 kB each."""
     if _pack is None:
         return cast("list[bytes]", connection.pack_commands(commands))
     pieces: list[bytes] = []
@@ -277,7 +278,7 @@ def _packed(connection: Any, commands: Sequence[Command]) -> list[bytes]:
 
 
 def read_reply(connection: Any, wait: float = 0.0) -> Any:
-    """The next reply, as bytes; `wait` is how long the server may hold it back."""
+    """Read the next reply, as bytes; the server may hold it back for `wait` seconds."""
     own = getattr(connection, "socket_timeout", None)
     if own is not None and not wait:
         return connection.read_response(disable_decoding=True)
@@ -300,3 +301,55 @@ def _refuse_unless_usable(client: object) -> None:
     else:
         why = "it is not a client of redis-py"
     raise ConfigError(f"{kind} cannot be used: {why}; give a redis.Redis or redis.RedisCluster")
+
+
+# --- replies --------------------------------------------------------------------------------
+
+
+def pairs(reply: Any) -> Mapping[bytes, Any]:
+    """Return a reply that is a map in RESP3 and a flat list in RESP2 as a mapping."""
+    if isinstance(reply, dict):
+        return reply
+    items = iter(reply or ())
+    return dict(zip(items, items, strict=True))
+
+
+def entries_by_stream(reply: Any) -> dict[bytes, list[Any]]:
+    """Return the entries of XREAD or XREADGROUP by stream: a map in RESP3, pairs in RESP2."""
+    if not reply:
+        return {}
+    return reply if isinstance(reply, dict) else dict(reply)
+
+
+# --- the version of the server --------------------------------------------------------------
+
+_field = re.compile(rb"^(redis_version|valkey_version|server_name):(\S+)", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Name and version of a server. Valkey reports the Redis version it is compatible with.
+
+    >>> Server("redis", "6.2.14").at_least("6.2"), Server("redis", "6.0.16").at_least("6.2")
+    (True, False)
+    """
+
+    name: str
+    version: str
+
+    def at_least(self, version: str) -> bool:
+        return _numbers(self.version) >= _numbers(version)
+
+
+def server_of(client: Any, key: str = "") -> Server:
+    """Ask the server, or in a cluster the node that holds `key`, for its version."""
+    wire = client if isinstance(client, Wire) else Wire(client)
+    found = dict(_field.findall(wire.call(key.encode(), b"INFO", b"server")))
+    is_valkey = b"valkey_version" in found
+    return Server(
+        "valkey" if is_valkey else "redis", found.get(b"redis_version", b"6.0.0").decode()
+    )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from conquiet.errors import InvalidMessage
 from conquiet.message import Message
-from conquiet.redis.letter import UNREADABLE_TYPE
+from conquiet.redis.dead_letter import UNREADABLE_TYPE
 from conquiet.spark.columns import MALFORMED
 from conquiet.spark.log.writer_rows import time_text
 

@@ -17,8 +17,8 @@ import redis
 
 from conquiet.message import Message
 from conquiet.redis import Inbox, Outbox, StreamSource, Transaction, commands
+from conquiet.redis.connection import Connection
 from conquiet.redis.lease import Leases
-from conquiet.redis.session import Session
 from conquiet.router import Router
 from conquiet.worker import Worker
 
@@ -58,7 +58,7 @@ def plant(point: str) -> None:
 
         Leases.acquire = lease_and_die
     elif point in ("before-exec", "after-exec"):
-        send = Session.send
+        send = Connection.send
 
         def send_and_die(self, packed):
             commits = len(packed) > 2 and b"EXEC" in packed[-1]
@@ -68,7 +68,7 @@ def plant(point: str) -> None:
                 time.sleep(0.2)  # the server has run it by now, if it was sent
                 die()
 
-        Session.send = send_and_die
+        Connection.send = send_and_die
     elif point == "before-ack":
         Router.settle = lambda self, handled: die()
 

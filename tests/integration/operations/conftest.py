@@ -47,7 +47,7 @@ def bury(publish, source):
 
     def kill(count=1, topic="orders", error="ValueError: no such customer", **attributes):
         publish(count, topic, **attributes)
-        reader = source(topic, "failing", max_deliveries=1, dead_letters="dead")
+        reader = source(topic, "failing", max_attempts=1, dead_letters="dead")
         while reader.dead < count:
             for message in reader.read(100, 1.0):
                 message.nack(ValueError(error.partition(": ")[2]))

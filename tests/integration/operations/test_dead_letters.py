@@ -130,7 +130,7 @@ def test_an_event_of_an_outbox_goes_back_into_it_with_its_topic(redis_client, le
         Outbox("orders", "outbox", source="/shop").add(pipeline, numbered(1))
         pipeline.execute()
     before = redis_client.xrange("outbox")[0][1]
-    source = outbox_source(redis_client, "outbox", max_deliveries=1, dead_letters="dead")
+    source = outbox_source(redis_client, "outbox", max_attempts=1, dead_letters="dead")
     while not source.dead:
         for message in source.read(1, 1.0):
             message.nack(ValueError("no"))
@@ -145,7 +145,7 @@ def test_an_entry_that_could_not_be_read_comes_back_field_by_field(
 ) -> None:
     fields = {b"colour": b"blue", b"raw": b"\xff"}
     redis_client.xadd("orders", fields)
-    reader = source(max_deliveries=1, dead_letters="dead")
+    reader = source(max_attempts=1, dead_letters="dead")
     while not reader.dead:
         reader.read(1, 0.05)
     assert len(replay(letters, Wanted(), to="mended").done) == 1

@@ -26,7 +26,8 @@ from conquiet.operations import (
     streams,
     survey,
 )
-from conquiet.redis import StreamSink, advance_reader, register_reader, server_of
+from conquiet.redis import Readers, StreamSink
+from conquiet.redis.wire import server_of
 from conquiet.web.stores import Stores
 
 
@@ -96,9 +97,9 @@ def test_a_group_that_has_read_nothing_or_all(redis_client, publish, source) -> 
 def test_readers_without_a_group_have_a_position_and_a_lag(redis_client, publish) -> None:
     publish(5)
     ids = [entry_id.decode() for entry_id, _ in redis_client.xrange("orders")]
-    register_reader(redis_client, "orders", "spark/new")
-    register_reader(redis_client, "orders", "spark/shop")
-    advance_reader(redis_client, "orders", "spark/shop", ids[2])
+    Readers(redis_client, "orders").register("spark/new")
+    Readers(redis_client, "orders").register("spark/shop")
+    Readers(redis_client, "orders").advance("spark/shop", ids[2])
     new, shop = stream(redis_client, "orders").readers
     assert (new.name, new.position, new.lag) == ("spark/new", "0-0", 5)
     assert (shop.position, shop.lag) == (ids[2], 2)

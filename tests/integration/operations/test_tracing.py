@@ -13,7 +13,7 @@ from conquiet.errors import ConfigError, StoreError
 from conquiet.events import Idempotency
 from conquiet.message import new_id
 from conquiet.operations import trace, tracing_log
-from conquiet.redis import StreamSink, advance_reader, register_reader
+from conquiet.redis import Readers, StreamSink
 from conquiet.sql import engine as make_engine
 from conquiet.sql import schema
 from conquiet.sql.tables import inbox_table, outbox_table
@@ -53,7 +53,7 @@ def test_an_event_is_followed_from_the_outbox_to_its_consumers(shop, source, red
         message.ack()
     source(group="mail", consumer="mailer-1").read(9, 1.0)
     source(group="late")
-    register_reader(redis_client, "orders", "spark/shop")
+    Readers(redis_client, "orders").register("spark/shop")
     found = trace(shop.id, client=redis_client, engine=shop.engine)
     [row] = found.written
     assert (row.table, row.state, row.attempts, row.source) == ("outbox", "published", 1, "/shop")
@@ -68,7 +68,7 @@ def test_an_event_is_followed_from_the_outbox_to_its_consumers(shop, source, red
     [remembered] = found.remembered
     assert (remembered.subscriber, remembered.state) == ("billing/bill", "done")
     assert found.found
-    advance_reader(redis_client, "orders", "spark/shop", entry.id)
+    Readers(redis_client, "orders").advance("spark/shop", entry.id)
     [entry] = trace(shop.id, client=redis_client, engine=shop.engine).logged
     assert entry.takers[-1].state == "passed"
 

@@ -9,12 +9,11 @@ from tests.waiting import eventually
 
 from conquiet.message import Message
 from conquiet.redis import (
+    Readers,
     StreamSink,
     StreamSource,
     Topic,
-    advance_reader,
     outbox_source,
-    register_reader,
     remove_idle_consumers,
     trim_stream,
 )
@@ -97,8 +96,8 @@ def test_dead_letters_and_maintenance(client):
     client.xadd("single", {"not": "a CloudEvent"})
     source = StreamSource(client, "single", "billing", backoff=0.0)
     eventually(lambda: list(source.read(10, 0.02)) == [] and source.dead == 1)
-    register_reader(client, "single", "spark")
-    assert advance_reader(client, "single", "spark", "1-0")
+    Readers(client, "single").register("spark")
+    assert Readers(client, "single").advance("spark", "1-0")
     StreamSource(client, "single", "billing", "gone").read(1, 0.01)
     assert "gone" in remove_idle_consumers(client, "single", "billing", idle=0)
     source.close()

@@ -12,8 +12,8 @@ from tests.integration.redis.inboxes import key
 from tests.waiting import eventually
 
 from conquiet.redis import InProgress
-from conquiet.redis.lease import Terms
-from conquiet.redis.session import Session
+from conquiet.redis.connection import Connection
+from conquiet.redis.lease import LeaseTerms
 from conquiet.testing import deliver
 from conquiet.testing.contracts.storing import elsewhere
 
@@ -109,7 +109,7 @@ def test_a_renewal_makes_nothing_good_that_happened_before_it(
     redis_client, router, effects, monkeypatch, between
 ):
     """Whoever took the lease may be done, and gone, when the keys are watched again."""
-    exchange = Session.exchange
+    exchange = Connection.exchange
 
     def interrupted(session, packed):
         if b"PEXPIRE" not in b"".join(packed) or redis_client.incr("renewals") > 1:
@@ -123,7 +123,7 @@ def test_a_renewal_makes_nothing_good_that_happened_before_it(
         redis_client.set(key("m-0"), "processing:stolen", px=60_000)
         return replies + exchange(session, packed[-2:])
 
-    monkeypatch.setattr(Session, "exchange", interrupted)
+    monkeypatch.setattr(Connection, "exchange", interrupted)
     runs = []
 
     def long(item):
@@ -142,11 +142,11 @@ def test_a_renewal_makes_nothing_good_that_happened_before_it(
 
 
 def test_a_lease_whose_reply_was_lost_has_one_taker():
-    terms = Terms(lease=30.0, retention=60.0)
+    terms = LeaseTerms(lease=30.0, retention=60.0)
     terms.abandon({b"key": b"processing:1"})
-    assert not terms.recognise(b"other", b"processing:1")
-    assert terms.recognise(b"key", b"processing:1")
-    assert not terms.recognise(b"key", b"processing:1")
+    assert not terms.take_over(b"other", b"processing:1")
+    assert terms.take_over(b"key", b"processing:1")
+    assert not terms.take_over(b"key", b"processing:1")
 
 
 def test_the_thread_that_renews_ends_when_there_is_nothing_to_renew(router):

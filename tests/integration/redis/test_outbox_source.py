@@ -68,7 +68,7 @@ def test_a_message_that_its_sink_refuses_stays_and_then_goes_to_the_dead_letters
     redis_client.xadd("orders", {"a": "b"}, id=f"{2**64 - 1}-{2**64 - 1}")  # it is full for ever
     outbox(1, "orders")
     outbox(1, "sales", first=1)
-    source = outbox_source(redis_client, "outbox", max_deliveries=2)
+    source = outbox_source(redis_client, "outbox", max_attempts=2)
     relay = Relay(source, StreamSink(redis_client))
     relay.run_once(0.1)
     assert arrived(redis_client, "sales") == ["m-1"]
@@ -87,11 +87,9 @@ def test_a_message_that_its_sink_refuses_stays_and_then_goes_to_the_dead_letters
 
 def test_what_a_relay_held_when_it_died_is_taken_over(outbox, redis_client):
     outbox(3, "orders")
-    dead = outbox_source(redis_client, "outbox", consumer="dead", max_idle=0.1)
+    dead = outbox_source(redis_client, "outbox", consumer="dead", lease=0.1)
     assert len(dead.read(10, 0.1)) == 3
-    alive = outbox_source(
-        redis_client, "outbox", consumer="alive", max_idle=0.1, claim_interval=0.02
-    )
+    alive = outbox_source(redis_client, "outbox", consumer="alive", lease=0.1, claim_interval=0.02)
     relay = Relay(alive, StreamSink(redis_client))
 
     eventually(lambda: relay.run_once(0.05) and redis_client.xlen("outbox") == 0)

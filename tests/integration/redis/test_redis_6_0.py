@@ -11,17 +11,15 @@ from tests.integration.redis.conftest import GROUP, STREAM, numbered
 
 from conquiet.errors import GivenBack
 from conquiet.redis import (
-    Server,
+    Readers,
     StreamSink,
     StreamSource,
     Topic,
-    advance_reader,
     outbox_source,
-    register_reader,
     remove_idle_consumers,
-    server_of,
     trim_stream,
 )
+from conquiet.redis.wire import Server, server_of
 
 ID = r"(\d+-\d+|0)"
 KEY = r"\S+"
@@ -80,8 +78,8 @@ def use_everything(client):
     relay = outbox_source(client, "sales:{0}")
     for message in relay.read(10, 0.01):
         message.ack()
-    register_reader(client, STREAM, "spark")
-    advance_reader(client, STREAM, "spark", "1-0")
+    Readers(client, STREAM).register("spark")
+    Readers(client, STREAM).advance("spark", "1-0")
     for item in (one, other, again, late, relay):
         item.close()
     trim_stream(client, STREAM, keep_seconds=1.0, exact=True)
@@ -91,7 +89,7 @@ def use_everything(client):
 
 @pytest.fixture
 def commands(recorded, redis_client, monkeypatch):
-    monkeypatch.setattr("conquiet.redis.claim.PAGE", 2)  # so that a scan goes on where it was
+    monkeypatch.setattr("conquiet.redis.consumer.PAGE", 2)  # so that a scan goes on where it was
     seen = recorded(lambda: use_everything(redis_client))
     tests_own = re.compile(rf"XADD {STREAM} \* not|XGROUP DESTROY|XDEL {STREAM} \S+$")
     return [c for c in seen if not HANDSHAKE.match(c) and not tests_own.match(c)]
@@ -110,7 +108,7 @@ def test_r3_every_command_and_option_is_known_to_redis_6_0(commands):
 
 
 def test_r3_an_old_server_gets_old_commands_only(recorded, redis_client, monkeypatch):
-    module = sys.modules["conquiet.redis.trim"]
+    module = sys.modules["conquiet.redis.retention"]
     monkeypatch.setattr(module, "server_of", lambda *_: Server("redis", "6.0.16"))
     seen = recorded(lambda: use_everything(redis_client))
     assert not any("MINID" in command or "XAUTOCLAIM" in command for command in seen)

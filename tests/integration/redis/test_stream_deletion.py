@@ -126,7 +126,7 @@ def test_what_failed_too_often_goes_to_the_dead_letters_with_its_error(
     source, publish, redis_client, pending
 ):
     publish(2)
-    one = source(max_deliveries=2)
+    one = source(max_attempts=2)
     for _ in range(2):
         for message in read(one, 2):
             message.nack(ValueError("no stock"))
@@ -142,7 +142,7 @@ def test_what_failed_too_often_goes_to_the_dead_letters_with_its_error(
 def test_what_kills_its_consumers_goes_to_the_dead_letters(source, publish):
     publish(1)
     for _ in range(2):
-        read(source(lease=SHORT, max_deliveries=2), 1)
+        read(source(lease=SHORT, max_attempts=2), 1)
         time.sleep(SHORT)
-    last = source(lease=SHORT, max_deliveries=2)
+    last = source(lease=SHORT, max_attempts=2)
     eventually(lambda: list(last.read(10, 0.02)) == [] and last.dead == 1)

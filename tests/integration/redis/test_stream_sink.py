@@ -127,7 +127,7 @@ def test_what_an_acl_forbids_is_not_the_fault_of_the_message(redis_client, order
             messages = numbered(2)
             messages[0].topic = "secret"
             answers = StreamSink(client, "orders", ordered=ordered).publish(messages)
-        assert "mend its ACL" in str(answers[0])
+        assert "fix its ACL" in str(answers[0])
         assert isinstance(answers[0], SinkUnavailable)
         assert answers[1] is None
     finally:

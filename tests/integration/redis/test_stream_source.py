@@ -84,7 +84,7 @@ def test_a_stream_deleted_during_a_blocking_read_is_created_again(source, publis
         {"lease": 0},
         {"claim_interval": -1},
         {"max_in_flight": 0},
-        {"max_deliveries": 0},
+        {"max_attempts": 0},
         {"start": "yesterday"},
         {"group": ""},
         {"consumer": ""},
@@ -249,7 +249,7 @@ def test_a_dead_letter_that_the_server_takes_not_now_is_written_later(
     source, publish, redis_client, pending, unwilling
 ):
     publish(1)
-    reader = source(max_deliveries=1)
+    reader = source(max_attempts=1)
     [message] = read(reader, 1)
     unwilling(1)
     message.nack(ValueError("no"))

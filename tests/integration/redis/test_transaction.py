@@ -25,7 +25,7 @@ from conquiet.redis import (
     UnknownOutcome,
     commands,
 )
-from conquiet.redis.outcome import ExecRefused
+from conquiet.redis.transaction import ExecRefused
 from conquiet.router import Router
 from conquiet.testing import deliver, message
 

@@ -7,8 +7,7 @@ import redis
 from tests.integration.redis.conftest import ids, numbered
 
 from conquiet.message import Message
-from conquiet.redis import Inbox, Outbox, StreamSink, StreamSource, Transaction, commands
-from conquiet.redis.home import CrossSlot
+from conquiet.redis import CrossSlot, Inbox, Outbox, StreamSink, StreamSource, Transaction, commands
 from conquiet.router import Router
 from conquiet.testing import deliver
 
@@ -107,7 +106,7 @@ def test_the_ack_rides_in_the_exec_where_the_stream_shares_the_slot(client, rout
         batch = source.read(10, 1)
         handled = made.run(batch)
         rides = stream == "orders:{billing}"
-        assert [message.acking.token.acked for message in batch] == [rides] * 3
+        assert [message.acking.token.is_acked for message in batch] == [rides] * 3
         assert client.xpending(stream, "billing")["pending"] == (0 if rides else 3)
         made.settle(handled)
         assert client.xpending(stream, "billing")["pending"] == 0

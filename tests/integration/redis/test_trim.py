@@ -6,17 +6,9 @@ import pytest
 from tests.integration.redis.conftest import GROUP, STREAM
 
 from conquiet.errors import ConfigError
-from conquiet.redis import (
-    Server,
-    advance_reader,
-    readers,
-    register_reader,
-    remove_consumer,
-    remove_idle_consumers,
-    remove_reader,
-    server_of,
-    trim_stream,
-)
+from conquiet.redis import Readers, remove_idle_consumers, trim_stream
+from conquiet.redis.group import GroupStream
+from conquiet.redis.wire import Server, Wire, server_of
 
 
 @pytest.fixture(params=["MINID", "XDEL"])
@@ -25,7 +17,7 @@ def old_and_new(request, monkeypatch):
     if request.param == "XDEL":
         import sys
 
-        module = sys.modules["conquiet.redis.trim"]
+        module = sys.modules["conquiet.redis.retention"]
         monkeypatch.setattr(module, "server_of", lambda *_: Server("redis", "6.0.16"))
 
 
@@ -72,9 +64,9 @@ class TestTrim:
         assert trim(redis_client).removed == 0
 
     def test_a_registered_reader_counts_without_any_group(self, entries, redis_client):
-        register_reader(redis_client, STREAM, "spark")
+        Readers(redis_client, STREAM).register("spark")
         assert trim(redis_client).removed == 0
-        assert advance_reader(redis_client, STREAM, "spark", entries[3])
+        assert Readers(redis_client, STREAM).advance("spark", entries[3])
         done = trim(redis_client)
         assert (done.removed, done.kept_by) == (4, "reader spark")
 
@@ -87,7 +79,7 @@ class TestTrim:
 
     def test_a_stream_that_nobody_reads_is_left_alone(self, entries, redis_client):
         done = trim(redis_client)
-        assert (done.removed, done.kept_by) == (0, "nobody has read it yet")
+        assert (done.removed, done.kept_by) == (0, "no group or reader has read it yet")
 
     def test_a_stream_that_does_not_exist_is_no_error(self, redis_client):
         assert trim_stream(redis_client, "nothing").removed == 0
@@ -108,28 +100,29 @@ def test_by_default_whole_blocks_go(publish, source, redis_client):
 
 
 def test_readers_move_forward_only(redis_client):
-    assert not advance_reader(redis_client, STREAM, "spark", "5-0")  # unknown
-    register_reader(redis_client, STREAM, "spark", "5-0")
-    assert not advance_reader(redis_client, STREAM, "spark", "4-9")
-    assert advance_reader(redis_client, STREAM, "spark", "10-0")
-    assert readers(redis_client, STREAM) == {"spark": "10-0"}
-    assert remove_reader(redis_client, STREAM, "spark")
-    assert not remove_reader(redis_client, STREAM, "spark")
+    assert not Readers(redis_client, STREAM).advance("spark", "5-0")  # unknown
+    Readers(redis_client, STREAM).register("spark", "5-0")
+    assert not Readers(redis_client, STREAM).advance("spark", "4-9")
+    assert Readers(redis_client, STREAM).advance("spark", "10-0")
+    assert Readers(redis_client, STREAM).positions() == {"spark": "10-0"}
+    assert Readers(redis_client, STREAM).remove("spark")
+    assert not Readers(redis_client, STREAM).remove("spark")
 
 
 @pytest.mark.parametrize("position", ["", "soon", "1-", "$", "-1"])
 def test_a_position_is_an_entry_id(position, redis_client):
     with pytest.raises(ConfigError):
-        register_reader(redis_client, STREAM, "spark", position)
+        Readers(redis_client, STREAM).register("spark", position)
 
 
 def test_no_consumer_is_removed_while_it_holds_something(source, publish, redis_client):
     publish(1)
     one = source(consumer="one")
     [message] = one.read(1, 1.0)
-    assert not remove_consumer(redis_client, STREAM, GROUP, "one")
+    name = GroupStream(Wire(redis_client), STREAM, STREAM, GROUP, "one")
+    assert not name.remove_consumer()
     message.ack()
-    assert remove_consumer(redis_client, STREAM, GROUP, "one")
+    assert name.remove_consumer()
     assert redis_client.xinfo_consumers(STREAM, GROUP) == []
 
 

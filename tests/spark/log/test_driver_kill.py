@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tests.waiting import eventually
 
-from conquiet.redis import readers, trim_stream
+from conquiet.redis import Readers, trim_stream
 
 DRIVER = Path(__file__).with_name("driver.py")
 EVENTS = 12_000
@@ -59,7 +59,7 @@ def test_a_killed_driver_loses_nothing_and_repeats_nothing(log) -> None:
             assert process.poll() is None, (directory / "driver.log").read_text()[-3000:]
         # What a dead query has not committed is kept for it.
         for stream, positions in (
-            (f"orders:{n}", readers(log.client, f"orders:{n}")) for n in range(4)
+            (f"orders:{n}", Readers(log.client, f"orders:{n}").positions()) for n in range(4)
         ):
             trim_stream(log.client, stream, exact=True)
             assert positions.keys() == {"killed"}

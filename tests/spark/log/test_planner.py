@@ -12,7 +12,7 @@ from tests.spark.log.conftest import Log, Query
 
 from conquiet import embedded
 from conquiet.errors import ConquietError
-from conquiet.redis import readers, register_reader, trim_stream
+from conquiet.redis import Readers, trim_stream
 from conquiet.spark.columns import ARROW_SCHEMA
 from conquiet.spark.log.ahead import Ahead
 from conquiet.spark.log.loss import DataLoss
@@ -356,11 +356,11 @@ def test_a_registered_reader_keeps_what_it_has_not_read(plain_log) -> None:
     log = plain_log
     ids = log.add("orders", *range(4))
     query = Query(log, readerName="spark/orders")
-    assert readers(log.client, "orders") == {"spark/orders": "0-0"}
+    assert Readers(log.client, "orders").positions() == {"spark/orders": "0-0"}
     query.batch()
     query.reader.commit(query.offset)
-    assert readers(log.client, "orders") == {"spark/orders": ids[-1]}
-    register_reader(log.client, "orders", "other", "9999999999999-0")
+    assert Readers(log.client, "orders").positions() == {"spark/orders": ids[-1]}
+    Readers(log.client, "orders").register("other", "9999999999999-0")
     log.add("orders", *range(4, 8))
     assert trim_stream(log.client, "orders", exact=True).removed == 4
     assert query.batch() == [4, 5, 6, 7]

@@ -7,7 +7,7 @@ import json
 import pytest
 from tests.waiting import eventually
 
-from conquiet.redis import readers
+from conquiet.redis import Readers
 from conquiet.spark import lag
 
 
@@ -64,7 +64,7 @@ def test_available_now_ends_although_more_is_added(log) -> None:
     assert sorted(seen) == [0, 1, 2, 3]
     assert [lag(progress)["shop:1"] for progress in query.recentProgress] == [2, 1]
     # The position is known of the last batch too, although Spark does not commit it to a source.
-    assert readers(log.client, "shop:1") == {"spark/shop": ids[-1]}
+    assert Readers(log.client, "shop:1").positions() == {"spark/shop": ids[-1]}
 
 
 def test_a_micro_batch_that_is_tried_again_reads_the_same_entries(log) -> None:

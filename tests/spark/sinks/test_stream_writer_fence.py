@@ -13,8 +13,8 @@ import redis
 from tests.faults.proxy import Proxy
 
 from conquiet.errors import StoreError
+from conquiet.redis.connection import Database
 from conquiet.redis.entry import from_fields
-from conquiet.redis.home import Home
 from conquiet.spark.log.writer_fence import Attempt, Lane, NotRepeatable, Superseded, session_for
 from conquiet.spark.log.writer_options import WriteOptions
 from conquiet.spark.log.writer_rows import Entries, RowEncoder
@@ -48,7 +48,7 @@ class Writing:
         rows = RowEncoder(list(columns), options, f"q-{batch}-{partition}-")
         [entries] = rows.encode(pa.record_batch(columns))
         self.slices = list(entries.slices(SLICE_ROWS, 1_000_000))
-        self.session = session_for(Home(client), "orders")
+        self.session = session_for(Database(client), "orders")
         attempt = Attempt("q", run, batch, partition, task)
         self.lane = Lane(self.session, "orders", attempt, options, named=ids is not None)
         self.left = iter(self.slices)

@@ -11,8 +11,7 @@ from typing import Any
 import redis
 
 from conquiet.errors import StoreError
-from conquiet.redis.group import pairs
-from conquiet.redis.wire import Wire
+from conquiet.redis.wire import Wire, pairs
 from conquiet.spark.log.asking import ask
 from conquiet.spark.log.offsets import Position
 from conquiet.spark.log.piece import BEGINNING

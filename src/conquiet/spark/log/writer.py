@@ -15,7 +15,7 @@ from pyspark.sql.datasource import (
 )
 
 from conquiet.errors import ConfigError
-from conquiet.redis.home import Home
+from conquiet.redis.connection import Database
 from conquiet.spark.log.connection import client_of
 from conquiet.spark.log.writer_fence import Attempt, Lane, session_for
 from conquiet.spark.log.writer_options import WriteOptions
@@ -107,7 +107,7 @@ class _Task:
         self._attempt = attempt
         self._options = options
         self._named = named
-        self._home = Home(client_of(options.address))
+        self._home = Database(client_of(options.address))
         self._sessions: dict[str, Any] = {}
         self._lanes: dict[str, Lane] = {}
         self._under_way: tuple[Lane, Entries] | None = None

@@ -24,8 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from conquiet.errors import ConquietError, StoreError
-from conquiet.redis.home import Home
-from conquiet.redis.session import Session, pack
+from conquiet.redis.connection import Connection, Database, pack
 from conquiet.redis.topic import beside
 from conquiet.redis.wire import TROUBLE
 from conquiet.spark.log.writer_options import WriteOptions
@@ -95,7 +94,7 @@ class Lane:
     """Adds the rows of one attempt to one stream."""
 
     def __init__(
-        self, session: Session, stream: str, attempt: Attempt, options: WriteOptions, named: bool
+        self, session: Connection, stream: str, attempt: Attempt, options: WriteOptions, named: bool
     ) -> None:
         self._session = session
         self._attempt = attempt
@@ -130,7 +129,7 @@ class Lane:
     def confirm(self) -> bool:
         """The outcome of what was sent; False if somebody else wrote, and nothing was added."""
         *queued, outcome = self._receive(self._sent + 2)
-        self._session.is_watching = False
+        self._session.end_watch()
         for reply in (*queued, *(outcome if isinstance(outcome, list) else (outcome,))):
             if isinstance(reply, Exception):
                 raise StoreError(f"stream {self.stream!r}: Redis refused an entry: {reply}")
@@ -211,7 +210,7 @@ class Lane:
 
     def _look(self) -> bytes:
         """Watch, and read the fence; raises if this attempt is not to write any more."""
-        self._session.is_watching = True
+        self._session.begin_watch()
         _, (batch, run), fence = self._exchange(
             [
                 (b"WATCH", self._plan, self._fence),
@@ -311,6 +310,6 @@ def _next_id(entry_id: bytes) -> bytes:
     return b"%b-%d" % (time, int(number) + 1)
 
 
-def session_for(home: Home, stream: str) -> Session:
+def session_for(home: Database, stream: str) -> Connection:
     """A connection to the node of a stream."""
-    return home.session(home.slot(stream.encode()) if home.is_cluster else None)
+    return home.connect(home.slot(stream.encode()) if home.is_cluster else None)

@@ -7,13 +7,13 @@ from typing import Any
 import redis
 from hiredis import Reader
 
-from conquiet.redis.session import Session
+from conquiet.redis.connection import Connection
 
 _RECEIVE_BYTES = 1 << 16
 
 
-def receive(session: Session, count: int) -> list[Any]:
-    """As `Session.receive`, at a tenth of its price; it owes no other replies than these."""
+def receive(session: Connection, count: int) -> list[Any]:
+    """As `Connection.receive`, at a tenth of its price; it owes no other replies than these."""
     socket = session._connection._sock
     reader = Reader(replyError=redis.ResponseError)
     replies: list[Any] = []

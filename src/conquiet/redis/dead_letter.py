@@ -1,7 +1,7 @@
-"""Dead letters of a source: entries that cannot be read, or were delivered too often.
+"""Dead letters of a source: entries that cannot be decoded, or were delivered too often.
 
-They are CloudEvents with the attributes of the `DeadLetter` middleware, and two more that say
-where the entry stood. An entry that could not be read is kept field by field as JSON.
+They are CloudEvents with the attributes of the `DeadLetter` middleware, and two more with the
+stream and the id of the entry. An entry that could not be decoded is kept field by field as JSON.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from conquiet.middleware.dead_letter import (
     TOPIC,
     TRACEBACK,
 )
-from conquiet.redis.delivery import Delivery
+from conquiet.redis.consumer import Delivery
 from conquiet.redis.entry import Fields, from_fields, to_fields
 
 STREAM = "deadstream"
@@ -31,8 +31,8 @@ ENTRY = "deadentry"
 UNREADABLE_TYPE = "conquiet.undecodable.entry"
 
 
-def letter(delivery: Delivery, deliveries: int, error: Exception | None) -> Fields:
-    """The fields of the dead letter of an entry."""
+def to_dead_letter(delivery: Delivery, deliveries: int, error: Exception | None) -> Fields:
+    """Return the fields of the dead letter of an entry."""
     about = {
         REASON: _reason(delivery, deliveries, error)[:MAX_REASON_CHARS],
         ATTEMPTS: str(deliveries),
@@ -49,7 +49,7 @@ def letter(delivery: Delivery, deliveries: int, error: Exception | None) -> Fiel
     about[TOPIC] = topic or about[TOPIC]
     try:
         return to_fields(Message(data, {**attributes, **about}))
-    except InvalidMessage:  # a CloudEvent without an id, say: keep it as it is
+    except InvalidMessage:  # such as a CloudEvent without an id: keep its fields
         data, attributes = _unreadable(delivery)
         return to_fields(Message(data, {**attributes, **about}))
 
@@ -78,7 +78,7 @@ def _unreadable(delivery: Delivery) -> tuple[bytes, Attributes]:
 
 
 def _as_text(fields: Sequence[bytes]) -> list[list[object]]:
-    """Pairs of name and value; what is not UTF-8 as {"base64": …}."""
+    """Return pairs of name and value; values that are not UTF-8 as {"base64": …}."""
     values: list[object] = []
     for value in fields:
         try:

@@ -1,0 +1,260 @@
+"""Database and Connection: the server or cluster of transactions, and a connection for each."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import redis
+from hiredis import pack_command
+from redis.exceptions import RedisClusterException
+
+from conquiet.errors import ConfigError, HandlerError, StoreError
+from conquiet.lease import LeaseKeeper
+from conquiet.redis.wire import TROUBLE, Wire, read_reply
+
+pack: Callable[[tuple[Any, ...]], bytes] = pack_command
+"""Pack a command into bytes; raises TypeError for what is not text, bytes or a number."""
+
+_KEYLESS = frozenset(("PUBLISH", "SPUBLISH"))
+
+
+class CrossSlot(HandlerError):
+    """The keys of one transaction lie in two slots of a cluster; nothing was sent."""
+
+
+class Database:
+    """The server or cluster behind a client: packs commands for it and opens connections to it."""
+
+    def __init__(self, client: Any) -> None:
+        self.wire = Wire(client)
+        if getattr(client, "connection", None) is not None:
+            raise ConfigError(
+                "a transaction keeps a connection for itself; give it a client without"
+                " single_connection_client"
+            )
+        self.client = client
+        self.keeper = LeaseKeeper("conquiet-leases")
+        """Renews leases of inboxes; one per server, so that one that hangs delays no other."""
+        self.is_cluster = self.wire.is_cluster
+        self._address = _address_of(client)
+        encoder = client.get_encoder()
+        self._encode = encoder.encode
+        is_utf8 = encoder.encoding.replace("-", "").lower() == "utf8"
+        self._is_plain = is_utf8 and encoder.encoding_errors == "strict"
+        self._flags: dict[str, frozenset[str]] = {}
+        self._allows_transactions = False
+
+    def serves(self, client: Any) -> bool:
+        """Whether a client uses the same database, so that its writes join the transaction."""
+        return client is self.client or _address_of(client) == self._address
+
+    def pack(self, arguments: tuple[Any, ...]) -> bytes:
+        """Pack a command; raises redis-py's `DataError` for a type that Redis cannot take."""
+        if self._is_plain:
+            try:
+                return pack(arguments)
+            except TypeError:
+                pass
+        return pack(tuple(bytes(self._encode(item)) for item in arguments))
+
+    def flags(self, name: str) -> frozenset[str]:
+        """Ask the server for the flags of a command (`write`, `readonly`, …); none if unknown."""
+        known = self._flags.get(name)
+        if known is None:
+            try:
+                [about] = self.wire.call(b"", b"COMMAND", b"INFO", name)
+            except (redis.RedisError, OSError) as error:
+                raise StoreError(f"Redis cannot be asked about {name}: {error}") from error
+            words = about[2] if about else ()
+            known = frozenset(bytes(word).decode().lower() for word in words)
+            self._flags[name] = known
+        return known
+
+    # --- slots ------------------------------------------------------------------------------
+
+    def slot(self, key: bytes) -> int:
+        """Return the slot of a key; only in a cluster."""
+        slot: int = self.client.keyslot(key)
+        return slot
+
+    def slot_of(self, name: str, arguments: tuple[Any, ...]) -> int | None:
+        """Return the slot of a command's keys; None if it has none."""
+        if name in _KEYLESS:
+            return None
+        try:
+            slot: int | None = self.client.determine_slot(name, *arguments[1:])
+        except RedisClusterException as error:
+            raise CrossSlot(f"{name} cannot be part of a transaction: {error}") from error
+        except (redis.ConnectionError, redis.TimeoutError) as error:
+            raise StoreError(f"the cluster cannot be asked about {name}: {error}") from error
+        return slot
+
+    # --- connections ------------------------------------------------------------------------
+
+    def connect(self, slot: int | None) -> Connection:
+        """Take a connection from the pool of the server, or of the node that serves a slot."""
+        try:
+            connection = Connection(self._pool(slot))
+        except (redis.RedisError, OSError) as error:
+            self.learn_topology()
+            raise StoreError(f"Redis cannot be reached: {error}") from error
+        if not self._allows_transactions:
+            self._check_transactions(connection)
+        return connection
+
+    def _pool(self, slot: int | None) -> Any:
+        if not self.is_cluster:
+            return self.client.connection_pool
+        if slot is None:
+            node = self.client.get_random_node()
+        else:
+            node = self.client.nodes_manager.get_node_from_slot(slot)
+        return self.client.get_redis_connection(node).connection_pool
+
+    def _check_transactions(self, connection: Connection) -> None:
+        """Refuse a user without MULTI or EXEC: without MULTI, commands would take effect singly."""
+        try:
+            replies = connection.exchange([pack((b"MULTI",)), pack((b"EXEC",))])
+        except TROUBLE as error:
+            connection.close()
+            raise StoreError(f"Redis cannot be reached: {error}") from error
+        for reply in replies:
+            if isinstance(reply, Exception):
+                connection.close()
+                raise StoreError(f"this user of Redis cannot have transactions: {reply}")
+        self._allows_transactions = True
+
+    def learn_topology(self) -> None:
+        """After trouble in a cluster: ask which node serves which slots now."""
+        if self.is_cluster:
+            self.wire.learn_topology()
+
+
+def _address_of(client: Any) -> object:
+    """Return what two clients of the same database have in common."""
+    pool = getattr(client, "connection_pool", None)
+    if pool is None:  # a cluster is recognised by its client
+        return id(client)
+    settings = pool.connection_kwargs
+    service = getattr(pool, "service_name", None)
+    where = (settings.get("host"), settings.get("port"), settings.get("path"))
+    return (service or where, settings.get("db") or 0)
+
+
+class Connection:
+    """A connection that one transaction has to itself, from its first WATCH to its EXEC.
+
+    A WATCH holds on the connection it was sent on. If redis-py replaces that connection, the WATCH
+    is gone, so a replaced connection raises instead of sending. Each command is sent once.
+    """
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+        self._connection = pool.get_connection()
+        self._connection.register_connect_callback(self._replaced)
+        self.lock = threading.Lock()
+        """Held during an exchange: the lease keeper's thread uses the connection too."""
+        self._is_watching = False
+        self._is_open = True
+        self._is_lost = False
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether the server watches keys for this connection."""
+        return self._is_watching
+
+    def exchange(self, packed: Sequence[bytes]) -> list[Any]:
+        """Send commands; return a reply or an error for each, in order."""
+        self.send(packed)
+        return self.receive(len(packed))
+
+    def begin_watch(self) -> None:
+        """Note that a WATCH is about to be sent; a connection that watches is not pooled again."""
+        self._is_watching = True
+
+    def end_watch(self) -> None:
+        """Note that EXEC or UNWATCH was answered."""
+        self._is_watching = False
+
+    def watch(self, packed: Sequence[bytes]) -> list[Any]:
+        """Exchange commands of which one is a WATCH."""
+        self.begin_watch()
+        return self.exchange(packed)
+
+    def unwatch(self) -> None:
+        """Send UNWATCH if keys are watched; if that fails, the connection is dropped."""
+        if not self._is_watching:
+            return
+        try:
+            self.exchange([_UNWATCH])
+            self.end_watch()
+        except TROUBLE:
+            pass
+
+    def execute(self, packed: Sequence[bytes]) -> list[Any]:
+        """Exchange commands between MULTI and EXEC, which ends the WATCH; the last reply is EXEC's.
+
+        Raises `NotSent` if the server cannot have received EXEC.
+        """
+        try:
+            self.send([_MULTI, *packed, _EXEC])
+        except TROUBLE as error:
+            raise NotSent(str(error)) from error
+        replies = self.receive(len(packed) + 2)
+        self.end_watch()
+        return replies
+
+    def send(self, packed: Sequence[bytes]) -> None:
+        """Send; if it raises, the last command was not sent in full and cannot take effect."""
+        if self._is_lost:
+            raise redis.ConnectionError("the connection of a transaction was lost")
+        try:
+            # No health check: it would reconnect, and the server would forget the watched keys.
+            self._connection.send_packed_command((b"".join(packed),), check_health=False)
+        except BaseException:
+            self.drop()
+            raise
+
+    def receive(self, count: int) -> list[Any]:
+        """Receive replies, of which errors of the server are returned, not raised."""
+        replies: list[Any] = []
+        try:
+            for _ in range(count):
+                try:
+                    replies.append(read_reply(self._connection))
+                except redis.ResponseError as error:
+                    replies.append(error)
+        except BaseException:
+            self.drop()
+            raise
+        return replies
+
+    def drop(self) -> None:
+        """Disconnect: the server forgets the watched keys, and late replies are not read."""
+        self._is_lost = True
+        self.end_watch()
+        self._connection.disconnect()
+
+    def close(self) -> None:
+        """Return the connection to its pool."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        if self._is_watching:
+            self.drop()
+        self._connection.deregister_connect_callback(self._replaced)
+        self._pool.release(self._connection)
+
+    def _replaced(self, connection: Any) -> None:
+        raise redis.ConnectionError("the connection of a transaction was lost and replaced")
+
+
+class NotSent(redis.ConnectionError):
+    """A transaction was not sent in full, so that nothing of it took effect."""
+
+
+_MULTI = pack((b"MULTI",))
+_EXEC = pack((b"EXEC",))
+_UNWATCH = pack((b"UNWATCH",))
