@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from unittest.mock import Mock
 
 import kombu
 from hypothesis import given
@@ -11,9 +12,9 @@ from tests.integration.kombu.brokers import Taken, connected, drain, put
 from tests.security.hostile import HURTING, damaged, fuzzed, values
 
 from conquiet.kombu import inspection
-from conquiet.kombu.consuming import Consuming
-from conquiet.kombu.entries import Entry, of_fetch, of_read
-from conquiet.kombu.keys import Keys
+from conquiet.kombu.channel import Channel
+from conquiet.kombu.layout import Entry, Keys, decode_fetch, decode_read
+from conquiet.kombu.reader import Delivery
 from conquiet.kombu.settlement import Settlement
 
 some = st.sampled_from(["properties", "headers", "body", "content-type", "content-encoding"])
@@ -24,24 +25,35 @@ documents = messages.map(lambda message: json.dumps(message).encode())
 payloads = st.none() | st.binary(max_size=40) | documents | damaged(documents)
 
 
-class Decoding(Consuming):
-    """A channel as far as decoding goes; it is connected to nothing."""
+class Unconnected(Channel):
+    """A channel as far as messages need one."""
 
     def __init__(self):
-        self.settlement = Settlement(Keys(""))
+        pass
+
+
+def delivery(settlement):
+    """Decode as a channel does, without a server."""
+    channel = Unconnected()
+    return Delivery(
+        Mock(),
+        settlement,
+        qos=Mock(),
+        new_message=lambda payload: channel.Message(payload, channel=channel),
+    )
 
 
 @fuzzed()
 @given(payloads, st.booleans())
 def test_messages(payload, redelivered) -> None:
-    channel = Decoding()
-    message = channel._decode(Entry("mail", "mail:{0}", "1-1", redelivered, payload))
+    settlement = Settlement(Keys(""), "me", Mock())
+    message = delivery(settlement).decode(Entry("mail", "mail:{0}", "1-1", redelivered, payload))
     if message is None:
-        [(stream, entry, reason)] = channel.settlement._rest
+        [(stream, entry, reason)] = settlement._rest
         assert (stream, entry) == ("mail:{0}", "1-1")
         assert len(reason.encode()) < 1_000
     else:
-        assert not channel.settlement
+        assert not settlement
 
 
 @fuzzed()
@@ -53,9 +65,9 @@ def test_messages(payload, redelivered) -> None:
 def test_entries_of_strangers(found) -> None:
     """Redis gives names and values in pairs; a stranger's entry has no message, and says so."""
     flat = [[item for pair in pairs for item in pair] for pairs in found]
-    entries = of_read([[b"mail", [(b"1-1", fields) for fields in flat]]], str)
+    entries = decode_read([[b"mail", [(b"1-1", fields) for fields in flat]]], str)
     assert [entry.payload for entry in entries] == [dict(pairs).get(b"m") for pairs in found]
-    assert of_fetch([0], ["mail"], str) == []
+    assert decode_fetch([0], ["mail"], str) == []
 
 
 def test_what_hurts_is_buried_and_the_next_message_comes(redis_client, redis_url) -> None:

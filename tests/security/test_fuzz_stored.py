@@ -21,7 +21,7 @@ from conquiet.errors import InvalidMessage
 from conquiet.events.catalog import Catalog
 from conquiet.events.layout import Row as DomainRow
 from conquiet.events.source import EventSource
-from conquiet.kombu.topology import _binding, _member
+from conquiet.kombu.topology import decode_binding, encode_binding
 from conquiet.middleware import JsonSchema
 from conquiet.operations.dead_letters import Wanted
 from conquiet.operations.letters_in_file import FileLetters
@@ -207,9 +207,9 @@ def test_payloads_on_a_page(text) -> None:
 @fuzzed()
 @given(st.binary(max_size=20) | values.map(lambda value: json.dumps(value).encode()))
 def test_bindings_of_strangers(member) -> None:
-    found = _binding(member)
+    found = decode_binding(member)
     assert found is None or all(isinstance(part, str) for part in found)
-    assert _binding(_member("a.*", None, "mail").encode()) == ("a.*", "", "mail")
+    assert decode_binding(encode_binding("a.*", None, "mail").encode()) == ("a.*", "", "mail")
 
 
 SCHEMA = JsonSchema({"sold": {"type": "object", "properties": {"n": {"type": "integer"}}}})

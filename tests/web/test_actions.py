@@ -69,7 +69,7 @@ def test_letters_may_go_to_another_stream(client, shop, ids) -> None:
 
 
 def test_dead_letters_of_celery_are_shown_and_replayed_too(make, shop) -> None:
-    from conquiet.kombu.keys import Keys
+    from conquiet.kombu.layout import Keys
 
     dead = Keys("shop:").dead("mail")
     message = '{"headers": {"id": "task-1", "task": "send_mail", "argsrepr": "(\'ann\',)"}}'

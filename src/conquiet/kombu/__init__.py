@@ -1,7 +1,7 @@
-"""A Kombu transport over Redis Streams, for Celery: what was received is not lost with its worker.
+"""Run Kombu, and so Celery, over Redis Streams: a killed worker loses no message.
 
 Importing this module registers `redis-streams://`, `rediss-streams://` and `sentinel-streams://`;
-Kombu has no entry point for transports.
+Kombu has no entry point for transports. `inspection` looks into queues and cleans them up.
 
     >>> import kombu
     >>> import conquiet.kombu
@@ -11,11 +11,10 @@ Kombu has no entry point for transports.
 
 from kombu.transport import TRANSPORT_ALIASES
 
-from conquiet.kombu.channel import Channel
-from conquiet.kombu.errors import AlternateError, OptionError, ServerTooOld
-from conquiet.kombu.qos import QoS
-from conquiet.kombu.sentinel import SentinelChannel, SentinelTransport
-from conquiet.kombu.transport import Transport
+from conquiet.kombu import inspection
+from conquiet.kombu.connection import ServerTooOld
+from conquiet.kombu.options import OptionError
+from conquiet.kombu.transport import AlternateError, SentinelTransport, Transport
 
 TRANSPORT_ALIASES["redis-streams"] = "conquiet.kombu:Transport"
 TRANSPORT_ALIASES["rediss-streams"] = "conquiet.kombu:Transport"
@@ -23,11 +22,9 @@ TRANSPORT_ALIASES["sentinel-streams"] = "conquiet.kombu:SentinelTransport"
 
 __all__ = [
     "AlternateError",
-    "Channel",
     "OptionError",
-    "QoS",
-    "SentinelChannel",
     "SentinelTransport",
     "ServerTooOld",
     "Transport",
+    "inspection",
 ]

@@ -1,4 +1,4 @@
-"""Inspection: what lies in Redis under a key prefix, and clearing away what nobody needs.
+"""Inspect the queues under a key prefix, and clean up after dead consumers and applications.
 
     >>> from conquiet.kombu import inspection
     >>> inspection.queues(client)
@@ -15,27 +15,27 @@ from typing import Any
 import redis
 
 from conquiet.kombu import scripts
-from conquiet.kombu.keys import BACK, GROUP, Keys
+from conquiet.kombu.layout import BACK, GROUP, Keys, QueueSettings
 
 
 @dataclass(frozen=True, slots=True)
 class ConsumerInfo:
-    """A channel that reads a queue; it is alive while its lease lasts."""
+    """Describe a channel that reads a queue; it is alive while its lease lasts."""
 
     name: str
     pending: int
     alive: bool
     lease_seconds: float | None
-    """Until the lease ends, negative if it has ended, None if there is none."""
+    """Seconds until the lease ends; negative if it has ended, None if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueueInfo:
-    """One queue, all its priorities together."""
+    """Describe a queue, all its priorities together."""
 
     name: str
     exists: bool
-    """False if it had an `x-expires` that has passed; only its name is left."""
+    """False if its `x-expires` has passed and only its name is left."""
     ready: int
     pending: int
     consumers: tuple[ConsumerInfo, ...]
@@ -55,7 +55,7 @@ class QueueInfo:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """What a clean-up did."""
+    """Count what a clean-up did."""
 
     consumers: int
     given_back: int
@@ -63,7 +63,7 @@ class Removed:
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """A message that was given up, and why."""
+    """Hold a message that is not delivered any more, and the reason."""
 
     id: str
     queue: str
@@ -73,7 +73,7 @@ class DeadLetter:
 
 
 def queues(client: Any, prefix: str = "") -> list[QueueInfo]:
-    """All queues that were declared or published to, by name."""
+    """List the queues that were declared or published to, by name."""
     keys = Keys(prefix)
     settings = {_text(name): _text(value) for name, value in client.hgetall(keys.queues).items()}
     leases = {
@@ -86,7 +86,7 @@ def queues(client: Any, prefix: str = "") -> list[QueueInfo]:
 
 
 def remove_dead_consumers(client: Any, prefix: str = "", queue: str | None = None) -> Removed:
-    """Give back what dead consumers hold, then remove them; nothing pending is ever dropped."""
+    """Give back the messages of dead consumers, then remove these; no message is dropped."""
     keys = Keys(prefix)
     names = [queue] if queue is not None else [_text(name) for name in client.hkeys(keys.queues)]
     consumers = given_back = 0
@@ -101,9 +101,9 @@ def remove_dead_consumers(client: Any, prefix: str = "", queue: str | None = Non
 
 
 def delete_queue(client: Any, queue: str, prefix: str = "", force: bool = False) -> bool:
-    """Delete a queue and its bindings; False if it is kept, since it is in use or not empty.
+    """Delete a queue and its bindings; return False if it is in use or not empty, and was kept.
 
-    With `force` its messages, and what consumers are working on, go with it. Its dead letters stay.
+    With `force` it is deleted with its messages, unacked ones included. Its dead letters stay.
     """
     keys = Keys(prefix)
     only_if = "" if force else "1"
@@ -119,7 +119,7 @@ def delete_queue(client: Any, queue: str, prefix: str = "", force: bool = False)
 def forget_expired_queues(client: Any, prefix: str = "") -> list[str]:
     """Remove the names and bindings of queues whose `x-expires` has passed.
 
-    Consumers do it, too; but they keep the names for a day, so that late messages are dropped.
+    Consumers do so as well, but keep the names for a day, so that late messages are dropped.
     """
     keys = Keys(prefix)
     every = [keys.queues, keys.exchanges, keys.gone]
@@ -127,7 +127,7 @@ def forget_expired_queues(client: Any, prefix: str = "") -> list[str]:
 
 
 def dead_letters(client: Any, queue: str, prefix: str = "", limit: int = 100) -> list[DeadLetter]:
-    """The oldest dead letters of a queue."""
+    """List the oldest dead letters of a queue."""
     found = []
     for entry, fields in client.xrange(Keys(prefix).dead(queue), count=limit):
         named = {_text(name): value for name, value in fields.items()}
@@ -144,7 +144,7 @@ def dead_letters(client: Any, queue: str, prefix: str = "", limit: int = 100) ->
 
 
 def delete_dead_letters(client: Any, queue: str, prefix: str = "") -> int:
-    """Delete the dead letters of a queue for good, and say how many they were."""
+    """Delete the dead letters of a queue, and return how many they were."""
     key = Keys(prefix).dead(queue)
     with client.pipeline() as pipe:
         count, _ = pipe.xlen(key).delete(key).execute()
@@ -156,7 +156,7 @@ def _queue(
 ) -> QueueInfo:
     streams = keys.streams(name)
     ready, pending = scripts.size.call(client, streams, [GROUP, BACK])
-    expires, ttl, most = (settings or "||").split("|")
+    limits = QueueSettings.decode(settings)
     return QueueInfo(
         name=name,
         exists=bool(client.exists(*streams)),
@@ -164,9 +164,9 @@ def _queue(
         pending=pending,
         consumers=_consumers(client, streams, leases, now_ms),
         dead_letters=client.xlen(keys.dead(name)),
-        expires_ms=int(expires) if expires else None,
-        message_ttl_ms=int(ttl) if ttl else None,
-        max_length=int(most) if most else None,
+        expires_ms=limits.expires_ms,
+        message_ttl_ms=limits.message_ttl_ms,
+        max_length=limits.max_length,
     )
 
 
@@ -177,7 +177,7 @@ def _consumers(
     for stream in streams:
         try:
             rows = client.xinfo_consumers(stream, GROUP)
-        except redis.ResponseError:  # no such stream, or nobody has read it yet
+        except redis.ResponseError:  # no such stream, or it was never read
             continue
         for row in rows:
             name = _text(row["name"])

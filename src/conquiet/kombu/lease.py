@@ -1,7 +1,8 @@
-"""Lease: the sign that a consumer's process lives, renewed by one small thread per process.
+"""Hold the leases of consumers: the sign in Redis that a consumer's process is alive.
 
-A thread, because an event loop stands still while a callback runs, and on Celery's solo pool that
-is as long as the task. It also sends what was settled and found no fetch to travel with.
+A thread renews them, because an event loop is blocked while a callback runs, and on Celery's solo
+pool that is as long as the task. The thread also sends what was settled and found no fetch to
+travel with, gives back the messages of dead consumers, and forgets expired queues.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typing import Any
 import redis
 
 from conquiet.kombu import scripts
-from conquiet.kombu.connecting import close_idle
-from conquiet.kombu.keys import BACK, GROUP, Keys
+from conquiet.kombu.connection import UNREACHABLE, close_idle
+from conquiet.kombu.layout import BACK, GROUP, Keys
 from conquiet.kombu.settlement import Settlement
 
 logger = logging.getLogger(__name__)
@@ -28,17 +29,18 @@ SETTLE_AFTER = 0.02
 NAMES_KEPT = 86_400.0
 """Seconds that the name of an expired queue is kept; a message to it is dropped meanwhile."""
 
-UNREACHABLE = (redis.ConnectionError, redis.TimeoutError, OSError)
-
-_LAST_TRIES = 600.0  # seconds after the end in which what was settled is still sent
+_LAST_TRIES = 600.0  # seconds after the end in which unconfirmed acks are still sent
 
 
 class Lease:
-    """One consumer's claim to be alive, and what is done in its name in the background.
+    """Keep one consumer alive in Redis, and do its work in the background.
 
-    It lasts 0.8 of `seconds`, is renewed every 0.2 and others look every 0.1, so that the work of a
-    dead process is back within `seconds`. Whoever is new looks only after 0.3: if nobody could
-    reach the server for a while, those who live renew their leases first.
+    It lasts 0.8 of `seconds`, is renewed every 0.2, and consumers look for ended leases every 0.1,
+    so that the messages of a dead process are back within `seconds`. A new consumer looks for the
+    first time after 0.3: if the server was unreachable for a while, the living renew theirs first.
+
+    It must not refer to its channel, which the keeper would then hold alive. Other threads read
+    `streams` and `expires_ms`, so both are replaced and never changed in place.
     """
 
     def __init__(
@@ -52,11 +54,11 @@ class Lease:
     ) -> None:
         self.consumer = consumer
         self.milliseconds = int(seconds * 800)
-        # Replaced, never changed: another thread looks at them.
         self.streams: frozenset[str] = frozenset()
-        self.expires: Mapping[str, int] = {}  # stream -> milliseconds of x-expires
+        self.expires_ms: Mapping[str, int] = {}  # of the streams that must not expire
         self.settlement = settlement
         self.client = client
+        self.ended: float | None = None
         self._keys = keys
         self._renew_every = seconds * 0.2
         self._reap_every = reap_every or seconds * 0.1
@@ -64,49 +66,79 @@ class Lease:
         self._sweep_every = seconds
         now = time.monotonic()
         self._reap_at, self._sweep_at = now + seconds * 0.3, now + seconds
-        self.ended: float | None = None
         self._is_cut_off = False
 
+    # --- streams, by the channel's thread -----------------------------------------------------
+
+    def add(self, streams: Iterable[str]) -> None:
+        """Look for dead consumers of more streams."""
+        self.streams |= frozenset(streams)
+
+    def discard(self, streams: Iterable[str]) -> None:
+        self.streams -= frozenset(streams)
+
+    def keep_alive(self, streams: Iterable[str], milliseconds: int) -> None:
+        """Restart the x-expires of streams again and again."""
+        self.expires_ms = {**self.expires_ms, **dict.fromkeys(streams, milliseconds)}
+
+    def let_expire(self, streams: Iterable[str]) -> None:
+        gone = set(streams)
+        self.expires_ms = {key: ms for key, ms in self.expires_ms.items() if key not in gone}
+
     def end(self) -> None:
-        """Renew no more; without a lock, since the garbage collector may call it anywhere."""
+        """Renew no more; takes no lock, since the garbage collector may call it anywhere."""
         self.ended = time.monotonic()
 
+    # --- work in the background ---------------------------------------------------------------
+
     def is_over(self, now: float) -> bool:
-        """Nothing is left to do; an ack that waits for the server outlives its channel."""
+        """Check that nothing is left to do; an unconfirmed ack outlives its channel."""
         if self.ended is None:
             return False
         return not self.settlement or now - self.ended > _LAST_TRIES
 
     def due(self) -> float:
-        """When to come back, in monotonic seconds."""
+        """Return the time of the next work, in monotonic seconds."""
         if self.ended:
             times = [time.monotonic() + 1.0 if self.settlement else 0.0]
         else:
             times = [self._renew_at, self._reap_at, self._sweep_at]
-            times += [self._touch_at] if self.expires else []
+            times += [self._touch_at] if self.expires_ms else []
         if self.settlement.since is not None:
             times.append(self.settlement.since + SETTLE_AFTER)
         return min(times)
 
-    def tend(self, now: float) -> None:
-        """Do what is due, as far as the server answers."""
+    def work(self, now: float) -> None:
+        """Do what is due; raise one of `UNREACHABLE` if the server does not answer."""
         since = self.settlement.since
         if since is not None and since + SETTLE_AFTER <= now:
-            self._try(self._settle)
+            self._try("send acks", self._settle)
         if self.ended:
             return
         if self._renew_at <= now:
             self._renew_at = now + self._renew_every
-            self._try(self.renew)
-        if self.expires and self._touch_at <= now:
-            self._touch_at = now + min(self.expires.values()) / 4000
-            self._try(self._touch)
+            self._try("renew its lease", self.renew)
+        if self.expires_ms and self._touch_at <= now:
+            self._touch_at = now + min(self.expires_ms.values()) / 4000
+            self._try("keep its queues from expiring", self._touch)
         if self._reap_at <= now:
             self._reap_at = now + self._reap_every
-            self._try(self._reap)
+            self._try("give back the messages of dead consumers", self.reap)
         if self._sweep_at <= now:
             self._sweep_at = now + self._sweep_every
-            self._try(self._sweep)
+            self._try("forget expired queues", self.sweep)
+
+    def _try(self, what: str, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except UNREACHABLE:
+            raise
+        except redis.RedisError as error:
+            logger.warning("%s could not %s, trying again: %s", self.consumer, what, error)
+            self.settlement.postpone(1.0)
+
+    def _settle(self) -> None:
+        self.settlement.send(self.client)
 
     def renew(self) -> None:
         scripts.renew.call(self.client, [self._keys.leases], [self.milliseconds, self.consumer])
@@ -114,16 +146,14 @@ class Lease:
             self._is_cut_off = False
             logger.warning("%s: Redis answers again", self.consumer)
 
-    def _settle(self) -> None:
-        self.settlement.send(self.client, self.consumer)
-
     def _touch(self) -> None:
         with self.client.pipeline(transaction=False) as pipe:
-            for stream, milliseconds in self.expires.items():
+            for stream, milliseconds in self.expires_ms.items():
                 pipe.pexpire(stream, milliseconds)
             pipe.execute()
 
-    def _reap(self) -> None:
+    def reap(self) -> None:
+        """Give back the messages of consumers whose lease has ended."""
         keys = [self._keys.leases, *sorted(self.streams)]
         more = len(keys) > 1
         while more:
@@ -135,7 +165,8 @@ class Lease:
                     "%d message(s) of %d dead consumer(s) were given back", moved, removed
                 )
 
-    def _sweep(self) -> None:
+    def sweep(self) -> None:
+        """Forget the bindings of expired queues, and later their names."""
         keys = self._keys
         every = int(self._sweep_every * 1000)
         scripts.sweep.call(
@@ -144,30 +175,16 @@ class Lease:
             [keys.namespace, int(NAMES_KEPT * 1000), every],
         )
 
-    def _try(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except UNREACHABLE:
-            raise
-        except redis.RedisError as error:
-            what = work.__name__.strip("_")
-            logger.warning("%s: could not %s, and tries again: %s", self.consumer, what, error)
-            self._settle_later()
-
     def put_off(self, error: Exception) -> None:
-        """The server did not answer."""
+        """Try again soon, after the server did not answer."""
         level = logging.DEBUG if self._is_cut_off else logging.WARNING
         logger.log(level, "%s: no answer from Redis, trying again: %s", self.consumer, error)
         self._is_cut_off = True
         now = time.monotonic()
         self._renew_at = now + self._renew_every / 4
-        # Whoever cannot renew a lease knows nothing of the others': they may be as unable.
+        # The other consumers may have been as unable to renew their leases as this one.
         self._reap_at = now + 2 * self._renew_every
-        self._settle_later()
-
-    def _settle_later(self) -> None:
-        if self.settlement.since is not None:
-            self.settlement.since = time.monotonic() + 1.0
+        self.settlement.postpone(1.0)
 
 
 class Keeper:
@@ -233,22 +250,22 @@ class Keeper:
                 # Most acks travel with a fetch meanwhile; waking for each would only cost time.
                 time.sleep(SETTLE_AFTER)
                 self._hurried = False
-            self._tend(leases)
+            self._work(leases)
             due = min((lease.due() for lease in leases), default=0.0)
 
-    def _tend(self, leases: Iterable[Lease]) -> None:
+    def _work(self, leases: Iterable[Lease]) -> None:
         """A server that does not answer is waited for once: other servers' leases must go on."""
         now, unreachable = time.monotonic(), set()
         for lease in leases:
             if id(lease.client) in unreachable:
                 continue
             try:
-                lease.tend(now)
+                lease.work(now)
             except UNREACHABLE as error:
                 unreachable.add(id(lease.client))
                 lease.put_off(error)
             except Exception:  # whatever it is, the others' leases must go on
-                logger.exception("the lease of %s could not be tended", lease.consumer)
+                logger.exception("the lease of %s failed in the background", lease.consumer)
 
 
 keeper = Keeper()

@@ -1,4 +1,4 @@
-"""Options: what each transport option means here, and which are refused."""
+"""Define what each transport option means here, and refuse those that would lose messages."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from conquiet.kombu.errors import OptionError
-from conquiet.kombu.keys import PRIORITIES
+from conquiet.errors import ConfigError
+from conquiet.kombu.layout import PRIORITIES
 
 DEFAULT_LEASE = 60.0
-"""Seconds of silence after which the work of a process is given to others."""
+"""Seconds of silence after which the messages of a process are given to others."""
+
+
+class OptionError(ConfigError, ValueError):
+    """A transport option would lose or double messages, or has a value that cannot work."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """One line of the table in the docs. `kind`: ours, kept, nothing or refused."""
+    """Describe one line of the table in the docs. `kind`: ours, kept, nothing or refused."""
 
     name: str
     kind: str
@@ -36,7 +40,7 @@ OURS = (
         "after so many deliveries that ended in a crash or a requeue, a message goes to the "
         "dead-letter stream of its queue with the reason; 0 for never (0)",
     ),
-    Option("consumer_id", "ours", "a name that stands in front of the consumers' own in Redis"),
+    Option("consumer_id", "ours", "a prefix of the names of consumers in Redis"),
     Option(
         "autoclaim_interval",
         "ours",
@@ -46,7 +50,7 @@ OURS = (
 )
 
 KEPT = (
-    Option("global_keyprefix", "kept", "stands before every key"),
+    Option("global_keyprefix", "kept", "a prefix of every key"),
     Option(
         "priority_steps",
         "kept",
@@ -77,25 +81,25 @@ NOTHING = (
         "nothing",
         "a message is never given to others while its process lives; see `lease`",
     ),
-    Option("ack_emulation", "nothing", "acks are Redis' own here, and cannot be switched off"),
+    Option("ack_emulation", "nothing", "acks are those of Redis, and cannot be switched off"),
     Option("unacked_key", "nothing", "unacked messages are pending entries of their stream"),
     Option("unacked_index_key", "nothing", "as `unacked_key`"),
     Option("unacked_mutex_key", "nothing", "recovery is one atomic script and needs no mutex"),
     Option("unacked_mutex_expire", "nothing", "as `unacked_mutex_key`"),
-    Option("unacked_restore_limit", "nothing", "all that a dead process held is given back"),
+    Option("unacked_restore_limit", "nothing", "all messages of a dead process are given back"),
     Option("unacked_restore_interval", "nothing", "see `autoclaim_interval`"),
     Option("unacked_restore_throttle", "nothing", "see `autoclaim_interval`"),
     Option("fanout_prefix", "nothing", "fanout goes to the streams of the queues, not to PUB/SUB"),
     Option("sentinel_fanout_compat", "nothing", "as `fanout_prefix`"),
-    Option("sep", "nothing", "no key or binding is put together with it"),
+    Option("sep", "nothing", "no key or binding contains it"),
 )
 
 REFUSED = (
     Option(
         "stream_maxlen",
         "refused",
-        "it drops the oldest messages although nobody has read them; to have that for one queue, "
-        "declare it with Queue(..., max_length=n)",
+        "it drops the oldest messages although no consumer has read them; to have that for one "
+        "queue, declare it with Queue(..., max_length=n)",
     ),
     Option(
         "consumer_group_prefix",
@@ -109,7 +113,7 @@ TABLE = OURS + KEPT + NOTHING + REFUSED
 
 
 def check(options: Mapping[str, Any]) -> None:
-    """Refuse what cannot be honoured safely; names of other transports pass unseen."""
+    """Refuse options that cannot be honoured safely; unknown names pass unchecked."""
     for option in REFUSED:
         if options.get(option.name) is not None:
             raise OptionError(

@@ -1,4 +1,4 @@
-"""Scripts: the Lua that lies beside this module, run by its hash, sent whole if Redis forgot it."""
+"""Run the Lua scripts of this directory by their hash; send them whole if Redis lacks them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from redis.exceptions import NoScriptError
 Argument = str | bytes | int
 
 AT_ONCE = 1000
-"""Entries that one script handles where there may be very many, so that others get their turn."""
+"""Entries that one call of a script handles at most, so that other clients get their turn."""
 
 
 class Script:
-    """One file of `scripts/`; its keys and arguments are explained at its top."""
+    """Hold one file of `scripts/`, whose head explains its keys and arguments."""
 
     def __init__(self, name: str) -> None:
         self.body = files(__package__).joinpath("scripts", f"{name}.lua").read_bytes()
-        # Not for safety: it is how Redis names a script.
+        # Redis names a script by its SHA-1; it is no matter of safety.
         self.sha = hashlib.sha1(self.body, usedforsecurity=False).hexdigest()
 
     def by_hash(self, keys: Sequence[str], args: Sequence[Argument]) -> tuple[Any, ...]:

@@ -1,19 +1,20 @@
-"""Topology: queues, exchanges and the bindings between them, as Redis knows them."""
+"""Declare, bind, count, purge and delete queues and exchanges, and route messages to queues."""
 
 from __future__ import annotations
 
 import json
 import logging
+import warnings
+from collections.abc import Callable
 from typing import Any
 
-from amqp.protocol import queue_declare_ok_t  # type: ignore[import-untyped]  # amqp has none
 from kombu.exceptions import ChannelError
-from kombu.transport.base import to_rabbitmq_queue_arguments
-from kombu.utils.uuid import uuid
+from kombu.transport.virtual.base import UNDELIVERABLE_FMT, UndeliverableWarning
+from kombu.transport.virtual.exchange import TopicExchange
 
 from conquiet.kombu import scripts
-from conquiet.kombu.connecting import Connecting
-from conquiet.kombu.keys import BACK, GROUP
+from conquiet.kombu.connection import Commands
+from conquiet.kombu.layout import BACK, GROUP, Keys, QueueSettings
 
 logger = logging.getLogger(__name__)
 
@@ -23,180 +24,199 @@ Binding = tuple[str, str | None, str]
 """Routing key, pattern, queue."""
 
 
-class Topology(Connecting):
-    """Declaring, binding, counting, purging and deleting."""
+class Topology:
+    """Own what one channel knows of queues and exchanges; Redis holds the rest.
 
-    consumer: str
+    `declared` has the settings of the queues that this channel declared, so that it can declare
+    them again after the server lost them. `expires_ms` has the x-expires of those queues and of
+    the queues that it consumes. `auto_delete` names the queues to delete with their last consumer.
+    `state` is Kombu's record of exchanges and bindings, shared by the channels of a transport.
+    """
 
-    def __init__(self, connection: Any, **kwargs: Any) -> None:
-        super().__init__(connection, **kwargs)
-        self._declared: dict[str, str] = {}  # queue -> settings, as the scripts want them
-        self._expires: dict[str, int] = {}  # queue -> milliseconds of x-expires
-        # Kombu's own is one for all channels of the process, and would have us listen to PUB/SUB.
-        self._fanout_queues: dict[str, Any] = {}
+    def __init__(
+        self,
+        commands: Commands,
+        keys: Keys,
+        state: Any,
+        typeof: Callable[[str], Any],
+        deadletter_queue: str | None = None,
+        fanout_patterns: bool = True,
+    ) -> None:
+        self.typeof = typeof
+        self.deadletter_queue = deadletter_queue
+        self.declared: dict[str, QueueSettings] = {}
+        self.expires_ms: dict[str, int] = {}
+        self.auto_delete: set[str] = set()
+        self._commands = commands
+        self._keys = keys
+        self._state = state
+        self._topic = TopicExchange(None)
+        self._fanout_patterns = fanout_patterns
 
-    def prepare_queue_arguments(self, arguments: Any, **kwargs: Any) -> Any:
-        return to_rabbitmq_queue_arguments(arguments, **kwargs)
+    # --- queues -----------------------------------------------------------------------------
 
-    def queue_declare(self, queue: str | None = None, passive: bool = False, **kwargs: Any) -> Any:
-        queue = queue or f"amq.gen-{uuid()}"
-        if not passive:
-            self._new_queue(queue, **kwargs)
-        elif not self._has_queue(queue):
-            vhost = self.connection.client.virtual_host or "/"
-            raise ChannelError(
-                f"NOT_FOUND - no queue {queue!r} in vhost {vhost!r}",
-                (50, 10),
-                "Channel.queue_declare",
-                "404",
-            )
-        return queue_declare_ok_t(queue, self._size(queue), self._consumers_of(queue))
-
-    def _new_queue(self, queue: str, auto_delete: bool = False, **kwargs: Any) -> None:
+    def declare(self, queue: str, arguments: Any = None, auto_delete: bool = False) -> None:
         if auto_delete:
-            self.auto_delete_queues.add(queue)
-        arguments = kwargs.get("arguments") or {}
-        expires, ttl, most = (_limit(queue, arguments, name, least) for name, least in _LIMITS)
-        if expires:
-            self._expires[queue] = int(expires)
-        else:
-            self._expires.pop(queue, None)
-        settings = f"{expires}|{ttl}|{most}"
-        self._declare(queue, "" if settings == "||" else settings)
+            self.auto_delete.add(queue)
+        limits = (_limit(queue, arguments or {}, name, least) for name, least in _LIMITS)
+        settings = QueueSettings(*limits)
+        self.remember_expires(queue, settings.expires_ms)
+        self._declare(queue, settings)
 
-    def _declare(self, queue: str, settings: str) -> None:
-        self._declared[queue] = settings
-        self.call(
+    def remember_expires(self, queue: str, milliseconds: int | None) -> None:
+        if milliseconds:
+            self.expires_ms[queue] = milliseconds
+        else:
+            self.expires_ms.pop(queue, None)
+
+    def _declare(self, queue: str, settings: QueueSettings) -> None:
+        self.declared[queue] = settings
+        expires = "" if settings.expires_ms is None else str(settings.expires_ms)
+        self._commands.call(
             scripts.declare,
-            [self.keys.queues, *self.keys.streams(queue)],
-            [GROUP, queue, settings, settings.partition("|")[0]],
+            [self._keys.queues, *self._keys.streams(queue)],
+            [GROUP, queue, settings.encode(), expires],
         )
 
-    def declare_if_lost(self, queue: str) -> None:
-        """Somebody emptied the database under us, or deleted a queue that is consumed."""
-        if self.commands.hexists(self.keys.queues, queue):
+    def restore(self, queue: str) -> None:
+        """Declare and bind a consumed queue again if it was deleted, or the database flushed."""
+        if self._commands.client.hexists(self._keys.queues, queue):
             return
-        self._declare(queue, self._declared.get(queue, ""))
-        for exchange, routing_key, arguments in list(self.state.queue_bindings(queue)):
-            self._queue_bind(exchange, *self._meta(exchange, routing_key, queue, arguments))
+        self._declare(queue, self.declared.get(queue, QueueSettings()))
+        for exchange, routing_key, arguments in list(self._state.queue_bindings(queue)):
+            self._store(exchange, self._bind(exchange, routing_key, queue, arguments))
 
-    def _has_queue(self, queue: str, **kwargs: Any) -> bool:
-        return bool(self.commands.exists(*self.keys.streams(queue)))
+    def has(self, queue: str) -> bool:
+        return bool(self._commands.client.exists(*self._keys.streams(queue)))
 
-    def _consumers_of(self, queue: str) -> int:
-        return 0  # as all virtual transports of Kombu answer
-
-    def _size(self, queue: str) -> int:
-        ready, _ = self.call(scripts.size, self.keys.streams(queue), [GROUP, BACK])
+    def size(self, queue: str) -> int:
+        """Count the ready messages."""
+        ready, _ = self._commands.call(scripts.size, self._keys.streams(queue), [GROUP, BACK])
         return int(ready)
 
-    def _purge(self, queue: str) -> int:
-        total, streams = 0, self.keys.streams(queue)
+    def purge(self, queue: str) -> int:
+        """Remove the ready messages, and return how many they were."""
+        total, streams = 0, self._keys.streams(queue)
         while True:
-            removed = int(self.call(scripts.purge, streams, [GROUP, BACK, scripts.AT_ONCE]))
+            args: list[scripts.Argument] = [GROUP, BACK, scripts.AT_ONCE]
+            removed = int(self._commands.call(scripts.purge, streams, args))
             total += removed
             if removed < scripts.AT_ONCE:
                 return total
 
-    def queue_delete(
-        self, queue: str, if_unused: bool = False, if_empty: bool = False, **kwargs: Any
-    ) -> None:
-        if self._delete_queue(queue, if_unused=if_unused, if_empty=if_empty):
-            self.forget_queue(queue)
-
-    def forget_queue(self, queue: str) -> None:
-        self.auto_delete_queues.discard(queue)
-        self._declared.pop(queue, None)
-        self._expires.pop(queue, None)
-        self.state.queue_bindings_delete(queue)
-
-    def _delete_queue(
-        self, queue: str, *, if_unused: bool = False, if_empty: bool = False, expired: bool = False
+    def delete(
+        self,
+        queue: str,
+        *,
+        asker: str = "",
+        if_unused: bool = False,
+        if_empty: bool = False,
+        expired: bool = False,
     ) -> bool:
-        keys = [self.keys.queues, self.keys.exchanges, self.keys.leases]
-        asks = ["1" if asked else "" for asked in (if_unused, if_empty, expired)]
+        """Delete a queue and its bindings in Redis; return False if a condition kept it.
+
+        The consumer `asker` does not count as a user of the queue.
+        """
+        keys = [self._keys.queues, self._keys.exchanges, self._keys.leases]
+        conditions = ["1" if asked else "" for asked in (if_unused, if_empty, expired)]
         return bool(
-            self.call(
+            self._commands.call(
                 scripts.delete,
-                keys + self.keys.streams(queue),
-                [queue, self.keys.namespace, GROUP, self.consumer, *asks],
+                keys + self._keys.streams(queue),
+                [queue, self._keys.namespace, GROUP, asker, *conditions],
             )
         )
 
-    def exchange_delete(self, exchange: str, if_unused: bool = False, nowait: bool = False) -> None:
+    def forget(self, queue: str) -> None:
+        """Drop what this process knows of a queue that was deleted."""
+        self.auto_delete.discard(queue)
+        self.declared.pop(queue, None)
+        self.expires_ms.pop(queue, None)
+        self._state.queue_bindings_delete(queue)
+
+    # --- exchanges and bindings -------------------------------------------------------------
+
+    def delete_exchange(self, exchange: str, if_unused: bool = False) -> None:
         """Remove the exchange and its bindings; the queues stay, as in AMQP."""
-        table = self.get_table(exchange)
+        table = self.table(exchange)
         if if_unused and table:
             return
         for routing_key, _, queue in table:
-            self.state.binding_delete(queue, exchange, routing_key)
-        self.commands.delete(self.keys.bindings(exchange))
-        self.commands.srem(self.keys.exchanges, exchange)
-        self.state.exchanges.pop(exchange, None)
+            self._state.binding_delete(queue, exchange, routing_key)
+        self._commands.client.delete(self._keys.bindings(exchange))
+        self._commands.client.srem(self._keys.exchanges, exchange)
+        self._state.exchanges.pop(exchange, None)
 
-    def queue_bind(
-        self,
-        queue: str,
-        exchange: str | None = None,
-        routing_key: str = "",
-        arguments: Any = None,
-        **kwargs: Any,
-    ) -> None:
-        exchange = exchange or "amq.direct"
-        self.state.exchanges.setdefault(exchange, _unknown_exchange())
-        # Even if this connection bound it before: the queue may have expired since.
-        self.state.binding_declare(queue, exchange, routing_key, arguments)
-        self._queue_bind(exchange, *self._meta(exchange, routing_key, queue, arguments))
+    def bind(self, queue: str, exchange: str, routing_key: str, arguments: Any = None) -> None:
+        self._state.exchanges.setdefault(exchange, _unknown_exchange())
+        # Also if this connection bound it before: the queue may have expired since.
+        self._state.binding_declare(queue, exchange, routing_key, arguments)
+        self._store(exchange, self._bind(exchange, routing_key, queue, arguments))
 
-    def queue_unbind(
-        self,
-        queue: str,
-        exchange: str | None = None,
-        routing_key: str = "",
-        arguments: Any = None,
-        **kwargs: Any,
-    ) -> None:
-        exchange = exchange or "amq.direct"
-        self.state.binding_delete(queue, exchange, routing_key)
-        meta = self._meta(exchange, routing_key, queue, arguments)
-        self.commands.srem(self.keys.bindings(exchange), _member(*meta))
+    def unbind(self, queue: str, exchange: str, routing_key: str, arguments: Any = None) -> None:
+        self._state.binding_delete(queue, exchange, routing_key)
+        binding = self._bind(exchange, routing_key, queue, arguments)
+        self._commands.client.srem(self._keys.bindings(exchange), encode_binding(*binding))
 
-    def _meta(self, exchange: str, routing_key: str, queue: str, arguments: Any) -> Binding:
-        meta: Binding = self.typeof(exchange).prepare_bind(queue, exchange, routing_key, arguments)
-        return meta
+    def _bind(self, exchange: str, routing_key: str, queue: str, arguments: Any) -> Binding:
+        kind = self.typeof(exchange)
+        binding: Binding = kind.prepare_bind(queue, exchange, routing_key, arguments)
+        return binding
 
-    def _queue_bind(self, exchange: str, routing_key: str, pattern: str | None, queue: str) -> None:
-        with self.commands.pipeline() as pipe:
-            pipe.sadd(self.keys.exchanges, exchange)
-            pipe.sadd(self.keys.bindings(exchange), _member(routing_key, pattern, queue))
+    def _store(self, exchange: str, binding: Binding) -> None:
+        with self._commands.client.pipeline() as pipe:
+            pipe.sadd(self._keys.exchanges, exchange)
+            pipe.sadd(self._keys.bindings(exchange), encode_binding(*binding))
             pipe.execute()
 
-    def get_table(self, exchange: str) -> list[Binding]:
-        members = self.commands.smembers(self.keys.bindings(exchange))
-        return [found for member in members if (found := _binding(member)) is not None]
+    def table(self, exchange: str) -> list[Binding]:
+        """Return the bindings of an exchange, by whichever process they were made."""
+        members = self._commands.client.smembers(self._keys.bindings(exchange))
+        return [found for member in members if (found := decode_binding(member)) is not None]
 
-    # Kombu 5.7 keeps the tables of expiring queues alive by these; ours go with their queue.
+    # --- routes -----------------------------------------------------------------------------
 
-    def maybe_refresh_binding_expiry(self) -> None:
-        pass
+    def route(self, exchange: str, routing_key: str, default: str | None = None) -> list[Any]:
+        """Find the queues of a routing key; the dead letter queue, if there is one, for none."""
+        if not exchange:
+            return [routing_key or default or self.deadletter_queue]
+        kind = self.typeof(exchange)
+        found = list(kind.lookup(self.table(exchange), exchange, routing_key, default))
+        default = default if default is not None else self.deadletter_queue
+        if found or default is None:
+            return found
+        text = UNDELIVERABLE_FMT.format(exchange=exchange, routing_key=routing_key)
+        warnings.warn(UndeliverableWarning(text), stacklevel=2)
+        return [default]
 
-    def sweep_bindings(self, limit: int = 100) -> int:
-        return 0
+    def route_fanout(self, exchange: str, routing_key: str) -> list[str]:
+        """Find all bound queues; one bound with a routing key gets matching messages only."""
+        table = self.table(exchange)
+        if not routing_key or not self._fanout_patterns:
+            return list({queue for _, _, queue in table})
+        topic = self._topic
+        return list(
+            {
+                queue
+                for bound, _, queue in table
+                if not bound or topic._match(topic.key_to_pattern(bound), routing_key)
+            }
+        )
 
 
-def _member(routing_key: str | None, pattern: str | None, queue: str) -> str:
+def encode_binding(routing_key: str | None, pattern: str | None, queue: str) -> str:
     return json.dumps([routing_key or "", pattern or "", queue])
 
 
-def _binding(member: bytes) -> Binding | None:
-    """What `_member` wrote; what a stranger put there must not stop whoever publishes."""
+def decode_binding(member: bytes) -> Binding | None:
+    """Decode a member of a binding table; None if it is malformed, so that publishing goes on."""
     try:
         routing_key, pattern, queue = json.loads(member)
     except (ValueError, TypeError, RecursionError):
         routing_key = pattern = queue = None
     if isinstance(routing_key, str) and isinstance(pattern, str) and isinstance(queue, str):
         return routing_key, pattern, queue
-    logger.warning("no binding, and passed over: %.100r", member)
+    logger.warning("skipped a malformed binding: %.100r", member)
     return None
 
 
@@ -210,11 +230,11 @@ def _unknown_exchange() -> dict[str, Any]:
     }
 
 
-def _limit(queue: str, arguments: Any, name: str, least: int) -> str:
-    """Milliseconds or a number as the scripts want it; empty if there is none."""
+def _limit(queue: str, arguments: Any, name: str, least: int) -> int | None:
+    """Check an argument of a queue; None if it was not given."""
     value = arguments.get(name)
     if value is None:
-        return ""
+        return None
     try:
         found = int(value)
     except (TypeError, ValueError, OverflowError):
@@ -227,4 +247,4 @@ def _limit(queue: str, arguments: Any, name: str, least: int) -> str:
             "Channel.queue_declare",
             "406",
         )
-    return str(found)
+    return found

@@ -9,7 +9,7 @@ from typing import Any
 
 from conquiet.errors import ConquietError
 from conquiet.kombu import scripts
-from conquiet.kombu.keys import BACK, GROUP, Keys
+from conquiet.kombu.layout import BACK, GROUP, Keys
 from conquiet.operations.asking import asking
 from conquiet.operations.content import time_of
 from conquiet.operations.dead_letters import Letter, Wanted

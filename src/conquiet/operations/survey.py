@@ -27,7 +27,7 @@ COUNTED = 10_000
 """Where the server does not know a lag it is counted, up to here."""
 
 _GIVEN_BACK = b"~back"
-"""Who holds what consumers of `conquiet.kombu` gave back is nobody: see `conquiet.kombu.keys`."""
+"""Who holds what consumers of `conquiet.kombu` gave back is nobody: see `conquiet.kombu.layout`."""
 _PAGE = 1_000
 _AT_ONCE = 200
 

@@ -11,7 +11,7 @@ from conquiet.operations.dead_letters import Letters
 from conquiet.operations.errors import NotFound
 
 _OF_KOMBU = "conquiet:kombu:dead:"
-"""As `conquiet.kombu.keys` has it, with a prefix of the application before and the queue after."""
+"""As in `conquiet.kombu.layout`: the key prefix of the application before, the queue after."""
 
 
 def is_of_kombu(stream: str) -> bool:

@@ -17,7 +17,7 @@ from tests.integration.kombu.brokers import (
 from tests.waiting import eventually
 
 from conquiet.kombu import scripts
-from conquiet.kombu.keys import Keys
+from conquiet.kombu.layout import Keys
 
 # --- handing over -----------------------------------------------------------------------------
 

@@ -116,7 +116,7 @@ def test_a_renewal_that_ends_after_the_close_leaves_no_connection_open(
     monkeypatch.setattr(Lease, "renew", slow)
     with Proxy(redis_server.port) as proxy:
         with connected(proxy.url) as connection:
-            connection.default_channel.join("orders")
+            connection.default_channel.consumer.subscribe("orders")
             assert begun.wait(20)
         eventually(lambda: proxy.connections == 0)
         before = proxy.accepted
@@ -168,8 +168,8 @@ def user(redis_client, redis_url):
 def test_an_acl_user_needs_no_more_than_the_documented_rights(user):
     with connected(user(*ALLOWED), lease=1) as connection:
         round_trip(connection)
-        lease = connection.default_channel.join("orders")
-        for work in (lease.renew, lease._reap, lease._sweep):
+        lease = connection.default_channel.consumer.subscribe("orders")
+        for work in (lease.renew, lease.reap, lease.sweep):
             work()  # in the background, a missing right would only be logged
 
 
@@ -247,7 +247,7 @@ def test_celery_sees_a_redis():
 
 def test_an_old_server_is_refused_and_told_what_to_do(redis_url, monkeypatch):
     # There is no 6.1 to install beside the others, so the limit is moved above this server.
-    monkeypatch.setattr("conquiet.kombu.connecting.OLDEST_SERVER", (99, 0))
+    monkeypatch.setattr("conquiet.kombu.connection.OLDEST_SERVER", (99, 0))
     with (
         connected(redis_url) as connection,
         pytest.raises(ServerTooOld, match=r"needs 6\.2 or newer .* upgrade the server"),

@@ -13,7 +13,7 @@ from tests.integration.kombu.brokers import Taken, connected, drain, nothing_com
 from tests.waiting import eventually
 
 from conquiet.kombu import inspection
-from conquiet.kombu.keys import GROUP, Keys
+from conquiet.kombu.layout import GROUP, Keys
 
 # --- it has forgotten -------------------------------------------------------------------------
 
@@ -86,7 +86,7 @@ def test_what_passes_by_itself_does_not_end_a_worker(redis_url, error):
     with connected(redis_url) as connection:
         channel = connection.default_channel
         channel._recover(error)
-        assert channel._retry_at > time.monotonic()
+        assert channel.reader.retry_at > time.monotonic()
         with pytest.raises(redis.ResponseError, match="WRONGTYPE"):
             channel._recover(redis.ResponseError("WRONGTYPE a key of another kind"))
 

@@ -17,7 +17,7 @@ from tests.integration.kombu.brokers import (
 )
 
 from conquiet.kombu import inspection, scripts
-from conquiet.kombu.keys import GROUP, Keys
+from conquiet.kombu.layout import GROUP, Keys
 
 # --- purging and deleting ---------------------------------------------------------------------
 
@@ -38,14 +38,9 @@ def test_purge_takes_what_was_given_back(connection, channel):
     put(connection, "orders", *range(4))
     queue = kombu.Queue("orders")(channel)
     held = [queue.get() for _ in range(3)]
-    channel.give_back([_place(message) for message in held[:2]])
+    channel.give_back([message.delivery_tag for message in held[:2]])
     assert queue.purge() == 3
     assert size(connection, "orders") == 0
-
-
-def _place(message):
-    entry, _, stream = message.delivery_tag.partition(" ")
-    return stream, entry
 
 
 def test_purge_does_not_disturb_a_consumer_that_waits(redis_url):

@@ -25,7 +25,7 @@ from tests.integration.kombu.brokers import (
 from tests.waiting import eventually
 
 from conquiet.kombu import inspection
-from conquiet.kombu.keys import Keys
+from conquiet.kombu.layout import Keys
 
 HOLDING = Path(__file__).with_name("holding.py")
 
@@ -181,7 +181,7 @@ def test_leases_of_the_long_dead_are_forgotten(redis_url, redis_client):
     dead = {"yesterday's": now_ms - day_ms - 1000, "today's": now_ms - 1000}
     redis_client.zadd(Keys().leases, dead)
     with connected(redis_url) as connection:
-        lease = connection.default_channel.join("orders")
+        lease = connection.default_channel.consumer.subscribe("orders")
         lease.renew()
         left = {name.decode() for name in redis_client.zrange(Keys().leases, 0, -1)}
         assert left == {"today's", lease.consumer}

@@ -11,7 +11,7 @@ from tests.integration.kombu.brokers import Taken, connected, drain, put, since_
 from tests.waiting import eventually
 
 from conquiet.kombu import Transport, inspection
-from conquiet.kombu.keys import Keys
+from conquiet.kombu.layout import Keys
 from conquiet.kombu.lease import keeper
 
 
@@ -205,7 +205,8 @@ def test_a_channel_forgets_the_queues_that_it_has_left(redis_url, redis_client):
                 reply = kombu.Queue(f"reply-{number}", auto_delete=True, expires=10)(channel)
                 with connection.Consumer(reply, channel=channel, callbacks=[Taken()]):
                     pass
-            read = channel.streams_of(["orders"])
-            assert set(channel._streams) == set(read) == channel.lease.streams
-            assert (channel._declared.keys(), channel._expires) == ({"orders"}, {})
+            consumer, topology = channel.consumer, channel.topology
+            read = consumer.streams_of(["orders"])
+            assert set(consumer.streams) == set(read) == consumer.lease.streams
+            assert (topology.declared.keys(), topology.expires_ms) == ({"orders"}, {})
             assert redis_client.hkeys(Keys().queues) == [b"orders"]

@@ -19,7 +19,7 @@ from tests.integration.kombu.brokers import (
 from tests.waiting import eventually
 
 from conquiet.kombu import inspection, lease
-from conquiet.kombu.keys import Keys
+from conquiet.kombu.layout import Keys
 
 
 def until_expired(redis_client, milliseconds):

@@ -6,7 +6,8 @@ import pytest
 from kombu.transport import redis as lists
 
 from conquiet.errors import ConquietError
-from conquiet.kombu import OptionError, SentinelChannel, options
+from conquiet.kombu import OptionError, options
+from conquiet.kombu.channel import SentinelChannel
 
 
 def test_every_option_of_kombus_redis_transport_is_in_the_table():
@@ -44,7 +45,7 @@ def test_what_the_channel_takes_is_what_the_table_promises():
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"stream_maxlen": 10_000}, r"nobody has read them; .* max_length=n"),
+        ({"stream_maxlen": 10_000}, r"no consumer has read them; .* max_length=n"),
         ({"consumer_group_prefix": "mine"}, r"would run each task twice; .* global_keyprefix"),
         ({"lease": 0}, "at least 1 second"),
         ({"lease": "60"}, "at least 1 second"),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+from unittest.mock import Mock
 
-from conquiet.kombu.keys import Keys
-from conquiet.kombu.settlement import Settlement, arguments
+from conquiet.kombu.layout import Keys
+from conquiet.kombu.settlement import Settlement, encode_acks
 
 
 def test_acks_are_taken_by_stream_and_only_once():
-    settlement = Settlement(Keys())
+    settlement = Settlement(Keys(), "me", Mock())
     for stream, entry in [("a", "1"), ("b", "1"), ("a", "2")]:
         settlement.ack(stream, entry)
     assert settlement.take_acks() == {"a": ["1", "2"], "b": ["1"]}
@@ -19,7 +20,7 @@ def test_acks_are_taken_by_stream_and_only_once():
 
 
 def test_acks_that_could_not_be_sent_are_taken_again_first():
-    settlement = Settlement(Keys())
+    settlement = Settlement(Keys(), "me", Mock())
     settlement.ack("a", "1")
     settlement.ack("a", "2")
     acks = settlement.take_acks()
@@ -29,7 +30,7 @@ def test_acks_that_could_not_be_sent_are_taken_again_first():
 
 
 def test_the_time_is_known_while_anything_waits():
-    settlement = Settlement(Keys())
+    settlement = Settlement(Keys(), "me", Mock())
     for number in range(1500):
         settlement.ack("a", str(number))
     assert sum(map(len, settlement.take_acks().values())) == 1000
@@ -39,7 +40,7 @@ def test_the_time_is_known_while_anything_waits():
 
 
 def test_no_ack_is_lost_between_threads_and_none_waits_without_a_time():
-    settlement = Settlement(Keys())
+    settlement = Settlement(Keys(), "me", Mock())
     done, taken = threading.Event(), []
 
     def take():
@@ -67,4 +68,14 @@ def test_no_ack_is_lost_between_threads_and_none_waits_without_a_time():
 
 
 def test_arguments_name_the_count_of_each_stream():
-    assert arguments({"a": ["1", "2"], "b": ["3"]}, "group") == ["group", 2, "1", "2", 1, "3"]
+    assert encode_acks({"a": ["1", "2"], "b": ["3"]}, "group") == ["group", 2, "1", "2", 1, "3"]
+
+
+def test_whatever_is_recorded_wakes_the_sender():
+    hurry = Mock()
+    settlement = Settlement(Keys(), "me", hurry)
+    settlement.ack("a", "1")
+    settlement.give_back("a", "2")
+    settlement.bury("a", "3", "broken")
+    assert hurry.call_count == 3
+    assert settlement.places() == [("a", "1"), ("a", "2"), ("a", "3")]

@@ -1,12 +1,11 @@
-"""Names of keys: ours alone, and never ambiguous."""
+"""Keys, tags and settings: never ambiguous, and decoded to what was encoded."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conquiet.kombu.keys import PRIORITIES, Keys
-from conquiet.kombu.qos import place_of, tag_of
+from conquiet.kombu.layout import PRIORITIES, Keys, QueueSettings, place_of, tag_of
 
 names = st.text(min_size=1)
 
@@ -33,3 +32,13 @@ def test_the_prefix_stands_before_every_key(prefix):
 def test_a_delivery_tag_says_where_the_message_lies(queue, priority):
     stream = Keys().stream(queue, priority)
     assert place_of(tag_of(stream, "1700000000000-0")) == (stream, "1700000000000-0")
+
+
+limits = st.none() | st.integers(min_value=0)
+
+
+@given(limits, limits, limits)
+def test_the_settings_of_a_queue_survive_redis(expires, ttl, most):
+    settings = QueueSettings(expires, ttl, most)
+    assert QueueSettings.decode(settings.encode().encode()) == settings
+    assert (settings.encode() == "") == (settings == QueueSettings())
