@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import conquiet
 
@@ -39,3 +41,13 @@ def test_the_public_names_are_there_and_no_others() -> None:
         assert getattr(conquiet, name).__name__ == name
     assert set(conquiet.__all__) <= set(dir(conquiet))
     assert not hasattr(conquiet, "Rooter")
+
+
+def test_the_package_imports_nothing_of_the_reference_application() -> None:
+    sources = Path(conquiet.__file__).parent.rglob("*.py")
+    found = {
+        path.name
+        for path in sources
+        if re.search(r"^\s*(from|import) marketplace\b", path.read_text(), re.MULTILINE)
+    }
+    assert found - {"pipeline_job.py", "pipeline_tables.py"} == set()

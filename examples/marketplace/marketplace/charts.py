@@ -1,6 +1,6 @@
 """Charts as inline SVG, each with its numbers as a table. They need no script and no network.
 
-Colours are classes: the page (`marketplace.page`) gives them, for light and for dark.
+Colours are classes that `marketplace.page` defines, for light and for dark.
 """
 
 from __future__ import annotations
@@ -11,25 +11,28 @@ from math import floor, log10
 from typing import NamedTuple
 
 WIDTH, HEIGHT = 720, 280
-LEFT, RIGHT, TOP, BOTTOM = 66, 22, 34, 50
+LEFT, RIGHT, TOP, BOTTOM = 66, 22, 46, 50
 ROW = 31
 _NAMES = 250
-"""How much of the width the names beside bars have."""
+"""The width of the names beside bars."""
 _MOST_LABELS = 8
+_MAX_DOTS = 60
+"""Lines of more points have dots that are thinner than the line."""
 
 Point = tuple[str, float]
-"""What it is called, and how much."""
+"""A name and a value."""
 
 
-class Mark(NamedTuple):
-    """Something that happened between two points, by its place among them."""
+class Band(NamedTuple):
+    """Marks a span between two places of the horizontal axis, with a label above it."""
 
-    place: float
+    start: float
+    end: float
     text: str
 
 
 class Step(NamedTuple):
-    """A station of a flow: how much came there, and what joined or left it on the way."""
+    """Describes a box of a flow: its count, and what joined or left on the way to it."""
 
     name: str
     value: float
@@ -41,11 +44,11 @@ def lines(
     title: str,
     points: Sequence[Point] | Mapping[str, Sequence[Point]],
     *,
-    marks: Sequence[Mark] = (),
+    bands: Sequence[Band] = (),
     x: str = "",
     note: str = "",
 ) -> str:
-    """One line or several from left to right; all have the same names at the same places.
+    """Draw one line or several; all have the same names at the same places.
 
     >>> "polyline" in lines("Orders", [("Monday", 1), ("Tuesday", 3)])
     True
@@ -55,10 +58,10 @@ def lines(
     if not names:
         return figure(title, _nothing(), note=note)
     top = _top(value for line in series.values() for _, value in line)
-    drawn = _grid(top) + _names_below(names, x)
+    drawn = "".join(_band(band, len(names)) for band in bands)
+    drawn += _grid(top) + _names_below(names, x)
     for number, line in enumerate(series.values()):
         drawn += _line(line, top, number)
-    drawn += "".join(_mark(mark, len(names)) for mark in marks)
     if len(series) > 1:
         drawn += _legend(list(series))
     head = [x or "", *series]
@@ -66,12 +69,12 @@ def lines(
         [name, *(number_text(line[place][1]) for line in series.values())]
         for place, name in enumerate(names)
     ]
-    rows += [[f"{mark.text} (after {mark.place:.1f} steps)"] for mark in marks]
+    rows += [[f"{band.text} (from step {band.start:.1f} to {band.end:.1f})"] for band in bands]
     return figure(title, drawn, head, rows, note=note)
 
 
 def columns(title: str, points: Sequence[Point], *, x: str = "", note: str = "") -> str:
-    """A column for each point, from left to right."""
+    """Draw a column for each point."""
     if not points:
         return figure(title, _nothing(), note=note)
     top = _top(value for _, value in points)
@@ -82,14 +85,14 @@ def columns(title: str, points: Sequence[Point], *, x: str = "", note: str = "")
         drawn += (
             f'<rect class="s0" x="{left:.1f}" width="{step * 0.76:.1f}" rx="2"'
             f' y="{y:.1f}" height="{HEIGHT - BOTTOM - y:.1f}">'
-            f"<title>{_said(point)}</title></rect>"
+            f"<title>{_tooltip(point)}</title></rect>"
         )
     rows = [[name, number_text(value)] for name, value in points]
     return figure(title, drawn, [x or "", title], rows, note=note)
 
 
 def bars(title: str, points: Sequence[Point], *, unit: str = "", note: str = "") -> str:
-    """A bar to the right for each point."""
+    """Draw a horizontal bar for each point."""
     if not points:
         return figure(title, _nothing(), note=note)
     top = max(*(value for _, value in points), 0) or 1.0
@@ -98,13 +101,13 @@ def bars(title: str, points: Sequence[Point], *, unit: str = "", note: str = "")
     for place, point in enumerate(points):
         name, value = point
         y, width = place * ROW + 4, max(value, 0) / top * room
-        told = number_text(value) + (f" {unit}" if unit else "")
+        label = number_text(value) + (f" {unit}" if unit else "")
         drawn += (
             f'<text class="name" x="{_NAMES - 10}" y="{y + 17}" text-anchor="end">'
             f"{escape(_short(name))}<title>{escape(name)}</title></text>"
             f'<rect class="s0" x="{_NAMES}" y="{y}" height="{ROW - 8}" width="{width:.1f}" rx="2">'
-            f"<title>{_said(point)}</title></rect>"
-            f'<text x="{_NAMES + width + 6:.1f}" y="{y + 17}">{escape(told)}</text>'
+            f"<title>{_tooltip(point)}</title></rect>"
+            f'<text x="{_NAMES + width + 6:.1f}" y="{y + 17}">{escape(label)}</text>'
         )
     rows = [[name, number_text(value)] for name, value in points]
     height = len(points) * ROW + 6
@@ -112,12 +115,13 @@ def bars(title: str, points: Sequence[Point], *, unit: str = "", note: str = "")
 
 
 def flow(title: str, steps: Sequence[Step], *, note: str = "") -> str:
-    """Stations from left to right, with what joins them from above and leaves them below."""
-    width, gap, box, top = 1_080, 30, 62, 46
-    size = (width - gap * (len(steps) - 1)) / max(len(steps), 1)
+    """Draw boxes from left to right; texts above name what joins, texts below what leaves."""
+    width, gap, box, edge = 1_080, 26, 62, 12
+    top = 46
+    size = (width - 2 * edge - gap * (len(steps) - 1)) / max(len(steps), 1)
     drawn = ""
     for number, step in enumerate(steps):
-        x = number * (size + gap)
+        x = edge + number * (size + gap)
         middle = x + size / 2
         drawn += (
             f'<rect class="box" x="{x:.1f}" y="{top}" width="{size:.1f}" height="{box}" rx="8"/>'
@@ -127,7 +131,7 @@ def flow(title: str, steps: Sequence[Step], *, note: str = "") -> str:
         )
         if number:
             drawn += _arrow(x - gap + 3, top + box / 2, x - 3, top + box / 2)
-        drawn += _notes(step.joined, middle, 14, top - 3)
+        drawn += _notes(step.joined, middle, top - 18 - 14 * (len(step.joined) - 1), top - 3)
         drawn += _notes(step.left, middle, top + box + 30, top + box + 3)
     rows = [
         [step.name, number_text(step.value), "; ".join(step.joined + step.left)] for step in steps
@@ -138,7 +142,7 @@ def flow(title: str, steps: Sequence[Step], *, note: str = "") -> str:
 
 
 def _notes(texts: Sequence[str], x: float, y: float, end: float) -> str:
-    """Texts below each other; an arrow between them and the box."""
+    """Draw texts below each other, and an arrow between them and the box."""
     if not texts:
         return ""
     drawn = "".join(
@@ -174,20 +178,19 @@ def figure(
     size: tuple[int, int] = (WIDTH, HEIGHT),
     note: str = "",
 ) -> str:
-    """A drawing with its title, a sentence below it, and its numbers as a table."""
+    """Wrap a drawing with its title, a note, and its numbers as a table."""
     label = escape(title)
     box = f'viewBox="0 0 {size[0]} {size[1]}" role="img" aria-label="{label}"'
-    told = f"<p>{escape(note)}</p>" if note else ""
+    remark = f"<p>{escape(note)}</p>" if note else ""
     numbers = ""
     if rows:
         numbers = f"<details><summary>The numbers</summary>{table(head, rows, label)}</details>"
-    return (
-        f"<figure><figcaption>{label}</figcaption>{told}<svg {box}>{drawn}</svg>{numbers}</figure>"
-    )
+    head_of_figure = f"<figcaption>{label}</figcaption>{remark}"
+    return f"<figure>{head_of_figure}<svg {box}>{drawn}</svg>{numbers}</figure>"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], label: str = "") -> str:
-    """Rows of text, of which the first column names the row."""
+    """Build a table of text; the first column names the row."""
     named = f' aria-label="{label}"' if label else ""
     top = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
     body = "".join(
@@ -203,7 +206,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], label: str = "") -
 
 
 def number_text(value: float) -> str:
-    """A number with separators, and with decimals where they tell something."""
+    """Format a number with separators, and with decimals below 100."""
     if value == int(value) or abs(value) >= 100:
         return f"{value:,.0f}"
     return f"{value:,.2f}" if abs(value) < 10 else f"{value:,.1f}"
@@ -213,7 +216,7 @@ def number_text(value: float) -> str:
 
 
 def _top(values: object) -> float:
-    """The end of the scale: a round number that nothing exceeds."""
+    """Return the end of the scale: a round number that no value exceeds."""
     most = max((float(value) for value in values), default=0.0)  # type: ignore[attr-defined]
     if most <= 0:
         return 1.0
@@ -236,7 +239,7 @@ def _grid(top: float) -> str:
 
 
 def _names_below(names: Sequence[str], x: str, *, centred: bool = False) -> str:
-    """Some of the names, so that they do not meet."""
+    """Draw some of the names, so that they do not overlap."""
     every = max(1, -(-len(names) // _MOST_LABELS))
     drawn = ""
     for place in range(0, len(names), every):
@@ -257,22 +260,27 @@ def _line(points: Sequence[Point], top: float, number: int) -> str:
     places = [(_x(place, len(points)), _y(value, top)) for place, (_, value) in enumerate(points)]
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
     drawn = f'<polyline class="l{number}" points="{path}"/>'
+    radius = 2.4 if len(points) <= _MAX_DOTS else 0.8
     for (x, y), point in zip(places, points, strict=True):
         drawn += (
-            f'<circle class="s{number}" cx="{x:.1f}" cy="{y:.1f}" r="2.4">'
-            f"<title>{_said(point)}</title></circle>"
+            f'<circle class="s{number}" cx="{x:.1f}" cy="{y:.1f}" r="{radius}">'
+            f"<title>{_tooltip(point)}</title></circle>"
         )
     return drawn
 
 
-def _mark(mark: Mark, count: int) -> str:
-    x = _x(mark.place, count)
-    side = "end" if x > WIDTH * 0.7 else "start"
-    at = x - 6 if side == "end" else x + 6
+def _band(band: Band, count: int) -> str:
+    """Draw the span behind the lines, and its label above the plot, where no line can be."""
+    start, end = _x(band.start, count), _x(band.end, count)
+    side = "start" if start < WIDTH * 0.5 else "end"
+    at = max(start - 4, LEFT) if side == "start" else end + 4
+    height = HEIGHT - BOTTOM - TOP
     return (
-        f'<line class="mark" x1="{x:.1f}" y1="{TOP - 12}" x2="{x:.1f}" y2="{HEIGHT - BOTTOM}"/>'
-        f'<text class="mark" x="{at:.1f}" y="{TOP + 2}" text-anchor="{side}">'
-        f"{escape(mark.text)}</text>"
+        f'<rect class="band" x="{start:.1f}" y="{TOP}" width="{max(end - start, 2):.1f}"'
+        f' height="{height}"/>'
+        f'<line class="mark" x1="{start:.1f}" y1="{TOP}" x2="{start:.1f}" y2="{TOP + height}"/>'
+        f'<text class="mark" x="{at:.1f}" y="{TOP - 10}" text-anchor="{side}">'
+        f"{escape(band.text)}</text>"
     )
 
 
@@ -302,12 +310,12 @@ def _tick(value: float) -> str:
     return f"{value:,g}"
 
 
-def _said(point: Point) -> str:
+def _tooltip(point: Point) -> str:
     return f"{escape(point[0])}: {number_text(point[1])}"
 
 
 def _of_axis(name: str) -> str:
-    """Days without their year, which would not fit; the table has it."""
+    """Cut the year off a day, for want of width; the table has it."""
     return name[5:] if len(name) == 10 and name[4] == name[7] == "-" else name
 
 

@@ -1,4 +1,4 @@
-"""Page: a report in one file of HTML, readable in light and in dark, that fetches nothing."""
+"""A report in one file of HTML, readable in light and in dark, that fetches nothing."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ svg text.muted, svg .grid + text { fill: var(--muted) }
 polyline { fill: none; stroke-width: 2; stroke-linejoin: round }
 .l0 { stroke: var(--s0) } .l1 { stroke: var(--s1) } .l2 { stroke: var(--s2) }
 line.mark { stroke: var(--bad); stroke-width: 1.5; stroke-dasharray: 4 3 }
+.band { fill: var(--bad); opacity: .16 }
 svg text.mark { fill: var(--bad); font-weight: 600 }
 .box { fill: var(--paper); stroke: var(--rule) } .wide { grid-column: 1 / -1 }
 .arrow { stroke: var(--muted); stroke-width: 1.5; fill: none } .tip { fill: var(--muted) }

@@ -1,42 +1,43 @@
-"""`conquiet demo`: the whole path of an event, with a crash in the middle; then the report."""
+"""`conquiet demo`: run the demo that an installed package provides, and print its verdict."""
 
 from __future__ import annotations
 
 import sys
 import time
 from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from conquiet.cli.numbers import count
 from conquiet.cli.terminal import FAILED, OK, green, print_json, red
 from conquiet.errors import ConfigError
 
-if TYPE_CHECKING:
-    from marketplace.demo.servers import Servers
-    from marketplace.demo.story import Story
+ENTRY_POINTS = "conquiet.demo"
+"""The group of entry points. One names a function of the keywords that `_run` gives; it returns
+a story: `verdict` (`is_right`, `lines`, `differences`), `seconds` and `as_json()`."""
 
 _DESCRIPTION = """\
-Orders of a marketplace that never was, from commands to tables: two workers (one is killed in the
+Orders of a generated marketplace, from commands to tables: two workers (one is killed in the
 middle) write business tables and an outbox, two relays publish it to a log, Spark makes tables of
-the log. Duplicates and bad events are injected. In the end everything is counted and compared with
+the log. Duplicates and bad events are injected. At the end everything is counted and compared with
 what the generator of the orders knows, to the cent.
 
-Servers are private, on loopback, and gone afterwards; what stays is a folder with a report.
+Servers are private, on loopback, and removed afterwards; a folder with a report stays.
 """
 _EPILOG = """\
 examples:
   conquiet demo
   conquiet demo --orders 500 --no-spark --to /tmp/demo
   conquiet demo --keep                     (then, elsewhere: conquiet dashboard)
-  conquiet demo --postgres postgresql://me@localhost/scratch --redis redis://localhost/9
+  conquiet demo --database postgresql://me@localhost/scratch --broker redis://localhost/9
 
-Of a PostgreSQL of yours the demo has a schema to itself, of a Redis the keys market-* and pf-*,
-which must not be there before. Both are removed in the end.
+On a PostgreSQL of yours the demo creates a schema of its own; on a Redis of yours it uses the keys
+market-* and pf-*, which must not exist. Both are removed at the end.
 
 exit codes:
-  0    all is as the generator foresaw it
-  1    something differs, or a part failed
+  0    every line of the verdict is right
+  1    a line is wrong, or a part failed
   2    wrong usage or settings
   130  ended by Ctrl-C or SIGTERM; everything is removed
 """
@@ -61,67 +62,80 @@ def register(commands: Any, common: ArgumentParser) -> None:
     demo.add_argument(
         "--keep", action="store_true", help="leave everything running until Ctrl-C, to look around"
     )
-    demo.add_argument("--postgres", metavar="URL", help="a PostgreSQL of yours")
-    demo.add_argument("--redis", metavar="URL", help="a Redis of yours")
+    demo.add_argument("--database", metavar="URL", help="a PostgreSQL of yours")
+    demo.add_argument("--broker", metavar="URL", help="a Redis of yours")
     demo.add_argument("--json", action="store_true", help="the verdict as JSON, on stdout")
 
 
 def _run(options: Namespace) -> int:
+    start = _find_demo()
     if not options.no_spark:
-        _refuse_without_java()
+        _require_java()
+    progress = _Progress()
+    if options.no_spark:
+        progress.note("without Spark: no tables, no quarantine, and no revenue by Spark to compare")
+
+    def done(story: Any, servers: Any) -> None:
+        progress.clear()
+        if options.json:
+            print_json({**story.as_json(), "report": str(options.to / "report.html")})
+        else:
+            _print(story, options.to)
+        if options.keep:
+            _print_addresses(servers)
+
     try:
-        from marketplace.demo.running import run_demo
-        from marketplace.demo.settings import Settings
+        story = start(
+            progress,
+            done,
+            orders=options.orders,
+            seed=options.seed,
+            folder=options.to,
+            spark=not options.no_spark,
+            keep=options.keep,
+            database=options.database,
+            broker=options.broker,
+        )
     except ImportError as error:
         raise ConfigError(
             f"{error}: pip install 'conquiet[postgres,redis,embedded,spark]'"
         ) from error
-
-    settings = Settings(
-        orders=options.orders,
-        seed=options.seed,
-        folder=options.to,
-        spark=not options.no_spark,
-        keep=options.keep,
-        postgres=options.postgres,
-        redis=options.redis,
-    )
-    told = _Told()
-    if options.no_spark:
-        told.end("without Spark: no tables, no quarantine, and no revenue by Spark to compare")
-
-    def done(story: Story, servers: Servers) -> None:
-        told.clear()
-        if options.json:
-            print_json({**story.as_json(), "report": str(settings.folder / "report.html")})
-        else:
-            _print(story, settings.folder)
-        if options.keep:
-            _tell_kept(servers)
-
-    try:
-        story = run_demo(settings, told, when_done=done)
     finally:
-        told.clear()
+        progress.clear()
     return OK if story.verdict.is_right else FAILED
 
 
-def _refuse_without_java() -> None:
-    """Before anything is started: one line that says what to do."""
+def _find_demo() -> Callable[..., Any]:
+    """Load the demo that an installed package registers as an entry point."""
+    from importlib.metadata import entry_points
+
+    for found in entry_points(group=ENTRY_POINTS):
+        try:
+            start: Callable[..., Any] = found.load()
+        except ImportError as error:
+            raise ConfigError(f"the demo {found.value} cannot be imported: {error}") from error
+        return start
+    raise ConfigError(
+        "no demo is installed: in a checkout of conquiet, pip install -e examples/marketplace"
+    )
+
+
+def _require_java() -> None:
+    """Refuse to start without Java or PySpark, in one line that names the fix."""
     import importlib.util
 
     from conquiet.cli.examination import java
 
-    left_out = "or leave Spark out: conquiet demo --no-spark"
+    without = "or leave Spark out: conquiet demo --no-spark"
     if importlib.util.find_spec("pyspark") is None:
-        raise ConfigError(f"pyspark is not installed: pip install 'conquiet[spark]', {left_out}")
+        raise ConfigError(f"pyspark is not installed: pip install 'conquiet[spark]', {without}")
     found = java()
     if found.status != "ok":
-        raise ConfigError(f"Java: {found.detail}: {found.fix}, {left_out}")
+        raise ConfigError(f"Java: {found.detail}: {found.fix}, {without}")
 
 
-class _Told:
-    """Tells how it goes on stderr: a bar on a terminal, and a line for all that has happened."""
+class _Progress:
+    """Shows a bar on a terminal, and prints a line for every event of the run, on stderr."""
 
     def __init__(self) -> None:
         from conquiet.cli.progress import Progress
@@ -129,28 +143,25 @@ class _Told:
         self._began = time.monotonic()
         self._bar = Progress("", after=0.0)
 
-    def begin(self, what: str, word: str) -> None:
+    def begin(self, text: str, label: str) -> None:
         from conquiet.cli.progress import Progress
 
-        self._say(f"{what} …")
-        self._bar = Progress(word, after=0.0)  # its own: the time that is left is the stage's
+        self.note(f"{text} …")
+        self._bar = Progress(label, after=0.0)  # a new one: its time left is that of the stage
 
-    def progress(self, done: int, total: int) -> None:
+    def advance(self, done: int, total: int) -> None:
         self._bar.total = total or None
         self._bar.tell(done)
 
-    def end(self, what: str) -> None:
-        self._say(what)
+    def note(self, text: str) -> None:
+        self._bar.clear()
+        print(f"{time.monotonic() - self._began:6.1f} s  {text}", file=sys.stderr, flush=True)
 
     def clear(self) -> None:
         self._bar.clear()
 
-    def _say(self, text: str) -> None:
-        self._bar.clear()
-        print(f"{time.monotonic() - self._began:6.1f} s  {text}", file=sys.stderr, flush=True)
 
-
-def _print(story: Story, folder: Path) -> None:
+def _print(story: Any, folder: Path) -> None:
     lines = story.verdict.lines
     print(f"\n{'':<42}{'expected':>15}{'found':>15}")
     for line in lines:
@@ -161,11 +172,14 @@ def _print(story: Story, folder: Path) -> None:
     if story.verdict.is_right:
         print(green("\nnothing lost, nothing done twice", sys.stdout), end="")
     else:
-        print(red("\nWRONG: see above", sys.stdout), end="")
+        wrong = sum(not line.is_right for line in lines)
+        print(
+            red(f"\nWRONG: {wrong} lines differ from what the generator knows", sys.stdout), end=""
+        )
     print(f", in {story.seconds:.0f} s; look at {folder / 'report.html'}")
 
 
-def _tell_kept(servers: Servers) -> None:
+def _print_addresses(servers: Any) -> None:
     from conquiet.relay.masked import masked
 
     database, broker = masked(servers.database), masked(servers.broker)

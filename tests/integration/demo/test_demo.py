@@ -17,7 +17,7 @@ from tests.waiting import eventually
 
 from conquiet import embedded
 from conquiet.errors import ConfigError
-from marketplace.demo.running import run_demo
+from marketplace.demo.run import run_demo
 from marketplace.demo.servers import Servers, servers
 from marketplace.demo.settings import Settings
 from marketplace.generator import DOMAIN_TOPIC
@@ -42,13 +42,13 @@ def servers_are_there() -> None:
 
 
 class Silent:
-    """Told how it goes, and keeps it to itself."""
+    """Shows no progress."""
 
-    def begin(self, what: str, word: str) -> None: ...
+    def begin(self, text: str, label: str) -> None: ...
 
-    def progress(self, done: int, total: int) -> None: ...
+    def advance(self, done: int, total: int) -> None: ...
 
-    def end(self, what: str) -> None: ...
+    def note(self, text: str) -> None: ...
 
 
 def check_page(page: str) -> None:
@@ -91,19 +91,19 @@ def test_without_java_one_line_says_what_to_do(tmp_path: Path) -> None:
 
 def test_a_redis_with_such_keys_is_left_alone(redis_url: str, redis_client: Any) -> None:
     redis_client.xadd(DOMAIN_TOPIC, {"mine": "1"})
-    with pytest.raises(ConfigError, match="pf-domain-events"), servers(Settings(redis=redis_url)):
+    with pytest.raises(ConfigError, match="pf-domain-events"), servers(Settings(broker=redis_url)):
         pass
     assert redis_client.xlen(DOMAIN_TOPIC) == 1
 
 
-def test_a_server_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_a_server_that_cannot_be_reached_is_named(tmp_path: Path) -> None:
     with (
-        pytest.raises(ConfigError, match="--redis"),
-        servers(Settings(redis="redis://127.0.0.1:1")),
+        pytest.raises(ConfigError, match="--broker"),
+        servers(Settings(broker="redis://127.0.0.1:1")),
     ):
         pass
     nowhere = "postgresql://nobody@127.0.0.1:1/nothing"
-    with pytest.raises(ConfigError, match="--postgres"), servers(Settings(postgres=nowhere)):
+    with pytest.raises(ConfigError, match="--database"), servers(Settings(database=nowhere)):
         pass
 
 
@@ -219,7 +219,7 @@ def test_on_servers_of_ones_own(
     client: Any = redis.Redis.from_url(private_redis.url)
     client.set("mine", "1")
     options = [] if spark else ["--no-spark"]
-    addresses = ["--postgres", database_url, "--redis", private_redis.url]
+    addresses = ["--database", database_url, "--broker", private_redis.url]
     demo = Demo(tmp_path, "--orders", "30", *options, *addresses)
     code, output, errors = demo.finish()
     assert code == 0, output + errors

@@ -7,10 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from conquiet.errors import ConfigError
-from marketplace.demo import folder as results
-from marketplace.demo.audit import Books, Log
-from marketplace.demo.settings import Settings
-from marketplace.demo.verdict import Verdict, judge_services
+from marketplace.demo.settings import LAKE, REPORT, Settings, claim_folder
+from marketplace.demo.verdict import Books, Log, Verdict, judge_services
 from marketplace.demo.world import World, make_world
 
 REPEATED = 3
@@ -104,20 +102,20 @@ def test_the_same_seed_is_the_same_world(world: World) -> None:
 def test_a_folder_that_no_demo_made_is_left_alone(tmp_path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
     with pytest.raises(ConfigError, match="--to"):
-        results.claim(tmp_path)
+        claim_folder(tmp_path)
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
     with pytest.raises(ConfigError, match="--to"):
-        results.claim(tmp_path / "thesis.txt")
+        claim_folder(tmp_path / "thesis.txt")
 
 
 def test_the_folder_of_an_earlier_demo_is_used_again_and_strange_files_stay(tmp_path) -> None:
-    folder = results.claim(tmp_path / "demo")
-    (folder / results.REPORT).write_text("old")
-    (folder / results.LAKE / "silver").mkdir(parents=True)
+    folder = claim_folder(tmp_path / "demo")
+    (folder / REPORT).write_text("old")
+    (folder / LAKE / "silver").mkdir(parents=True)
     (folder / "notes.txt").write_text("mine")
-    results.claim(tmp_path / "demo")
-    assert not (folder / results.REPORT).exists()
-    assert not (folder / results.LAKE).exists()
+    claim_folder(tmp_path / "demo")
+    assert not (folder / REPORT).exists()
+    assert not (folder / LAKE).exists()
     assert (folder / "notes.txt").read_text() == "mine"
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from conquiet.errors import ConquietError
+from conquiet import ConquietError
 
 _GRACE_SECONDS = 15.0
 _MAX_CHARS = 300

@@ -1,7 +1,7 @@
-"""Servers: private ones that are gone afterwards, or one's own, of which nothing is touched.
+"""The servers of the demo: private ones that are removed afterwards, or the user's own.
 
-On a PostgreSQL of one's own the demo has a schema to itself. On a Redis of one's own it needs a
-database without the keys that it uses, and says so. Both are removed in the end.
+On the user's PostgreSQL the demo creates a schema of its own. On the user's Redis it refuses a
+database that has one of its keys. It removes the schema and its keys at the end.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from marketplace.demo.settings import (
     WORKERS,
     Settings,
 )
-from marketplace.generator.entry import DOMAIN_TOPIC, TELEMETRY_TOPIC
+from marketplace.generator import DOMAIN_TOPIC, TELEMETRY_TOPIC
 from marketplace.service import init
 
 STREAMS = Topic(COMMANDS, WORKERS).streams
@@ -41,7 +41,7 @@ KEYS = (*STREAMS, DEAD_LETTERS, PROCESSES, DOMAIN_TOPIC, TELEMETRY_TOPIC, *_LEAS
 
 @dataclass(frozen=True)
 class Servers:
-    """Where the database and the broker are."""
+    """Holds the URLs of the database and of the broker."""
 
     database: str
     broker: str
@@ -56,15 +56,15 @@ class Servers:
 
 @contextmanager
 def servers(settings: Settings) -> Iterator[Servers]:
-    """Both servers, with the marketplace's tables and nothing else of the demo in them."""
+    """Provide both servers, with the marketplace's tables and no rows."""
     with ExitStack() as stack:
-        if settings.redis is not None:
-            broker = stack.enter_context(_own_redis(settings.redis))
+        if settings.broker is not None:
+            broker = stack.enter_context(_own_redis(settings.broker))
         database = None
-        if settings.postgres is not None:
-            database = stack.enter_context(_own_schema(settings.postgres))
+        if settings.database is not None:
+            database = stack.enter_context(_own_schema(settings.database))
         private: list[embedded.RedisServer | embedded.PostgresServer] = []
-        if settings.redis is None:
+        if settings.broker is None:
             private.append(embedded.redis(private=True))
         if database is None:
             private.append(embedded.postgres(private=True))
@@ -88,11 +88,11 @@ def _own_redis(url: str) -> Iterator[str]:
         client: Any = redis.Redis.from_url(url)
         taken = [key for key in KEYS if client.exists(key)]
     except (redis.RedisError, ValueError, OSError) as error:
-        raise ConfigError(f"--redis: it cannot be used: {trouble(error, url)}") from None
+        raise ConfigError(f"--broker: it cannot be used: {trouble(error, url)}") from None
     if taken:
         raise ConfigError(
-            f"--redis: there is a key {taken[0]} already, which may be somebody's: name an empty"
-            " database, as redis://host/9, or delete that key"
+            f"--broker: the key {taken[0]} exists already: name an empty database, as"
+            " redis://host/9, or delete that key"
         )
     try:
         yield url
@@ -103,7 +103,7 @@ def _own_redis(url: str) -> Iterator[str]:
 
 @contextmanager
 def _own_schema(url: str) -> Iterator[str]:
-    """A schema of the demo's own, to which every connection by this URL leads."""
+    """Create a schema, and yield a URL whose connections use it; drop it afterwards."""
     schema = f"conquiet_demo_{uuid.uuid4().hex[:8]}"
     name = sql.Identifier(schema)
     try:
@@ -111,7 +111,7 @@ def _own_schema(url: str) -> Iterator[str]:
         plain = address.render_as_string(hide_password=False)
         psycopg.connect(plain).close()
     except (psycopg.Error, SQLAlchemyError, ValueError) as error:
-        raise ConfigError(f"--postgres: it cannot be used: {trouble(error, url)}") from None
+        raise ConfigError(f"--database: it cannot be used: {trouble(error, url)}") from None
     try:
         _execute(plain, sql.SQL("CREATE SCHEMA {}").format(name))
         inside = address.update_query_dict({"options": f"-csearch_path={schema}"})

@@ -1,21 +1,178 @@
-"""Verdict: what the generator expects beside what was found; all must be the same, to the cent."""
+"""The verdict: the results that the generator expects beside the results that were found.
+
+Found is counted by plain SQL, by XRANGE and from the files of the lake, without the code that wrote
+them. Every line must be equal, to the cent.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import date, datetime
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from marketplace.demo.audit import Books, Log
-from marketplace.demo.lake import COMPARED, Lake, Silver
+from marketplace.demo.servers import STREAMS, Servers
+from marketplace.demo.settings import DEAD_LETTERS
 from marketplace.demo.world import World
+from marketplace.generator import DOMAIN_TOPIC, TELEMETRY_TOPIC
+from marketplace.oracle import TABLES
 from marketplace.oracle.differences import differences
 
-_MOST_TOLD = 20
+_PAGE = 2_000
+_MAX_DIFFERENCES = 20
+_LOST_STATES = ("canceled", "expired", "rejected")
+
+COMPARED = {
+    "fact_order": (),
+    "fact_order_line": (),
+    "fact_attribution": (),
+    "ad_touches": ("first_seen_at",),
+    "store_daily": (),
+    "product_daily": (),
+    "category_daily": (),
+    "zip_daily": (),
+    "ad_daily": (),
+    "buyer_first_purchase": (),
+    "admin_weekly": (),
+}
+"""Tables that are compared cell by cell, with the columns that depend on when the demo ran."""
+
+
+# --- the stores ------------------------------------------------------------------------------
+
+
+@dataclass
+class Books:
+    """Holds what PostgreSQL has: the effects of commands, and the events in the outbox."""
+
+    effects: dict[str, float] = field(default_factory=dict)
+    """Ids of commands that took effect, with the start of their transaction in seconds."""
+    orders: dict[str, tuple[str, int, int]] = field(default_factory=dict)
+    """State, collected and paid cents of each order."""
+    events: Counter[str] = field(default_factory=Counter)
+    ids: set[str] = field(default_factory=set)
+    unpublished: int = 0
+
+    @property
+    def revenue_cents(self) -> int:
+        orders = self.orders.values()
+        return sum(collected for state, collected, _ in orders if state not in _LOST_STATES)
+
+
+@dataclass
+class Log:
+    """Holds what Redis has: commands as they were sent, events as they were published."""
+
+    commands: int = 0
+    dead_letters: int = 0
+    entries: int = 0
+    first_seen: dict[str, int] = field(default_factory=dict)
+    """Ids of the events of the domain, with the milliseconds of their first entry."""
+    created: dict[str, float] = field(default_factory=dict)
+    """The start of the transactions of those events, in seconds."""
+    touches: int = 0
+
+    @property
+    def repeated(self) -> int:
+        return self.entries - len(self.first_seen)
+
+
+def read_books(servers: Servers) -> Books:
+    """Read the business tables, the inbox and the outbox by plain SQL."""
+    books = Books()
+    with servers.connect() as connection:
+        for message, at in connection.execute(
+            "SELECT message_id, created_at FROM processed_messages"
+        ):
+            books.effects[str(message).rpartition(" ")[2]] = at.timestamp()
+        for id_, *state in connection.execute(
+            "SELECT id, status, collected_cents, paid_cents FROM market_orders"
+        ):
+            books.orders[str(id_)] = (str(state[0]), int(state[1]), int(state[2]))
+        for id_, kind, published in connection.execute(
+            "SELECT id, event_type::text, published_at FROM outbox_events"
+        ):
+            books.ids.add(str(id_))
+            books.events[kind] += 1
+            books.unpublished += published is None
+    return books
+
+
+def read_log(servers: Servers) -> Log:
+    """Read the streams by XRANGE."""
+    log, client = Log(), servers.client
+    log.commands = sum(client.xlen(stream) for stream in STREAMS)
+    log.dead_letters = client.xlen(DEAD_LETTERS)
+    log.touches = client.xlen(TELEMETRY_TOPIC)
+    for entry_id, fields in _entries(client, DOMAIN_TOPIC):
+        log.entries += 1
+        event = fields[b"id"].decode()
+        if event not in log.first_seen:
+            log.first_seen[event] = int(entry_id.partition(b"-")[0])
+            log.created[event] = datetime.fromisoformat(fields[b"time"].decode()).timestamp()
+    client.close()
+    return log
+
+
+def _entries(client: Any, stream: str) -> Iterator[tuple[bytes, dict[bytes, bytes]]]:
+    start = "-"
+    while page := client.xrange(stream, start, count=_PAGE):
+        yield from page
+        start = f"({page[-1][0].decode()}"
+
+
+class Lake:
+    """Reads the tables that Spark wrote, from their files, without Spark."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def rows(self, name: str, columns: list[str] | None = None) -> list[dict[str, Any]]:
+        """Return the rows of a table, with the day in the name of a file's folder as a column."""
+        import pyarrow.dataset
+
+        from conquiet.spark.tables.reading import table_files
+
+        folder = self._folder / name
+        files = table_files(folder)
+        if not files:
+            return []
+        found = pyarrow.dataset.dataset(
+            files, format="parquet", partitioning="hive", partition_base_dir=str(folder)
+        )
+        days = [column for column, kind in _columns(name).items() if kind == "date"]
+        rows: list[dict[str, Any]] = found.to_table(columns=columns).to_pylist()
+        for row in rows:
+            for day in days:
+                if isinstance(row.get(day), str):  # it comes from the name of a folder
+                    row[day] = date.fromisoformat(row[day])
+        return rows
+
+    def silver(self) -> Silver:
+        return Silver(self.rows("silver", ["kind", "event_id", "reason", "delivery_count"]))
+
+
+def _columns(name: str) -> dict[str, str]:
+    return TABLES[name].columns if name in TABLES else {}
+
+
+class Silver:
+    """Sorts the events of the log by what the pipeline did with them."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.events = {row["event_id"] for row in rows if row["kind"] == "event"}
+        self.touches = sum(row["kind"] == "touch" for row in rows)
+        self.reasons = Counter(row["reason"] for row in rows if row["kind"] == "refused")
+        self.dropped = sum(row["delivery_count"] - 1 for row in rows)
+
+
+# --- the verdict -----------------------------------------------------------------------------
 
 
 class Line(NamedTuple):
-    """One thing that was counted twice: by the generator, and afterwards."""
+    """Compares one number: the generator's, and the one that was found."""
 
     name: str
     expected: int
@@ -32,7 +189,7 @@ class Line(NamedTuple):
 
 @dataclass
 class Verdict:
-    """All lines, and what differs in detail."""
+    """Collects the lines, and the differences in detail."""
 
     lines: list[Line] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)
@@ -45,25 +202,23 @@ class Verdict:
         self.lines.append(Line(name, expected, found, is_money))
 
     def differ(self, name: str, differences: list[str]) -> None:
-        """Nothing may differ; the first that does are told."""
+        """Add a line that expects no difference, and keep the first differences."""
         self.add(name, 0, len(differences))
-        self.differences += differences[:_MOST_TOLD]
+        self.differences += differences[:_MAX_DIFFERENCES]
 
     def as_json(self) -> dict[str, Any]:
         lines = [{**line._asdict(), "ok": line.is_right} for line in self.lines]
         return {"ok": self.is_right, "lines": lines, "differences": self.differences}
 
 
-def judge_services(
-    verdict: Verdict, world: World, books: Books, log: Log, commands_repeated: int
-) -> None:
-    """Commands, effects, events and their publication, on PostgreSQL and Redis."""
+def judge_services(verdict: Verdict, world: World, books: Books, log: Log, duplicates: int) -> None:
+    """Compare commands, effects, events and their publication on PostgreSQL and Redis."""
     asked = len(world.commands)
     asked_ids = {message.id for message in world.commands}
-    verdict.add("commands sent, with duplicates", asked + commands_repeated, log.commands)
+    verdict.add("commands sent, with duplicates", asked + duplicates, log.commands)
     verdict.add("commands that took effect", asked, len(asked_ids & books.effects.keys()))
     dropped = log.commands - log.dead_letters - len(books.effects)  # sent, and without effect
-    verdict.add("duplicates dropped by the workers", commands_repeated, dropped)
+    verdict.add("duplicates dropped by the workers", duplicates, dropped)
     verdict.add("commands refused", 0, log.dead_letters)
     verdict.differ("orders unlike the generator's", _orders(world, books))
     verdict.add("events in the outbox", world.events.total(), books.events.total())
@@ -78,19 +233,30 @@ def judge_services(
 
 
 def judge_tables(verdict: Verdict, world: World, books: Books, log: Log, lake: Lake) -> Silver:
-    """What Spark made of the log."""
+    """Compare the tables that Spark made of the log."""
     silver = lake.silver()
     verdict.add("events in silver", world.events.total(), len(silver.events & books.ids))
+    verdict.add("views and clicks of ads in silver", len(world.telemetry), silver.touches)
     verdict.add("duplicates dropped by Spark", log.repeated, silver.dropped)
     verdict.add("events in quarantine", world.reasons.total(), silver.reasons.total())
     verdict.differ("reasons of it in another number", _counts(world.reasons, silver.reasons))
     verdict.add("events lost on the way to silver", 0, len(books.ids - silver.events))
+    hours = lake.rows("recon_completeness")
+    verdict.add(
+        "events in no outbox, by Spark", len(world.bad_ids), _count_ids(hours, "foreign_ids")
+    )
+    lost = _count_ids(hours, "missing_ids") + _count_ids(hours, "lost_ids")
+    verdict.add("events missing or lost, by Spark", 0, lost)
     unlike = [text for name in COMPARED for text in _rows(world, lake, name)]
     verdict.differ(f"rows unlike the generator's, {len(COMPARED)} tables", unlike)
     verdict.add("contradictions in money", 0, len(lake.rows("recon_money")))
     revenue = sum(row["revenue_cents"] for row in lake.rows("store_daily", ["revenue_cents"]))
     verdict.add("revenue, generator = Spark", world.revenue_cents, revenue, is_money=True)
     return silver
+
+
+def _count_ids(hours: list[dict[str, Any]], column: str) -> int:
+    return sum(len(row[column]) for row in hours)
 
 
 def _orders(world: World, books: Books) -> list[str]:

@@ -1,7 +1,7 @@
-"""World: what the generator wants to happen, and what must have happened in the end.
+"""The world of one run: the messages that are sent, and the results that are expected.
 
-Commands, telemetry and bad events are what is sent; the oracle, which saw the generator at work,
-knows the result. Nothing here looks at a server.
+The generator makes commands, telemetry and bad events; the oracle derives the expected results from
+the generator's own state. Nothing here reads a server.
 """
 
 from __future__ import annotations
@@ -10,38 +10,38 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from conquiet.message import Message
+from conquiet import Message
 from marketplace.generator import DOMAIN_TOPIC, Entry, Generator, commands, messages
 from marketplace.oracle import Oracle
 
-WORLDLY = ("partial_acceptance", "rollup_revisions", "click_without_impression")
-"""What goes wrong among people; their commands and the telemetry tell of it."""
-BROKEN = (
+BUSINESS_FAULTS = ("partial_acceptance", "rollup_revisions", "click_without_impression")
+"""Faults of the business: they are visible in commands and in telemetry."""
+PRODUCER_FAULTS = (
     *("unknown_type", "unknown_version", "null_data", "invalid_data", "broken_json"),
     "wrong_amounts",
 )
-"""What a broken producer writes into the log."""
+"""Faults of a broken producer, which writes into the log past the outbox."""
 _BROKEN_ORDERS = 5
-"""One in so many orders of another world, of which only what is broken is taken."""
+"""The broken events are those of another world, which has one order for so many of this one."""
 _OTHER_SEED = 1_000_003
 
 
 @dataclass(frozen=True)
 class World:
-    """What is sent, and what is expected of it."""
+    """Holds the messages that are sent and the results that are expected."""
 
     oracle: Oracle
     commands: list[Message[bytes]]
     telemetry: list[Message[bytes]]
     bad: list[Message[bytes]]
     reasons: Counter[str]
-    """Why each of the bad events must be refused."""
+    """How many of the bad events must be refused, by reason."""
     events: Counter[str]
     """How many events of each type the services must emit."""
 
     @property
     def bad_ids(self) -> set[str]:
-        """Those of the domain's topic: they are in no outbox."""
+        """The ids of bad events in the domain's topic: they are in no outbox."""
         return {message.id for message in self.bad if message.topic == DOMAIN_TOPIC}
 
     def rows(self, table: str) -> list[dict[str, Any]]:
@@ -53,9 +53,9 @@ class World:
 
 
 def make_world(orders: int, seed: int) -> World:
-    """Thirty business days of so many orders, each carried through to its end."""
+    """Generate thirty business days with so many orders, each carried through to its end."""
     oracle = Oracle()
-    entries = list(Generator(seed=seed, orders=orders, faults=WORLDLY).entries(oracle))
+    entries = list(Generator(seed=seed, orders=orders, faults=BUSINESS_FAULTS).entries(oracle))
     domain = [entry for entry in entries if not entry.is_telemetry]
     bad, reasons = _broken(orders, seed)
     return World(
@@ -69,10 +69,10 @@ def make_world(orders: int, seed: int) -> World:
 
 
 def _broken(orders: int, seed: int) -> tuple[list[Entry], Counter[str]]:
-    """The broken events of another world: nothing else is known of its orders."""
+    """Take the broken events of another world, and nothing else of it."""
     oracle = Oracle()
     count = max(200, orders // _BROKEN_ORDERS)
-    other = Generator(seed=seed + _OTHER_SEED, orders=count, faults=BROKEN)
+    other = Generator(seed=seed + _OTHER_SEED, orders=count, faults=PRODUCER_FAULTS)
     entries = list(other.entries(oracle))
     why = {row["event_id"]: row["reason"] for row in oracle.rows("events_quarantine")}
     return [entry for entry in entries if entry.event_id in why], Counter(why.values())

@@ -1,4 +1,4 @@
-"""Tabling: the pipeline on Spark, in a process of its own; Java starts while workers still work."""
+"""The pipeline process: starts Spark while the workers still run, then makes the tables."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import signal
 from typing import TYPE_CHECKING, Any
 
 from marketplace.demo.process import read_settings, report, when_orphaned
-from marketplace.generator.entry import DOMAIN_TOPIC, TELEMETRY_TOPIC
+from marketplace.generator import DOMAIN_TOPIC, TELEMETRY_TOPIC
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 
 def main() -> int:
-    """First it is told where it may write; then, when the log is complete, where that is."""
+    """Read the scratch folder, start Spark, and wait for the addresses of the complete log."""
     scratch = read_settings()["scratch"]
     try:
         _run(scratch)
-    finally:  # also when the demo is gone, and nobody hears or says anything any more
+    finally:  # also when the demo was killed
         shutil.rmtree(scratch, ignore_errors=True)
     return 0
 
@@ -36,7 +36,7 @@ def _run(scratch: str) -> None:
 
 
 def _session(scratch: str) -> SparkSession:
-    from conquiet.spark.settings import session
+    from conquiet.spark import session
 
     config = {
         "spark.local.dir": scratch,
@@ -68,7 +68,7 @@ def _make_tables(spark: SparkSession, settings: dict[str, Any]) -> None:
 
 
 def _end_now(scratch: str) -> None:
-    """The demo is gone, and so is whoever would remove what Java leaves behind."""
+    """Remove the files of Java, which no other process will do now, and kill this process group."""
     shutil.rmtree(scratch, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
 

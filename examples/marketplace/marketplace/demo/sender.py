@@ -1,4 +1,4 @@
-"""Sending: commands to the workers, telemetry and bad events straight into the log."""
+"""The sender: commands to the workers; telemetry and bad events into the log."""
 
 from __future__ import annotations
 
@@ -6,33 +6,50 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
-from conquiet.errors import ConquietError
-from conquiet.message import Message
+from conquiet import ConquietError, Message
+from conquiet.acking import Error
 from conquiet.redis import StreamSink
 from conquiet.sink import Sink
-from marketplace.demo.publishing import Stutter
 from marketplace.demo.servers import Servers
-from marketplace.demo.settings import COMMANDS, WORKERS
+from marketplace.demo.settings import COMMANDS, DUPLICATES, WORKERS
 from marketplace.demo.world import World
 
 _CHUNKS = 40
 
 
+class DuplicatingSink:
+    """Publishes a share of the messages twice, as every broker does sooner or later."""
+
+    def __init__(self, sink: Sink, random: Random, share: float = DUPLICATES) -> None:
+        self.duplicates = 0
+        self._sink = sink
+        self._random = random
+        self._share = share
+
+    def publish(self, messages: Sequence[Message[Any]]) -> Sequence[Error]:
+        twice = [message for message in messages if self._random.random() < self._share]
+        self.duplicates += len(twice)
+        return self._sink.publish([*messages, *twice])[: len(messages)]
+
+    def close(self) -> None:
+        self._sink.close()
+
+
 class Sender:
-    """Sends everything in parts, so that commands, telemetry and bad events come side by side."""
+    """Sends everything in chunks, so that commands, telemetry and bad events are interleaved."""
 
     def __init__(self, servers: Servers, world: World, seed: int) -> None:
         self._client = servers.client
         self._world = world
-        self._commands = Stutter(
+        self._commands = DuplicatingSink(
             StreamSink(self._client, COMMANDS, partitions=WORKERS), Random(seed)
         )
         self._log = StreamSink(self._client)
 
     @property
-    def repeated(self) -> int:
+    def duplicates(self) -> int:
         """How many commands were sent twice."""
-        return self._commands.repeated
+        return self._commands.duplicates
 
     def send_half(self) -> None:
         self._send(range(_CHUNKS // 2))
@@ -43,9 +60,9 @@ class Sender:
     def _send(self, chunks: range) -> None:
         world = self._world
         for number in chunks:
-            _publish(self._commands, _part(world.commands, number))
-            _publish(self._log, _part(world.telemetry, number))
-            _publish(self._log, _part(world.bad, number))
+            _publish(self._commands, _chunk(world.commands, number))
+            _publish(self._log, _chunk(world.telemetry, number))
+            _publish(self._log, _chunk(world.bad, number))
 
     def close(self) -> None:
         self._commands.close()
@@ -53,7 +70,7 @@ class Sender:
         self._client.close()
 
 
-def _part(messages: Sequence[Message[Any]], number: int) -> Sequence[Message[Any]]:
+def _chunk(messages: Sequence[Message[Any]], number: int) -> Sequence[Message[Any]]:
     count = len(messages)
     return messages[count * number // _CHUNKS : count * (number + 1) // _CHUNKS]
 
