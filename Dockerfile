@@ -22,7 +22,7 @@ ENV PATH=/opt/conquiet/bin:$PATH \
 WORKDIR /app
 USER 10001
 EXPOSE 8081
-# A relay drains at SIGTERM within CONQUIET_OUTBOX_GRACE_S (25 s): give it 30 before SIGKILL.
+# A relay drains at SIGTERM within CONQUIET_OUTBOX_GRACE_SECONDS (25 s): give it 30 before SIGKILL.
 STOPSIGNAL SIGTERM
 # No ENTRYPOINT: Heroku runs its commands through a shell.
 CMD ["conquiet", "relay", "run"]

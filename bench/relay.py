@@ -122,7 +122,7 @@ class Publishing:
 class PublishingEvents(Publishing):
     """Domain events, whose payload is JSONB."""
 
-    table, stream = "outbox_events", "pf-domain-events"
+    table, stream = "outbox_events", "domain-events"
     select = (
         "SELECT id, id, event_type::text, payload_json::text FROM outbox_events WHERE"
         " published_at IS NULL AND attempt_count < 10 ORDER BY created_at, id LIMIT %s"
@@ -253,7 +253,7 @@ def main() -> None:
             cases = throughput(Publishing(made, url, client, count), options.quick)
             cases += throughput(PublishingEvents(made, url, client, count), options.quick)
         woken = latency(made, url, stream.url, seconds)
-        polled = latency(made, url, stream.url, seconds, "--wakeup", "false")
+        polled = latency(made, url, stream.url, seconds, "--no-wakeup")
         made.dispose()
     cases.append(timed("commit to consumer, with wake-up", woken))
     cases.append(timed("commit to consumer, polling", polled))

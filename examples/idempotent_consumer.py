@@ -34,10 +34,10 @@ class Consumer:
         self.idempotency = Idempotency(client)
         self.source = StreamSource(
             client,
-            "pf-domain-events",
+            "domain-events",
             group=NOTIFICATIONS.name,
             max_attempts=10,
-            dead_letters="pf-domain-events.dead",
+            dead_letters="domain-events.dead",
         )
         self.sent: list[str] = []
 

@@ -3,7 +3,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
-unset CONQUIET_REDIS_URL CONQUIET_DATABASE_URL # those would be tested instead
+unset CONQUIET_BROKER_URL CONQUIET_DATABASE_URL # those would be tested instead
 python=.venv/bin/python
 missing=()
 failed=()

@@ -74,7 +74,7 @@ def _redis_database(redis_server: embedded.RedisServer) -> Iterator[tuple[str, s
         if client.dbsize():
             pytest.exit(
                 f"{url} holds data, and the tests flush the database that they use. Empty it with "
-                f"redis-cli -u {url} FLUSHDB, or unset CONQUIET_REDIS_URL for a private server.",
+                f"redis-cli -u {url} FLUSHDB, or unset CONQUIET_BROKER_URL for a private server.",
                 returncode=1,
             )
         yield url, "FLUSHDB"

@@ -27,6 +27,10 @@ class NoHandler(ConquietError):
     """Nobody here takes this message; not permanent, since the next release may."""
 
 
+class NotFound(ConquietError):
+    """A stream, a row, a dead letter, a queue or a consumer group of this name does not exist."""
+
+
 class HandlerError(ConquietError):
     """A handler broke its contract: it returned the wrong thing or ended the interpreter."""
 

@@ -18,10 +18,10 @@ from conquiet.redis import StreamSink
 
 
 def test_outbox_migrate_and_verify_on_postgresql(database_url: str, capsys) -> None:
-    assert main(["outbox", "verify", "--url", database_url]) == 1
+    assert main(["outbox", "verify", "--database", database_url]) == 1
     assert "outbox: table should be there, is missing" in capsys.readouterr().out
-    assert main(["outbox", "migrate", "--url", database_url]) == 0
-    assert main(["outbox", "verify", "--url", database_url]) == 0
+    assert main(["outbox", "migrate", "--database", database_url]) == 0
+    assert main(["outbox", "verify", "--database", database_url]) == 0
 
 
 def test_the_printed_schema_fits_postgresql(database_url: str, capsys) -> None:
@@ -30,13 +30,13 @@ def test_the_printed_schema_fits_postgresql(database_url: str, capsys) -> None:
     assert main(["outbox", "schema", "--dialect", "postgresql"]) == 0
     with psycopg.connect(database_url) as connection:
         connection.execute(capsys.readouterr().out.encode())
-    assert main(["outbox", "verify", "--url", database_url]) == 0
+    assert main(["outbox", "verify", "--database", database_url]) == 0
 
 
 def test_doctor_reaches_the_servers_that_are_named(
     database_url: str, redis_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["doctor", "--json", "--redis-url", redis_url, "--database-url", database_url]
+    arguments = ["doctor", "--json", "--broker", redis_url, "--database", database_url]
     assert main(arguments) == 0
     checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
     assert "postgresql" in checks["database"]["detail"]
@@ -55,13 +55,13 @@ def test_doctor_notices_dead_letters_and_memory_that_forgets(
     redis_client.config_set("maxmemory", "1gb")
     redis_client.config_set("maxmemory-policy", "allkeys-lru")
     try:
-        assert main(["doctor", "--redis-url", redis_url]) == 0
+        assert main(["doctor", "--broker", redis_url]) == 0
     finally:
         for name in ("maxmemory", "maxmemory-policy"):
             redis_client.config_set(name, before[name])
     out = capsys.readouterr().out
     assert "1 in failed" in out
-    assert "→ conquiet dead-letters list failed says why" in out
+    assert "→ conquiet dead-letters list failed shows the reasons" in out
     assert "allkeys-lru deletes streams" in out
 
 
@@ -98,11 +98,20 @@ def test_a_router_works_from_stream_to_stream(
         ]
     )
     source = f"{redis_url}?stream=commands&group=hall&dead_letters=failed"
-    command = [sys.executable, "-m", "conquiet", "worker", "run", "app:router", "--tries", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "conquiet",
+        "worker",
+        "run",
+        "app:router",
+        "--max-attempts",
+        "2",
+    ]
     process = subprocess.Popen(
         [*command, "--source", source, "--sink", "redis:?stream=events", *processes],
         cwd=tmp_path,
-        env={**os.environ, "CONQUIET_REDIS_URL": redis_url},
+        env={**os.environ, "CONQUIET_BROKER_URL": redis_url},
         stderr=subprocess.DEVNULL,
     )
     try:

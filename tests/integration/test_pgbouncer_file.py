@@ -59,7 +59,7 @@ def test_a_relay_process_publishes_through_it(url: str, capsys: pytest.CaptureFi
     with engine.begin() as transaction:
         event = {"type": "sold", "source": "/shop"}
         Outbox("orders").add(transaction, [Message({"n": n}, event) for n in range(12)])
-    options = ["--wakeup", "false", "--health", "off", "--batch-size", "1", "--sink", "stdout:"]
+    options = ["--no-wakeup", "--health", "off", "--batch-size", "1", "--sink", "stdout:"]
     assert main(["relay", "run", "--database", url, "--until-empty", *options]) == 0
     with engine.connect() as looking:
         assert looking.scalar(text("SELECT count(*) FROM outbox WHERE published_at IS NULL")) == 0

@@ -9,13 +9,13 @@ import sys
 import pytest
 
 from conquiet import Message, Router, cli
-from conquiet.cli.logs import LineFormatter
-from conquiet.cli.table import print_table
+from conquiet.cli.logs import ConsoleFormatter, JsonFormatter
+from conquiet.cli.terminal import print_table
 from conquiet.errors import InvalidMessage, SinkUnavailable
 from conquiet.message import describe
 from conquiet.middleware import DeadLetter
 from conquiet.relay import Relay
-from conquiet.relay.logs import ConsoleFormatter, JsonFormatter, fields
+from conquiet.relay.logs import fields
 
 FORGED = "a-1\n2026-01-01 ERROR root: all is lost \x1b[2J\x1b]0;title\x07\r\x9b1m\u2028\u202e\x7f"
 STEERING = set(map(chr, [*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x202E])) - {"\n"}
@@ -98,11 +98,8 @@ def test_lines_of_the_relay_as_json() -> None:
     assert json.loads(line)["message"] == f"it failed: {FORGED}"
 
 
-@pytest.mark.parametrize(
-    "formatter", [ConsoleFormatter(), LineFormatter("%(levelname)s %(message)s")]
-)
-def test_lines_on_a_console(formatter) -> None:
-    first, *traceback = formatter.format(_record()).split("\n")
+def test_lines_on_a_console() -> None:
+    first, *traceback = ConsoleFormatter().format(_record()).split("\n")
     assert is_harmless(first)
     assert "it failed: a-1\\n2026" in first
     assert traceback

@@ -49,8 +49,8 @@ def as_role(database_url, capsys):
         return made.render_as_string(hide_password=False)
 
     owner = f"{url('conquiet_owner')}?options=-crole%3Dconquiet_owner"
-    assert cli.main(["outbox", "migrate", "--url", owner]) == 0
-    assert cli.main(["outbox", "migrate", "--url", owner, *MIGRATE_EVENTS]) == 0
+    assert cli.main(["outbox", "migrate", "--database", owner]) == 0
+    assert cli.main(["outbox", "migrate", "--database", owner, *MIGRATE_EVENTS]) == 0
     with psycopg.connect(owner, autocommit=True) as connection:
         connection.execute(OF_OUTBOX)
         connection.execute(OF_EVENTS)
@@ -192,7 +192,7 @@ PAGES = ("/", "/outbox", "/outbox?state=parked", "/processes", "/trace?id=bad", 
 def test_a_dashboard_shows_every_page_and_does_what_its_role_may(as_role, engine_of, role) -> None:
     write(engine_of("conquiet_service"), "1", "bad")
     publish(OutboxSource(engine_of("conquiet_relay"), max_attempts=1), Taking())
-    app = dashboard(database=as_role(role), redis=None, auth=Open())
+    app = dashboard(database=as_role(role), broker=None, auth=Open())
     try:
         client = Browser(app)
         for path in PAGES:

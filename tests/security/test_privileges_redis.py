@@ -162,7 +162,7 @@ PAGES = (
 def test_a_dashboard_shows_every_page_and_does_what_its_user_may(
     url_of, redis_client, filled, user
 ) -> None:
-    app = dashboard(database=None, redis=url_of(user), auth=Open())
+    app = dashboard(database=None, broker=url_of(user), auth=Open())
     try:
         client = Browser(app)
         for path in PAGES:
@@ -180,7 +180,7 @@ def test_a_dashboard_shows_every_page_and_does_what_its_user_may(
 
 
 def test_an_operator_at_the_command_line(as_user, url_of, filled, redis_client, capsys) -> None:
-    url = ["--url", url_of("conquiet_operator")]
+    url = ["--broker", url_of("conquiet_operator")]
     for command in (
         *("streams list", "streams lag orders", "queue stats orders"),
         *("queue pending orders billing", "dead-letters list orders:dead"),

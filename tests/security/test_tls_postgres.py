@@ -16,7 +16,7 @@ from tests import needs
 from tests.security.certificates import certificate
 
 from conquiet import Message, cli, embedded
-from conquiet.cli.server_checks import _verification
+from conquiet.cli.doctor import _check_verification
 from conquiet.errors import ConfigError, ConquietError, StoreError
 from conquiet.spark import adbc
 from conquiet.spark.address import Database
@@ -87,9 +87,9 @@ def test_a_certificate_that_nobody_vouches_for_is_refused_by_every_door(
     with pytest.raises(ConfigError, match=REFUSED), _own_schema(url):
         pass
     for command in (
-        *(["outbox", "status", "--url", url], ["outbox", "migrate", "--url", url]),
+        *(["outbox", "status", "--database", url], ["outbox", "migrate", "--database", url]),
         ["relay", "run", "--until-empty", "--database", url, "--sink", "stdout:"],
-        ["doctor", "--database-url", url],
+        ["doctor", "--database", url],
     ):
         caplog.clear()
         assert cli.main(command) == 1, command
@@ -204,4 +204,4 @@ def test_the_system_s_authorities_are_a_file_that_libpq_finds(monkeypatch, tmp_p
     ],
 )
 def test_doctor_notices_a_database_that_is_not_verified(url, noticed) -> None:
-    assert bool(list(_verification(engine(url).url))) is noticed
+    assert bool(list(_check_verification(engine(url).url))) is noticed

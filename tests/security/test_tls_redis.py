@@ -14,10 +14,9 @@ from tests.security.certificates import certificate
 
 import conquiet.kombu  # noqa: F401 - registers its schemes
 from conquiet import Message, cli
-from conquiet.cli.addresses import _StreamPlace
 from conquiet.errors import ConquietError
 from conquiet.redis import StreamSource
-from conquiet.relay.sinks import sink_from_url
+from conquiet.registry import SinkOptions, connect_sink, open_sink
 from conquiet.spark.log.connection import connect
 from conquiet.web.stores import Stores
 
@@ -45,7 +44,7 @@ def stream(url):
 
 
 def sink(url):
-    made = sink_from_url(url, topic="orders")
+    made = open_sink(url, topic="orders")
     try:
         made.publish([Message(b"{}", {"id": "1", "type": "sold", "source": "/shop"})])
     finally:
@@ -53,9 +52,9 @@ def sink(url):
 
 
 def worker(url):
-    place = _StreamPlace(f"{url}{'&' if '?' in url else '?'}stream=a", "--sink", False)
-    with place.client() as client:
-        client.ping()
+    options = SinkOptions(needs_stream=True, check_timeout=5)
+    with options.closing:
+        connect_sink(f"{url}{'&' if '?' in url else '?'}stream=a", options).check()
 
 
 def spark(url):
@@ -111,12 +110,12 @@ def test_by_no_door_a_certificate_that_is_not_its_own(secure, door) -> None:
 def test_the_command_line_says_so_in_one_line(secure, capsys) -> None:
     port, trusted = secure()
     url = f"rediss://127.0.0.1:{port}/0"
-    assert cli.main(["streams", "list", "--url", url]) == 1
+    assert cli.main(["streams", "list", "--broker", url]) == 1
     [line] = capsys.readouterr().err.strip().splitlines()
     assert REFUSED in line
-    assert cli.main(["doctor", "--redis-url", url]) == 1
+    assert cli.main(["doctor", "--broker", url]) == 1
     assert REFUSED in capsys.readouterr().out
-    assert cli.main(["streams", "list", "--url", f"{url}?ssl_ca_certs={trusted}"]) == 0
+    assert cli.main(["streams", "list", "--broker", f"{url}?ssl_ca_certs={trusted}"]) == 0
 
 
 @pytest.fixture

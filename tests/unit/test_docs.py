@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SERVERS = {
     "REDIS_URL": "redis_url",
-    "CONQUIET_REDIS_URL": "redis_url",
+    "CONQUIET_BROKER_URL": "redis_url",
     "DATABASE_URL": "database_url",
     "CONQUIET_DATABASE_URL": "database_url",
 }

@@ -91,7 +91,7 @@ def test_the_relay_answers_its_probes(probe: str) -> None:
 
 def test_the_dashboard_answers_its_probe_at_the_address_of_a_pod() -> None:
     asked = containers()["conquiet-dashboard"]["readinessProbe"]["httpGet"]
-    app = dashboard(redis="redis://127.0.0.1:1/0", auth=Token("t" * 20), allowed_hosts=["ops.me"])
+    app = dashboard(broker="redis://127.0.0.1:1/0", auth=Token("t" * 20), allowed_hosts=["ops.me"])
 
     async def ask(path: str) -> int:
         transport = httpx.ASGITransport(app)
@@ -104,7 +104,7 @@ def test_the_dashboard_answers_its_probe_at_the_address_of_a_pod() -> None:
 
 
 def test_a_relay_has_time_to_finish_its_batch() -> None:
-    [grace] = [setting.default for setting in SETTINGS if setting.name == "grace_s"]
+    [grace] = [setting.default for setting in SETTINGS if setting.name == "grace_seconds"]
     assert pods()["conquiet-relay"]["terminationGracePeriodSeconds"] > int(grace)
 
 

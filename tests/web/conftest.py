@@ -38,7 +38,7 @@ def make(shop: shops.Shop) -> Iterator[Callable[..., Dashboard]]:
     made: list[Dashboard] = []
 
     def build(**settings: Any) -> Dashboard:
-        given = {"database": shop.database, "redis": shop.redis, "auth": Open(), **settings}
+        given = {"database": shop.database, "broker": shop.redis, "auth": Open(), **settings}
         made.append(dashboard(**given))
         return made[-1]
 

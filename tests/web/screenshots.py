@@ -90,7 +90,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place, embedded.redis(private=True) as server:
         os.chdir(place)
         with opened("sqlite:///shop.sqlite", server.url) as shop:
-            app = dashboard(database=shop.database, redis=shop.redis, auth=Open())
+            app = dashboard(database=shop.database, broker=shop.redis, auth=Open())
             ids = busy(shop, app)
             # The pictures show the same moment.
             app.pulse._look._last = (app.pulse._last,)

@@ -160,7 +160,7 @@ def test_secrets_are_not_shown(make, shop) -> None:
     app = make(
         auth=Token(TOKEN),
         database="postgresql://app:hunter2@127.0.0.1:1/shop?password=hunter3",
-        redis="redis://:hunter4@127.0.0.1:1/0",
+        broker="redis://:hunter4@127.0.0.1:1/0",
     )
     client = Browser(app)
     client.get("/login", params={"token": TOKEN})
@@ -180,7 +180,7 @@ def test_secrets_are_not_shown(make, shop) -> None:
         lambda: Header("not a name"),
         lambda: Header(proxies=["nowhere"]),
         lambda: dashboard(auth=Open(), public_url="ops.example.com"),
-        lambda: dashboard(auth=Open(), redis="redis://h/0?nonsense=1"),
+        lambda: dashboard(auth=Open(), broker="redis://h/0?nonsense=1"),
         lambda: dashboard(auth=Open(), database="mysql://h/d"),
     ],
 )

@@ -264,7 +264,7 @@ def test_an_outage_is_told_on_the_live_page_and_its_end_too(chromium, make, priv
 
     with redis.Redis.from_url(private_redis.url) as client:
         client.xadd("orders", {"a": "1"})
-    with serving(make(redis=private_redis.url)) as served:
+    with serving(make(broker=private_redis.url)) as served:
         context = chromium.new_context()
         window = Watched(context.new_page(), served.url)
         page = window.go("/streams")

@@ -83,7 +83,7 @@ def test_its_own_lifespan_lets_go_of_connections(make, ids) -> None:
 
 
 def test_an_engine_and_a_client_of_the_application_are_used_and_left_open(make, shop, ids) -> None:
-    dashboard = make(database=shop.engine, redis=shop.client)
+    dashboard = make(database=shop.engine, broker=shop.client)
     client = Browser(dashboard)
     assert "3 dead letters" in client.get("/").text
     dashboard.close()

@@ -204,7 +204,7 @@ def test_relays_are_asked_for_their_health(make, shop) -> None:
 
 
 def test_a_store_out_of_reach_is_told_with_the_remedy_and_the_rest_works(make, shop) -> None:
-    client = Browser(make(redis="redis://127.0.0.1:1/0"))
+    client = Browser(make(broker="redis://127.0.0.1:1/0"))
     text = text_of(client.get("/"))
     assert "Redis does not answer" in text
     assert "conquiet doctor" in text
@@ -227,11 +227,11 @@ def test_a_database_without_tables_or_file_names_the_command(make, tmp_path) -> 
 
 
 def test_a_store_that_was_not_named_says_how_to_name_it(make) -> None:
-    client = Browser(make(database=None, redis=None))
+    client = Browser(make(database=None, broker=None))
     assert client.get("/").status_code == 200
     assert "--database" in client.get("/outbox").text
-    assert "--redis" in client.get("/streams").text
-    assert "--redis" in client.get("/processes").text
+    assert "--broker" in client.get("/streams").text
+    assert "--broker" in client.get("/processes").text
     assert client.get("/trace?id=x").status_code == 400
 
 
@@ -291,7 +291,7 @@ from tests.web.browsing import Browser
 client = Browser(dashboard(auth=Open()))
 paths = ("/", "/processes", "/trace", "/streams", "/stream?name=x", "/outbox", "/dead-letters")
 print([client.get(path).status_code for path in paths])
-for store in ("redis", "database"):
+for store in ("broker", "database"):
     try:
         dashboard(auth=Open(), **{store: f"{store.replace('database', 'sqlite')}:///x"})
     except ConfigError as error:
@@ -305,7 +305,7 @@ def test_it_starts_with_the_packages_of_its_own_extra_alone() -> None:
     codes, no_redis, no_sql = run.stdout.splitlines()
     assert codes == "[200, 200, 200, 404, 404, 404, 404]"
     assert "redis is not installed: pip install 'conquiet[redis]'" in no_redis
-    assert "sqlalchemy is not installed: pip install 'conquiet[postgres]'" in no_sql
+    assert "sqlalchemy is not installed: pip install 'conquiet[sql]'" in no_sql
 
 
 def test_rates_are_what_changed_between_two_samples(shop, monkeypatch) -> None:

@@ -26,7 +26,7 @@ TOKEN = "a-token-that-is-long-enough"
 def test_the_defaults_are_safe() -> None:
     settings = load(environ={})
     assert (settings.host, settings.port, settings.auth) == ("127.0.0.1", 8082, "token")
-    assert (settings.database, settings.redis) == ("", "redis://localhost:6379/0")
+    assert (settings.database, settings.broker) == ("", "redis://localhost:6379/0")
     assert (settings.read_only, settings.hide_payloads) == (False, False)
     access, is_new = access_of(settings)
     assert isinstance(access, Token)
@@ -48,7 +48,7 @@ def test_a_flag_beats_a_variable_and_the_relays_file_is_read(tmp_path: Path) -> 
     assert (settings.port, settings.read_only, settings.host) == (2, True, "127.0.0.1")
     assert settings.relays == ("http://a:8081", "http://b:8081")
     assert (settings.database, settings.table) == ("sqlite:///shop.db", "sales.outbox")
-    assert load({"redis": "off"}, {}).redis == ""
+    assert load({"broker": "off"}, {}).broker == ""
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_a_flag_beats_a_variable_and_the_relays_file_is_read(tmp_path: Path) -> 
     [
         ("port", "99999"),
         ("port", "http"),
-        ("redis", "localhost"),
+        ("broker", "localhost"),
         ("database", "mysql://h/d"),
         ("auth", "password"),
         ("read_only", "maybe"),
@@ -113,7 +113,7 @@ def test_a_port_that_is_taken_is_one_line(capsys: pytest.CaptureFixture[str]) ->
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        assert main(["dashboard", "--redis", "off", "--no-auth", "--port", port]) == 2
+        assert main(["dashboard", "--broker", "off", "--no-auth", "--port", port]) == 2
     assert f"127.0.0.1:{port} cannot be used" in capsys.readouterr().err
 
 
@@ -122,7 +122,7 @@ def test_a_port_that_is_taken_is_one_line(capsys: pytest.CaptureFixture[str]) ->
 )
 def test_the_command_serves_until_a_signal_even_with_a_page_open(shop, kind) -> None:
     command = [sys.executable, "-m", "conquiet", "dashboard", "--port", "0", "--json"]
-    stores = ["--redis", shop.redis, "--database", shop.database]
+    stores = ["--broker", shop.redis, "--database", shop.database]
     run = subprocess.Popen(
         [*command, *stores], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -146,14 +146,14 @@ def test_the_command_serves_until_a_signal_even_with_a_page_open(shop, kind) -> 
 
 def test_settings_are_printed_without_secrets(monkeypatch, capsys) -> None:
     monkeypatch.setenv("CONQUIET_DASHBOARD_TOKEN", TOKEN)
-    arguments = ["dashboard", "--print-settings", "--redis", "redis://:hunter2@h/0", "--read-only"]
+    arguments = ["dashboard", "--print-settings", "--broker", "redis://:hunter2@h/0", "--read-only"]
     assert main(arguments) == 0
     told = capsys.readouterr().out
     assert "CONQUIET_DASHBOARD_READ_ONLY     = true" in told
     assert "hunter2" not in told
     assert TOKEN not in told
     assert main([*arguments, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["CONQUIET_REDIS_URL"] == "redis://:***@h/0"
+    assert json.loads(capsys.readouterr().out)["CONQUIET_BROKER_URL"] == "redis://:***@h/0"
 
 
 def test_the_token_is_told_unless_somebody_set_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ from argparse import SUPPRESS, ArgumentParser, Namespace
 from typing import Any
 
 from conquiet.cli.logs import set_up_logs
+from conquiet.cli.options import add_setting
 from conquiet.cli.terminal import OK, dim, print_json
 from conquiet.web.settings import SETTINGS, TOKEN_VARIABLE, Settings, access_of, load
 
@@ -22,7 +23,7 @@ A setting is a flag, else a variable of the environment, else its default.
 """
 _EPILOG = """\
 examples:
-  conquiet dashboard --database postgresql://app@localhost/shop --redis redis://localhost/0
+  conquiet dashboard --database postgresql://app@localhost/shop --broker redis://localhost/0
   conquiet dashboard --read-only --hide-payloads
   CONQUIET_DASHBOARD_TOKEN=… conquiet dashboard --host 0.0.0.0 --allowed-hosts ops.example.com
 
@@ -33,7 +34,6 @@ exit codes:
   1  it failed
   2  wrong usage or settings, or the port is taken
 """
-_SWITCHES = ("read_only", "hide_payloads")
 
 
 def register(commands: Any, common: ArgumentParser) -> None:
@@ -46,16 +46,7 @@ def register(commands: Any, common: ArgumentParser) -> None:
     )
     parser.set_defaults(run=_run)
     for setting in SETTINGS:
-        default = f" ({setting.default})" if setting.default not in ("", "false") else ""
-        text = f"{setting.meaning}{default}; {setting.variable}".replace("%", "%%")
-        if setting.name in _SWITCHES:
-            parser.add_argument(
-                *(setting.flag,), action="store_const", const="true", default=SUPPRESS, help=text
-            )
-            continue
-        parser.add_argument(
-            setting.flag, dest=setting.name, default=SUPPRESS, metavar="VALUE", help=text
-        )
+        add_setting(parser, setting, SUPPRESS)
     parser.add_argument(
         "--no-auth",
         dest="auth",
@@ -84,7 +75,7 @@ def _run(options: Namespace) -> int:
             print("\n".join(f"{name:<{width}} = {value}" for name, value in shown.items()))
         return OK
     level = logging.DEBUG if getattr(options, "debug", False) else logging.INFO
-    set_up_logs(level, "%(asctime)s %(levelname)-7s %(message)s")
+    set_up_logs(logging.getLevelName(level))
     for noisy in ("uvicorn", "asyncio"):
         logging.getLogger(noisy).setLevel(logging.DEBUG if level == logging.DEBUG else "WARNING")
     from conquiet.web import dashboard  # says which package is missing
@@ -92,7 +83,7 @@ def _run(options: Namespace) -> int:
     access, is_new = access_of(settings)
     app = dashboard(
         database=settings.database or None,
-        redis=settings.redis or None,
+        broker=settings.broker or None,
         table=settings.table,
         max_attempts=settings.max_attempts,
         streams=settings.streams,

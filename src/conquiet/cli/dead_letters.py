@@ -9,13 +9,22 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from typing import Any
 
-from conquiet.cli.confirmation import add_yes, confirmed
-from conquiet.cli.numbers import count, moment
+from conquiet.cli.options import Verb, add_broker, add_group, add_verb, count, moment, redis_at
 from conquiet.cli.progress import Progress
-from conquiet.cli.servers import add_redis, redis_at
-from conquiet.cli.table import print_facts, print_table
-from conquiet.cli.terminal import FAILED, OK, dim, green, one_line, print_json, printable, red
-from conquiet.cli.verbs import Verb, add_group, add_verb
+from conquiet.cli.terminal import (
+    FAILED,
+    OK,
+    add_yes,
+    confirm,
+    dim,
+    green,
+    one_line,
+    print_facts,
+    print_json,
+    print_table,
+    printable,
+    red,
+)
 from conquiet.errors import ConfigError
 
 _PLACES = """
@@ -44,7 +53,7 @@ def register(commands: Any, common: ArgumentParser) -> None:
     for parser in (listed, replay, drop):
         _add_wanted(parser)
     for parser in (listed, show, replay, drop):
-        add_redis(parser)
+        add_broker(parser)
         parser.add_argument(
             "--prefix", default="", metavar="TEXT", help="of kombu:QUEUE, its global_keyprefix"
         )
@@ -90,7 +99,7 @@ def _list(options: Namespace) -> int:
 def _list_places(options: Namespace) -> int:
     from conquiet.operations import letter_streams
 
-    with redis_at(options.url) as client:
+    with redis_at(options.broker) as client:
         found = letter_streams(client)
     if options.json:
         print_json([{"stream": name, "letters": length} for name, length in found.items()])
@@ -144,7 +153,7 @@ def _drop(options: Namespace) -> int:
         if options.dry_run or not going.done:
             return _told(going, options, "dropped")
         what = f"delete {len(going.done):,} dead letters of {letters.name} for good"
-        if not confirmed(what, options.yes):
+        if not confirm(what, options.yes):
             return FAILED
         with Progress("dropping", len(going.done)) as progress:
             # Not what has died since somebody said yes.
@@ -200,7 +209,7 @@ def _letters(options: Namespace) -> Iterator[Any]:
         with ExitStack() as files:
             yield _of_file(options, files)
         return
-    with redis_at(options.url) as client:
+    with redis_at(options.broker) as client:
         if kind == "kombu" and colon:
             from conquiet.operations import KombuLetters
 
@@ -212,15 +221,21 @@ def _letters(options: Namespace) -> Iterator[Any]:
 
 
 def _of_file(options: Namespace, files: ExitStack) -> Any:
-    from conquiet.cli.addresses import file_path, open_sink, refuse_one_file_for_both
     from conquiet.operations import FileLetters
+    from conquiet.registry import (
+        SinkOptions,
+        connect_sink,
+        file_path,
+        refuse_one_file_for_both,
+    )
 
     path = file_path(options.place)
     to = getattr(options, "to", None)
     if to is None:
         return FileLetters(path)
     refuse_one_file_for_both(options.place, to)
-    return FileLetters(path, open_sink(to, files))
+    options_of_sink = SinkOptions(needs_stream=True, origin="--to", closing=files)
+    return FileLetters(path, connect_sink(to, options_of_sink).sink)
 
 
 _VERBS = (

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from conquiet.cli.numbers import count
+from conquiet.cli.options import count
 from conquiet.cli.terminal import FAILED, OK, green, print_json, red
 from conquiet.errors import ConfigError
 
@@ -124,12 +124,12 @@ def _require_java() -> None:
     """Refuse to start without Java or PySpark, in one line that names the fix."""
     import importlib.util
 
-    from conquiet.cli.examination import java
+    from conquiet.cli.doctor import check_java
 
     without = "or leave Spark out: conquiet demo --no-spark"
     if importlib.util.find_spec("pyspark") is None:
         raise ConfigError(f"pyspark is not installed: pip install 'conquiet[spark]', {without}")
-    found = java()
+    found = check_java()
     if found.status != "ok":
         raise ConfigError(f"Java: {found.detail}: {found.fix}, {without}")
 
@@ -180,12 +180,12 @@ def _print(story: Any, folder: Path) -> None:
 
 
 def _print_addresses(servers: Any) -> None:
-    from conquiet.relay.masked import masked
+    from conquiet.config import mask
 
-    database, broker = masked(servers.database), masked(servers.broker)
+    database, broker = mask(servers.database), mask(servers.broker)
     print(
         "\nworkers, relays and servers go on; Ctrl-C ends and removes them. To look around:\n\n"
-        f"  conquiet dashboard --table outbox_events --redis {broker} \\\n"
+        f"  conquiet dashboard --table outbox_events --broker {broker} \\\n"
         f"      --database '{database}'\n"
         f"  psql '{database}'\n"
         f"  redis-cli -u {broker}\n",

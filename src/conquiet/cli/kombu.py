@@ -8,16 +8,24 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from conquiet.cli.confirmation import add_yes, confirmed
-from conquiet.cli.servers import add_redis, redis_at
-from conquiet.cli.table import print_table
-from conquiet.cli.terminal import FAILED, OK, green, one_line, print_json, red, yellow
-from conquiet.cli.verbs import add_group
+from conquiet.cli.options import add_broker, add_group, redis_at
+from conquiet.cli.terminal import (
+    FAILED,
+    OK,
+    add_yes,
+    confirm,
+    green,
+    one_line,
+    print_json,
+    print_table,
+    red,
+    yellow,
+)
 from conquiet.errors import ConfigError
 
 _INSPECT_EPILOG = """\
 examples:
-  conquiet kombu inspect --url redis-streams://localhost/0
+  conquiet kombu inspect --broker redis-streams://localhost/0
   conquiet kombu inspect celery --dead-letters
   conquiet kombu inspect --json | jq '.queues[] | {name, ready, pending}'
 
@@ -26,7 +34,7 @@ is not there, or Redis is out of reach; 2 wrong usage or settings
 """
 _CLEAN_EPILOG = """\
 examples:
-  conquiet kombu clean --url redis-streams://localhost/0
+  conquiet kombu clean --broker redis-streams://localhost/0
   conquiet kombu clean --delete-queue old.orders
   conquiet kombu clean --delete-dead-letters celery --yes
 
@@ -44,10 +52,10 @@ def register(commands: Any, common: ArgumentParser) -> None:
         commands,
         "kombu",
         "the queues of Kombu and Celery on Redis Streams",
-        "conquiet kombu inspect --url redis-streams://localhost/0",
+        "conquiet kombu inspect --broker redis-streams://localhost/0",
     )
     for parser in (_inspect_parser(verbs, common), _clean_parser(verbs, common)):
-        add_redis(parser)
+        add_broker(parser)
         parser.add_argument(
             "--prefix", default="", metavar="TEXT", help="the global_keyprefix of the application"
         )
@@ -95,7 +103,7 @@ def _clean_parser(verbs: Any, common: ArgumentParser) -> ArgumentParser:
 
 def _inspect(options: Namespace) -> int:
     room = _room()
-    with redis_at(options.url) as client:
+    with redis_at(options.broker) as client:
         found = {info.name: info for info in room.queues(client, options.prefix)}
         chosen = [found[name] for name in options.queues or found if name in found]
         letters = {}
@@ -165,9 +173,9 @@ def _clean(options: Namespace) -> int:
     if options.force and not options.delete_queue:
         raise ConfigError("--force belongs to --delete-queue: name the queue to delete")
     going = _going(options)
-    if going and not confirmed(f"delete {going}", options.yes):
+    if going and not confirm(f"delete {going}", options.yes):
         return FAILED
-    with redis_at(options.url) as client:
+    with redis_at(options.broker) as client:
         known = {info.name for info in room.queues(client, options.prefix)}
         removed = room.remove_dead_consumers(client, options.prefix)
         expired = room.forget_expired_queues(client, options.prefix)

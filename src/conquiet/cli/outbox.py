@@ -2,87 +2,147 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from argparse import ArgumentParser, Namespace
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import timedelta
+from functools import partial
+from typing import Any, NamedTuple
 
-from conquiet.cli import outbox_rows, outbox_tables
-from conquiet.cli.servers import Reached, database_url
-from conquiet.cli.terminal import FAILED, OK, green, print_json, red
-from conquiet.cli.verbs import add_group
+from conquiet.cli.options import (
+    Reached,
+    Verb,
+    add_database,
+    add_group,
+    add_verb,
+    age,
+    count,
+    database_at,
+    database_url,
+)
+from conquiet.cli.progress import Progress
+from conquiet.cli.terminal import (
+    FAILED,
+    OK,
+    add_yes,
+    confirm,
+    dim,
+    green,
+    one_line,
+    print_facts,
+    print_json,
+    printable,
+    red,
+    yellow,
+)
+from conquiet.errors import ConfigError, NotFound
 
-_SCHEMA_EPILOG = """\
-examples:
-  conquiet outbox schema --dialect postgresql
-  conquiet outbox schema --dialect sqlite --table sales_outbox --no-inbox
-  conquiet outbox schema --dialect postgresql --table outbox_events --catalog shop.events:CATALOG
-
-exit codes: 0 printed, 2 wrong usage or settings
-"""
-_VERIFY_EPILOG = """\
-example:
-  conquiet outbox verify --url postgresql://app@localhost/shop && echo fits
-
-exit codes: 0 the tables fit, 1 they differ or the database is out of reach, 2 wrong usage
-"""
-_MIGRATE_EPILOG = """\
-examples:
-  conquiet outbox migrate --url postgresql://app@localhost/shop
-  conquiet outbox migrate --url sqlite:///shop.sqlite
-  conquiet outbox migrate --table outbox_events --catalog shop.events:CATALOG
-
-Safe to run again, and by several at once.
-
-exit codes: 0 the tables are up to date, 1 it failed, 2 wrong usage or settings
-"""
+CATALOG_VARIABLE = "CONQUIET_OUTBOX_CATALOG"
 
 
 def register(commands: Any, common: ArgumentParser) -> None:
     verbs = add_group(
         commands,
         "outbox",
-        "the tables of inbox and outbox, and what waits or is parked in them",
-        "conquiet outbox status --url postgresql://app@localhost/shop",
+        "the tables of inbox and outbox, and the rows that wait or are parked in them",
+        "conquiet outbox status --database postgresql://app@localhost/shop",
     )
-    schema = verbs.add_parser(
-        "schema",
-        help="print the statements that create the tables",
-        description="Print the statements that create the tables, for migrations of your own.",
-        epilog=_SCHEMA_EPILOG,
-        parents=[common],
-    )
+    schema, verify, migrate = (add_verb(verbs, common, verb) for verb in _TABLE_VERBS)
     schema.add_argument(
-        "--dialect", required=True, choices=["postgresql", "sqlite"], help="of which database"
+        "--dialect", required=True, choices=["postgresql", "sqlite"], help="the kind of database"
     )
-    schema.set_defaults(run=_schema)
-    verify = verbs.add_parser(
-        "verify",
-        help="compare a database with what conquiet needs",
-        description="Say what differs between the tables of a database and what conquiet needs.",
-        epilog=_VERIFY_EPILOG,
-        parents=[common],
-    )
-    verify.set_defaults(run=_verify)
-    migrate = verbs.add_parser(
-        "migrate",
-        help="create the tables, or bring them up to date",
-        description="Create the tables, or bring those of an older conquiet up to date.",
-        epilog=_MIGRATE_EPILOG,
-        parents=[common],
-    )
-    migrate.set_defaults(run=_migrate)
     for parser in (verify, migrate):
-        parser.add_argument(
-            "--url", help="the database, as SQLAlchemy names it; else CONQUIET_DATABASE_URL"
-        )
+        add_database(parser)
     for parser in (schema, verify, migrate):
-        outbox_tables.add_options(parser)
-        parser.add_argument("--json", action="store_true", help="answer in JSON")
-    outbox_rows.register(verbs, common)
+        _add_table(parser)
+        _add_table_options(parser)
+    rows = [add_verb(verbs, common, verb) for verb in _ROW_VERBS]
+    for parser in rows:
+        add_database(parser)
+        _add_table(parser)
+        parser.add_argument(
+            "--max-attempts",
+            type=count,
+            metavar="N",
+            help="when rows of outbox_events count as parked (CONQUIET_OUTBOX_MAX_ATTEMPTS)",
+        )
+    _, listed, show, retry, prune = rows
+    _add_search(listed)
+    show.add_argument("id", metavar="ID", help="id of the event, or of the row")
+    retry.add_argument("ids", nargs="*", metavar="ID", help="ids of events or of rows")
+    retry.add_argument("--all", action="store_true", help="all parked rows")
+    prune.add_argument(
+        "--older-than",
+        type=age,
+        default=timedelta(days=7),
+        metavar="AGE",
+        help="how long ago it was published: 12h, 7d (7d)",
+    )
+    add_yes(prune)
+
+
+def _add_table(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--table", metavar="NAME", help="the outbox, or outbox_events (CONQUIET_OUTBOX_TABLE)"
+    )
+
+
+def _add_table_options(parser: ArgumentParser) -> None:
+    parser.add_argument("--inbox-table", metavar="NAME", help="the inbox (processed_messages)")
+    parser.add_argument("--no-inbox", action="store_true", help="leave the inbox out")
+    parser.add_argument(
+        "--catalog",
+        metavar="MODULE:NAME",
+        help=f"the catalog whose enums outbox_events has ({CATALOG_VARIABLE})",
+    )
+    parser.add_argument(
+        "--ordered",
+        action="store_true",
+        help="add the index that relays need to keep an order; for outbox_events",
+    )
+    parser.add_argument(
+        "--no-trigger",
+        action="store_true",
+        help="leave out the trigger that forbids changes of events; for outbox_events",
+    )
+
+
+def _add_search(parser: ArgumentParser) -> None:
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--parked", action="store_true", help="parked rows only")
+    which.add_argument(
+        "--state",
+        choices=("waiting", "pending", "parked", "published", "any"),
+        default="waiting",
+        help="(waiting: not published yet)",
+    )
+    parser.add_argument("--type", default="", metavar="TYPE", help="of the event; * is anything")
+    parser.add_argument(
+        "--aggregate", default="", metavar="ID", help="its id or type; else key or topic"
+    )
+    parser.add_argument("--error", default="", metavar="TEXT", help="a part of the last error")
+    parser.add_argument("--newest", action="store_true", help="the newest first")
+    parser.add_argument("--limit", type=count, default=50, metavar="N", help="rows at most (50)")
+
+
+# --- tables ---------------------------------------------------------------------------------
+
+
+class _Tables(NamedTuple):
+    """The operations on one set of tables."""
+
+    ddl: Callable[[str], str]
+    """Returns the statements for a dialect."""
+    verify: Callable[[Any], list[Any]]
+    """Returns the differences in the database of a URL."""
+    migrate: Callable[[Any], None]
 
 
 def _schema(options: Namespace) -> int:
-    text = outbox_tables.tables_of(options).ddl(options.dialect)
+    text = _tables_of(options).ddl(options.dialect)
     if options.json:
         print_json({"dialect": options.dialect, "ddl": text})
     else:
@@ -91,8 +151,8 @@ def _schema(options: Namespace) -> int:
 
 
 def _verify(options: Namespace) -> int:
-    tables = outbox_tables.tables_of(options)
-    url = database_url(options.url, must_exist=True)
+    tables = _tables_of(options)
+    url = database_url(options.database, must_exist=True)
     with Reached(url):
         differences = tables.verify(url)
     if options.json:
@@ -111,8 +171,8 @@ def _verify(options: Namespace) -> int:
 
 
 def _migrate(options: Namespace) -> int:
-    tables = outbox_tables.tables_of(options)
-    url = database_url(options.url)
+    tables = _tables_of(options)
+    url = database_url(options.database)
     with Reached(url):
         tables.migrate(url)
     if options.json:
@@ -120,3 +180,244 @@ def _migrate(options: Namespace) -> int:
     else:
         print(green("the tables are up to date", sys.stdout))
     return OK
+
+
+def _tables_of(options: Namespace) -> _Tables:
+    """Return the operations on the tables that the options name."""
+    from conquiet.config import TABLE, missing_extra, read
+    from conquiet.relay.settings import has_events_layout
+
+    table = options.table or read(TABLE)
+    try:
+        if has_events_layout(table):
+            return _events_tables(table, options)
+        return _generic_tables(table, options)
+    except ModuleNotFoundError as error:
+        raise missing_extra(error, "postgres") from error
+
+
+def _generic_tables(table: str, options: Namespace) -> _Tables:
+    from conquiet.sql import schema
+
+    if options.catalog:
+        raise ConfigError(f"--catalog is for --table outbox_events; the table {table} has no enums")
+    names: dict[str, Any] = {"outbox": table}
+    if options.no_inbox:
+        names["inbox"] = None
+    elif options.inbox_table:
+        names["inbox"] = options.inbox_table
+    return _Tables(
+        partial(schema.ddl, **names),
+        partial(schema.verify, **names),
+        partial(schema.migrate, **names),
+    )
+
+
+def _events_tables(table: str, options: Namespace) -> _Tables:
+    from conquiet.config import ORDERED, read
+    from conquiet.events import schema
+
+    ordered = options.ordered or read(ORDERED)
+    named: dict[str, Any] = {"catalog": _catalog(options), "table": table, "ordered": ordered}
+    guarded = {**named, "append_only": not options.no_trigger}
+    return _Tables(
+        partial(schema.ddl, **guarded),
+        partial(schema.verify, **named),
+        partial(schema.migrate, **guarded),
+    )
+
+
+def _catalog(options: Namespace) -> Any:
+    from conquiet.events import Catalog
+    from conquiet.processes import resolve
+
+    name = options.catalog or os.environ.get(CATALOG_VARIABLE)
+    if not name:
+        raise ConfigError(
+            "the enums of outbox_events are those of a catalog: name yours with --catalog"
+            f" module:NAME or {CATALOG_VARIABLE}, such as shop.events:CATALOG"
+        )
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    found = resolve(name)
+    if not isinstance(found, Catalog):
+        raise ConfigError(f"{name} is a {type(found).__name__}, not a conquiet.events.Catalog")
+    return found
+
+
+# --- rows -----------------------------------------------------------------------------------
+
+
+def _status(options: Namespace) -> int:
+    with _inspection(options) as inspection:
+        figures = inspection.figures()
+    if options.json:
+        print_json({"table": inspection.name, **asdict(figures)})
+    else:
+        print(f"pending  {figures.pending}")
+        print(f"oldest   {figures.oldest_seconds:.1f} s")
+        parked = f"parked   {figures.parked}"
+        print(yellow(parked, sys.stdout) if figures.parked else parked)
+        if figures.parked:
+            print("conquiet outbox list --parked shows the reasons", file=sys.stderr)
+    return FAILED if figures.parked else OK
+
+
+def _list(options: Namespace) -> int:
+    with _inspection(options) as inspection:
+        from conquiet.relay.search import Search
+
+        state: Any = "parked" if options.parked else options.state
+        search = Search(state, type=options.type, aggregate=options.aggregate, error=options.error)
+        entries = inspection.entries(search=search, newest=options.newest, limit=options.limit)
+    if options.json:
+        print_json([asdict(entry) for entry in entries])
+        return OK
+    for entry in entries:
+        about = " ".join(filter(None, (entry.aggregate_type, entry.aggregate_id)))
+        line = (
+            f"{entry.event_id}  {entry.state:<9}  {entry.attempts:>3} attempts"
+            f"  {entry.created_at}  {entry.event_type}  {about}"
+        )
+        print(printable(line.rstrip()))
+        if entry.last_error:
+            print(dim(f"    {one_line(entry.last_error):.200}", sys.stdout))
+    if not entries:
+        is_plain = search in (Search("waiting"), Search("parked"))
+        nothing = "nothing is parked" if state == "parked" else "nothing waits"
+        print(green(nothing, sys.stdout) if is_plain else "no such row")
+    return OK
+
+
+def _show(options: Namespace) -> int:
+    with _inspection(options) as inspection:
+        found = inspection.show(options.id)
+    if found is None:
+        raise NotFound(
+            f"no row {options.id!r:.100} in {inspection.name}: never written, or pruned; conquiet"
+            " outbox list shows what waits"
+        )
+    entry, more = found
+    whole = {**asdict(entry), **more}
+    if options.json:
+        print_json(whole)
+        return OK
+    print_facts(list(whole.items()))
+    return OK
+
+
+def _retry(options: Namespace) -> int:
+    if bool(options.ids) == options.all:
+        raise ConfigError("name the parked rows to retry by their ids, or give --all")
+    with _inspection(options) as inspection:
+        done = inspection.retry(None if options.all else options.ids)
+    wanting = 0 if options.all else max(0, len(set(options.ids)) - len(done))
+    if options.json:
+        print_json({"retried": done, "not_parked": wanting})
+    else:
+        print(f"{len(done)} rows will be published again")
+        if wanting:
+            print(f"{wanting} of the ids are not those of parked rows", file=sys.stderr)
+    return FAILED if wanting else OK
+
+
+def _prune(options: Namespace) -> int:
+    with _inspection(options) as inspection:
+        what = (
+            f"delete {inspection.prunable(options.older_than):,} rows of {inspection.name} that"
+            f" were published more than {options.older_than} ago"
+        )
+        if not confirm(what, options.yes):
+            return FAILED
+        with Progress("pruning") as progress:
+            removed = inspection.prune(options.older_than, tell=progress.tell)
+    if options.json:
+        print_json({"removed": removed})
+    else:
+        print(f"{removed} published rows removed")
+    return OK
+
+
+@contextmanager
+def _inspection(options: Namespace) -> Iterator[Any]:
+    """Open the table that the options, or the settings of the relay, name."""
+    from conquiet.config import MAX_ATTEMPTS, TABLE, read
+
+    table = options.table or read(TABLE)
+    attempts = options.max_attempts or read(MAX_ATTEMPTS)
+    with database_at(options.database) as engine:
+        from conquiet.relay.inspection import Inspection
+
+        yield Inspection(engine, table, max_attempts=attempts)
+
+
+_TABLE_VERBS = (
+    Verb(
+        "schema",
+        "print the statements that create the tables, for migrations of your own",
+        (
+            "conquiet outbox schema --dialect postgresql",
+            "conquiet outbox schema --dialect sqlite --table sales_outbox --no-inbox",
+            "conquiet outbox schema --dialect postgresql --table outbox_events"
+            " --catalog shop.events:CATALOG",
+        ),
+        "0 printed, 2 wrong usage or settings",
+        _schema,
+    ),
+    Verb(
+        "verify",
+        "compare the tables of a database with what conquiet needs",
+        ("conquiet outbox verify --database postgresql://app@localhost/shop && echo fits",),
+        "0 the tables fit, 1 they differ or the database is out of reach, 2 wrong usage",
+        _verify,
+    ),
+    Verb(
+        "migrate",
+        "create the tables, or bring those of an older conquiet up to date",
+        (
+            "conquiet outbox migrate --database postgresql://app@localhost/shop",
+            "conquiet outbox migrate --database sqlite:///shop.sqlite",
+            "conquiet outbox migrate --table outbox_events --catalog shop.events:CATALOG",
+        ),
+        "0 the tables are up to date, 1 it failed, 2 wrong usage or settings",
+        _migrate,
+        more="It is safe to run it again, and to run several at once.",
+    ),
+)
+_ROW_VERBS = (
+    Verb(
+        "status",
+        "how many rows wait, how long, and how many are parked",
+        ("conquiet outbox status --json | jq .parked",),
+        "0 nothing is parked, 1 a row is parked, or the database is out of reach, 2 wrong usage",
+        _status,
+    ),
+    Verb(
+        "list",
+        "the rows that wait, the oldest first; --parked: rows that have used up their attempts",
+        ("conquiet outbox list --parked --type 'order.*' --error timeout",),
+        "0 listed, 1 the database is out of reach, 2 wrong usage",
+        _list,
+    ),
+    Verb(
+        "show",
+        "one row with its payload and last error",
+        ("conquiet outbox show 0197f6c1-5f5e-7a53-9d0c-9d6f1f0b6a11",),
+        "0 shown, 1 there is no such row, 2 wrong usage",
+        _show,
+    ),
+    Verb(
+        "retry",
+        "give parked rows new attempts: relays publish them again",
+        ("conquiet outbox retry --all",),
+        "0 done, 1 an id is not that of a parked row, 2 wrong usage",
+        _retry,
+    ),
+    Verb(
+        "prune",
+        "delete rows that were published long ago; never rows that wait or are parked",
+        ("conquiet outbox prune --older-than 30d --yes",),
+        "0 done, 1 it was not confirmed or failed, 2 wrong usage",
+        _prune,
+    ),
+)

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from conquiet.cli import pipeline_tables
-from conquiet.cli.numbers import count, seconds
-from conquiet.cli.verbs import add_group
+from conquiet.cli.options import add_group, count, seconds
 
 _RUN = """\
 Carry events into the table `raw_events`, in batches, until a signal comes: each once, though
@@ -90,7 +89,7 @@ def _register_run(verbs: Any, common: ArgumentParser) -> None:
     run.add_argument(
         "--url",
         metavar="URL",
-        help="of Redis or of the database; else CONQUIET_REDIS_URL or CONQUIET_DATABASE_URL",
+        help="of Redis or of the database; else CONQUIET_BROKER_URL or CONQUIET_DATABASE_URL",
     )
     run.add_argument(
         "--streams",

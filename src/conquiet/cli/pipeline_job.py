@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -38,7 +37,7 @@ def run_tables(options: Namespace, source: dict[str, str], config: dict[str, str
 
     _check_places(options)
     debug = getattr(options, "debug", False)
-    set_up_logs(logging.INFO if debug else logging.WARNING)
+    set_up_logs("info" if debug else "warning")
     with ExitStack() as stack:
         stack.enter_context(held(f"{options.to}/_checkpoints"))
         spark = session("conquiet pipeline", master=options.master, config=config)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import sys
@@ -19,7 +18,7 @@ _ENDS_OF_QUERIES = "org.apache.spark.sql.execution.streaming.runtime.MicroBatchE
 _last = re.compile(r"^(?:Caused by: )?([A-Za-z_][\w.$]*: .+)$", re.MULTILINE)
 _POSITIONS = frozenset({"startingoffsets", "endingoffsets", "maxoffsetspertrigger"})
 """Options of a log, in small letters."""
-_URL_VARIABLES = {"log": "CONQUIET_REDIS_URL", "outbox": "CONQUIET_DATABASE_URL"}
+_URL_VARIABLES = {"log": "CONQUIET_BROKER_URL", "outbox": "CONQUIET_DATABASE_URL"}
 
 
 def run(options: Namespace) -> int:
@@ -54,7 +53,7 @@ def _carry(options: Namespace, source: dict[str, str], config: dict[str, str]) -
     if is_whole:
         check_whole(options)
     debug = getattr(options, "debug", False)
-    set_up_logs(logging.INFO if debug else logging.WARNING)
+    set_up_logs("info" if debug else "warning")
     with ExitStack() as stack:
         if is_whole:
             stack.enter_context(held(table.checkpoint_path))

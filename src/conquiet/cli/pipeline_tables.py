@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from conquiet.cli.numbers import count
+from conquiet.cli.options import count
 from conquiet.cli.terminal import FAILED, OK, print_json
 from conquiet.errors import ConfigError, ConquietError
 

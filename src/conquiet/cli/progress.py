@@ -1,4 +1,4 @@
-"""A progress bar on stderr, for terminals, of what takes longer than two seconds."""
+"""A progress bar on stderr, for terminals and for work that takes longer than two seconds."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import threading
 import time
 from typing import TextIO
 
-from conquiet.cli.terminal import dim
-
 _AFTER_SECONDS = 2.0
 _EVERY_SECONDS = 0.1
 _TICK_SECONDS = 0.5
@@ -17,14 +15,13 @@ _CELLS = 30
 
 
 class Progress:
-    """Tells how far something has come, and leaves nothing behind on the screen.
+    """Shows how much is done, and leaves nothing behind on the screen.
 
     >>> with Progress("replaying", 200) as progress:
     ...     for done in range(200):
     ...         progress.tell(done + 1)
 
-    Without a total it counts. `after` is how long it stays silent; nothing is ever written to
-    what is no terminal.
+    Without a total it counts. `after` is how long it stays silent. It writes to terminals only.
     """
 
     def __init__(
@@ -52,7 +49,7 @@ class Progress:
         self.clear()
 
     def tell(self, done: int, what: str | None = None) -> None:
-        """So many are done; `what` says what is done now."""
+        """Set the number done, and the description if `what` is given."""
         self.done = done
         self.what = what or self.what
         if self._is_shown and time.monotonic() >= self._next:
@@ -62,7 +59,7 @@ class Progress:
         self.tell(self.done + more)
 
     def draw(self) -> None:
-        """Now, whether it is time or not."""
+        """Draw the bar now, however recently it was drawn."""
         if not self._is_shown:
             return
         width = shutil.get_terminal_size().columns
@@ -73,17 +70,11 @@ class Progress:
         self._next = time.monotonic() + _EVERY_SECONDS
 
     def clear(self) -> None:
-        """Take the bar away, so that something else can be printed."""
+        """Erase the bar, so that something else can be printed."""
         if self._has_drawn:
             self._stream.write("\r\x1b[K")
             self._stream.flush()
             self._has_drawn = False
-
-    def line(self, text: str) -> None:
-        """A line that stays, above the bar."""
-        self.clear()
-        if self._is_shown:
-            print(dim(text, self._stream), file=self._stream)
 
     def _bar(self) -> str:
         spent = time.monotonic() - self._began
@@ -101,9 +92,9 @@ class Progress:
 
 
 class Waiting:
-    """Says that something is still under way, from the third second on, until it is left.
+    """Shows a description and a clock, from the third second on, until its block is left.
 
-    In a thread of its own: whatever it waits for has the main one.
+    It runs in a thread: the work that it waits for occupies the main one.
     """
 
     def __init__(
@@ -126,7 +117,7 @@ class Waiting:
         self.end()
 
     def end(self) -> None:
-        """Take it away, for good."""
+        """Erase it for good."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
@@ -149,7 +140,7 @@ _waiting: list[Waiting] = []
 
 
 def end_waiting() -> None:
-    """Before somebody is asked, or a bar is drawn."""
+    """Erase clocks, before a question is asked or a bar is drawn."""
     for waiting in _waiting:
         waiting.end()
 

@@ -8,11 +8,19 @@ from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
-from conquiet.cli.numbers import count, span
-from conquiet.cli.servers import add_redis, redis_at
-from conquiet.cli.table import print_facts, print_table
-from conquiet.cli.terminal import FAILED, OK, dim, green, one_line, print_json, printable, yellow
-from conquiet.cli.verbs import Verb, add_group, add_verb
+from conquiet.cli.options import Verb, add_broker, add_group, add_verb, count, redis_at, span
+from conquiet.cli.terminal import (
+    FAILED,
+    OK,
+    dim,
+    green,
+    one_line,
+    print_facts,
+    print_json,
+    print_table,
+    printable,
+    yellow,
+)
 
 _DATA_SHOWN = 200
 
@@ -26,7 +34,7 @@ def register(commands: Any, common: ArgumentParser) -> None:
     )
     stats, pending, claim, peek = (add_verb(verbs, common, verb) for verb in _VERBS)
     for parser in (stats, pending, claim, peek):
-        add_redis(parser)
+        add_broker(parser)
         parser.add_argument("stream", metavar="STREAM", help="its name")
     for parser in (pending, claim):
         parser.add_argument("group", metavar="GROUP", help="the group that reads it")
@@ -58,7 +66,7 @@ def _min_idle(parser: ArgumentParser, default: timedelta, text: str) -> None:
 def _stats(options: Namespace) -> int:
     from conquiet.operations import stream
 
-    with redis_at(options.url) as client:
+    with redis_at(options.broker) as client:
         found = stream(client, options.stream)
     stuck = sum(
         consumer.pending
@@ -117,7 +125,7 @@ def _print_groups(found: Any) -> None:
 def _pending(options: Namespace) -> int:
     from conquiet.operations import pending
 
-    with redis_at(options.url) as client:
+    with redis_at(options.broker) as client:
         found = pending(
             *(client, options.stream, options.group),
             min_idle=options.min_idle.total_seconds(),
@@ -137,7 +145,7 @@ def _pending(options: Namespace) -> int:
 def _claim(options: Namespace) -> int:
     from conquiet.operations import claim
 
-    with redis_at(options.url) as client:
+    with redis_at(options.broker) as client:
         done = claim(
             *(client, options.stream, options.group),
             min_idle=options.min_idle.total_seconds(),
@@ -162,7 +170,7 @@ def _claim(options: Namespace) -> int:
 def _peek(options: Namespace) -> int:
     from conquiet.operations import peek
 
-    with redis_at(options.url) as client:
+    with redis_at(options.broker) as client:
         found = peek(*(client, options.stream, options.start, options.limit), newest=options.newest)
     if options.json:
         print_json([asdict(entry) for entry in found])

@@ -5,16 +5,17 @@ from __future__ import annotations
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from typing import Any
 
+from conquiet.cli.options import add_group, add_setting
 from conquiet.cli.terminal import FAILED, OK, print_json
-from conquiet.cli.verbs import add_group
-from conquiet.relay.settings import CONFIG_VARIABLE, SECTION, SETTINGS, load
+from conquiet.config import CONFIG_VARIABLE
+from conquiet.relay.settings import SETTINGS, load
 
 _RUN = f"""\
-Publish what an outbox holds, until a signal comes: claim rows, publish them, mark what the sink
-confirmed. Several relays may run side by side.
+Publish the rows of an outbox until a signal comes: claim rows, publish them, mark those that the
+sink confirmed. Several relays may run side by side.
 
 A setting is a flag, else a variable of the environment, else a line of the TOML file that
---config or {CONFIG_VARIABLE} names, in its table [{SECTION}]; else its default.
+--config or {CONFIG_VARIABLE} names, in its table [relay]; else its default.
 """
 _EPILOG = """\
 examples:
@@ -22,7 +23,7 @@ examples:
   CONQUIET_OUTBOX_PUBLISH_BATCH_SIZE=200 conquiet relay run --config relay.toml
   conquiet relay run --database sqlite:///shop.db --sink stdout: --until-empty
 
-SIGTERM or Ctrl-C finishes the batch under way. A second one, or the end of the grace time,
+SIGTERM or Ctrl-C finishes the batch in flight. A second one, or the end of the grace time,
 abandons it: its rows will be published again.
 
 exit codes:
@@ -45,19 +46,16 @@ def register(commands: Any, common: ArgumentParser) -> None:
     run.set_defaults(run=_run)
     run.add_argument("--config", metavar="FILE", help=f"a TOML file; else {CONFIG_VARIABLE}")
     for setting in SETTINGS:
-        default = f" ({setting.default})" if setting.default else ""
-        run.add_argument(
-            setting.flag,
-            dest=setting.name,
-            default=SUPPRESS,
-            metavar="VALUE",
-            help=f"{setting.meaning}{default}; {setting.variable}".replace("%", "%%"),
-        )
+        add_setting(run, setting, SUPPRESS)
     run.add_argument(
-        "--until-empty", action="store_true", help="publish what waits, then end; no health server"
+        "--until-empty",
+        action="store_true",
+        help="publish the rows that wait, then end; no health server",
     )
     run.add_argument(
-        "--print-settings", action="store_true", help="say what it would run with, and end"
+        "--print-settings",
+        action="store_true",
+        help="print the settings it would run with",
     )
     run.add_argument("--json", action="store_true", help="--print-settings in JSON")
 
@@ -74,23 +72,19 @@ def _run(options: Namespace) -> int:
         else:
             print("\n".join(settings.shown()))
         return OK
-    from conquiet.relay import logs
-
-    logs.set_up(settings.log_format, "debug" if _debug(options) else settings.log_level)
-    _tell(settings)
+    from conquiet.cli.logs import set_up_logs
     from conquiet.relay.process import RelayProcess
 
+    is_debug = getattr(options, "debug", False)
+    set_up_logs("debug" if is_debug else settings.log_level, settings.log_format)
+    _log_settings(settings)
     process = RelayProcess(settings)
     code = process.run_until_empty() if options.until_empty else process.run()
     return FAILED if code else OK
 
 
-def _debug(options: Namespace) -> bool:
-    return bool(getattr(options, "debug", False))
-
-
-def _tell(settings: Any) -> None:
-    """What it runs with: one line of JSON, or a line per setting."""
+def _log_settings(settings: Any) -> None:
+    """Log the settings: one line of JSON, or a line per setting."""
     import logging
 
     logger = logging.getLogger("conquiet.relay")

@@ -7,12 +7,8 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 from typing import Any
 
-from conquiet.cli.confirmation import add_yes, confirmed
-from conquiet.cli.numbers import age, count
-from conquiet.cli.servers import add_redis, redis_at
-from conquiet.cli.table import print_table
-from conquiet.cli.terminal import FAILED, OK, print_json, yellow
-from conquiet.cli.verbs import Verb, add_group, add_verb
+from conquiet.cli.options import Verb, add_broker, add_group, add_verb, age, count, redis_at
+from conquiet.cli.terminal import FAILED, OK, add_yes, confirm, print_json, print_table, yellow
 
 
 def register(commands: Any, common: ArgumentParser) -> None:
@@ -28,7 +24,7 @@ def register(commands: Any, common: ArgumentParser) -> None:
             "pattern", nargs="?", default="*", metavar="PATTERN", help="of names, such as 'pf-*'"
         )
     for parser in (listed, lag, trim):
-        add_redis(parser)
+        add_broker(parser)
     lag.add_argument("--max", type=count, metavar="N", help="exit with 1 if more wait")
     trim.add_argument("streams", nargs="+", metavar="STREAM", help="its name")
     trim.add_argument(
@@ -42,7 +38,7 @@ def register(commands: Any, common: ArgumentParser) -> None:
 def _list(options: Namespace) -> int:
     from conquiet.operations import streams
 
-    with redis_at(options.url) as client:
+    with redis_at(options.broker) as client:
         found = streams(client, options.pattern)
     if options.json:
         print_json([asdict(stream) for stream in found])
@@ -62,7 +58,7 @@ def _list(options: Namespace) -> int:
 def _lag(options: Namespace) -> int:
     from conquiet.operations import streams
 
-    with redis_at(options.url) as client:
+    with redis_at(options.broker) as client:
         found = streams(client, options.pattern)
     lags = [
         {
@@ -105,12 +101,12 @@ def _trim(options: Namespace) -> int:
     from conquiet.redis import trim_stream
 
     keep = options.keep.total_seconds() if options.keep else None
-    with redis_at(options.url) as client:
+    with redis_at(options.broker) as client:
         for name in options.streams:
             stream(client, name)  # raises if there is none, before anything is deleted
         names = ", ".join(options.streams)
         what = f"delete from {names} what every group and reader is done with"
-        if not options.dry_run and not confirmed(what, options.yes):
+        if not options.dry_run and not confirm(what, options.yes):
             return FAILED
         done = [
             trim_stream(

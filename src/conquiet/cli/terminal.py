@@ -1,4 +1,4 @@
-"""What the commands share: exit codes, the form of help and errors, colour on terminals."""
+"""The terminal: exit codes, the form of help and errors, colour, tables, confirmation."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import os
 import re
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TextIO
+
+from conquiet.cli.progress import end_waiting
+from conquiet.errors import ConfigError
+from conquiet.message import printable as in_one_row
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 """0: all is well. 1: something failed or differs. 2: wrong usage or settings. 130: Ctrl-C."""
@@ -16,7 +20,7 @@ OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 class Parser(ArgumentParser):
     """Keeps the layout of examples, takes no abbreviations, and complains in one line.
 
-    Options may stand anywhere among the arguments of a command: `retry --table sales ID`.
+    Options may come anywhere among the arguments of a command: `retry --table sales ID`.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -43,7 +47,7 @@ def one_line(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Control characters written out: what a message holds must not steer somebody's terminal."""
+    """Escape control characters, so that the content of a message cannot control the terminal."""
     return _steering.sub(lambda found: repr(found[0])[1:-1], text)
 
 
@@ -70,3 +74,82 @@ def print_json(value: Any, stream: TextIO | None = None) -> None:
     text = json.dumps(value, ensure_ascii=False)
     text = _steering.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
     print(text, file=stream or sys.stdout)
+
+
+# --- tables ---------------------------------------------------------------------------------
+
+Paint = Callable[[str, TextIO], str]
+
+
+def print_table(
+    head: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    paints: Sequence[Paint | None] = (),
+) -> None:
+    """Print rows under their head; `paints` gives rows a colour, in their order.
+
+    A column is as wide as its widest cell; numbers are aligned to the right.
+    """
+    texts = [[_cell(value) for value in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(head, *texts, strict=True)]
+    is_number = [_are_numbers([row[at] for row in rows]) for at in range(len(head))]
+    print(dim(_line(head, widths, is_number), sys.stdout))
+    for at, text in enumerate(texts):
+        line = _line(text, widths, is_number)
+        paint = paints[at] if at < len(paints) else None
+        print(paint(line, sys.stdout) if paint else line)
+
+
+def _are_numbers(column: Sequence[object]) -> bool:
+    """Whether a column holds numbers; cells may be empty, or a lower bound such as `>10,000`."""
+    kinds = [isinstance(cell, (int, float)) or str(cell).startswith(">") for cell in column]
+    return any(kinds) and all(kind or cell == "" for kind, cell in zip(kinds, column, strict=True))
+
+
+def _line(cells: Sequence[str], widths: Sequence[int], is_number: Sequence[bool]) -> str:
+    return "  ".join(
+        cell.rjust(width) if right else cell.ljust(width)
+        for cell, width, right in zip(cells, widths, is_number, strict=True)
+    ).rstrip()
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:,.1f}"
+    return f"{value:,}" if isinstance(value, int) else in_one_row(str(value))
+
+
+def print_facts(facts: Sequence[tuple[str, object]]) -> None:
+    """Print names and values; a value of several lines is printed below its name."""
+    width = max((len(name) for name, _ in facts), default=0)
+    for name, value in facts:
+        text = "-" if value in (None, "") else printable(str(value))
+        if "\n" in text:
+            print(name)
+            print("\n".join(f"  {line}" for line in text.rstrip().splitlines()))
+        else:
+            print(f"{name:<{width}}  {text}")
+
+
+# --- confirmation ---------------------------------------------------------------------------
+
+
+def add_yes(parser: ArgumentParser) -> None:
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+
+
+def confirm(what: str, yes: bool) -> bool:
+    """Ask before deleting; `what` is such as "delete 3 rows of outbox", `yes` answers for it."""
+    if yes:
+        return True
+    if not sys.stdin.isatty():
+        raise ConfigError(f"this would {what}; --yes confirms it")
+    end_waiting()
+    try:
+        answer = input(f"{what}? [y/N] ")
+    except EOFError:
+        answer = ""
+    if answer.strip().lower() in ("y", "yes"):
+        return True
+    print("nothing was deleted", file=sys.stderr)
+    return False

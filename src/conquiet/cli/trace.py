@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from argparse import ArgumentParser, Namespace
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
-from conquiet.cli.numbers import age
-from conquiet.cli.servers import REDIS_VARIABLE, add_redis, database_at, redis_at
+from conquiet.cli.options import (
+    Verb,
+    add_broker,
+    add_database,
+    add_verb,
+    age,
+    database_at,
+    is_broker_given,
+    is_database_given,
+    redis_at,
+)
 from conquiet.cli.terminal import (
     FAILED,
     OK,
@@ -22,17 +30,14 @@ from conquiet.cli.terminal import (
     red,
     yellow,
 )
-from conquiet.cli.verbs import Verb, add_verb
 from conquiet.errors import ConfigError
 
 
 def register(commands: Any, common: ArgumentParser) -> None:
     parser = add_verb(commands, common, _TRACE)
     parser.add_argument("id", metavar="ID", help="of the event")
-    add_redis(parser, "--redis-url")
-    parser.add_argument(
-        "--database-url", metavar="URL", help="PostgreSQL or SQLite; else CONQUIET_DATABASE_URL"
-    )
+    add_broker(parser)
+    add_database(parser)
     parser.add_argument(
         "--table",
         action="append",
@@ -54,20 +59,20 @@ def register(commands: Any, common: ArgumentParser) -> None:
 
 
 def _run(options: Namespace) -> int:
+    from conquiet.config import TABLE, read
     from conquiet.operations.tracing import WINDOW_SECONDS, trace
-    from conquiet.relay.settings import setting
 
     window = options.window.total_seconds() if options.window else WINDOW_SECONDS
-    tables = options.table or list(dict.fromkeys(("outbox", "outbox_events", setting("table"))))
+    tables = options.table or list(dict.fromkeys(("outbox", "outbox_events", read(TABLE))))
     with ExitStack() as open_:
         client = engine = None
-        if options.redis_url or os.environ.get(REDIS_VARIABLE):
-            client = open_.enter_context(redis_at(options.redis_url, "--redis-url"))
-        if options.database_url or setting("database", required=False):
-            engine = open_.enter_context(database_at(options.database_url, "--database-url"))
+        if is_broker_given(options.broker):
+            client = open_.enter_context(redis_at(options.broker))
+        if is_database_given(options.database):
+            engine = open_.enter_context(database_at(options.database))
         if client is None and engine is None:
             raise ConfigError(
-                "nowhere to look: give --redis-url or --database-url, or set CONQUIET_REDIS_URL or"
+                "nothing to search: give --broker or --database, or set CONQUIET_BROKER_URL or"
                 " CONQUIET_DATABASE_URL"
             )
         found = trace(
@@ -127,7 +132,7 @@ _TRACE = Verb(
     "one event by its id: in the outbox, in the log, with its consumers, among dead letters",
     (
         "conquiet trace 0197f6c1-5f5e-7a53-9d0c-9d6f1f0b6a11",
-        "conquiet trace e-17 --redis-url redis://localhost/0 --full --json",
+        "conquiet trace e-17 --broker redis://localhost/0 --full --json",
     ),
     "0 found; 1 no trace of it, or a server is out of reach; 2 wrong usage or settings",
     _run,

@@ -1,12 +1,31 @@
-"""`conquiet worker run`: consume."""
+"""`conquiet worker run`: consume messages by a router or a worker of the application."""
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from typing import Any
+import os
+import sys
+import threading
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
 
-from conquiet.cli.numbers import count, seconds
-from conquiet.cli.verbs import add_group
+from conquiet.cli.options import (
+    add_broker,
+    add_group,
+    add_setting,
+    count,
+    positive_seconds,
+    seconds,
+)
+from conquiet.cli.terminal import FAILED, OK, has_colour, print_json, red
+from conquiet.config import LOG_FORMAT, LOG_LEVEL
+from conquiet.errors import ConfigError
+
+if TYPE_CHECKING:
+    from conquiet.router import Router
+    from conquiet.worker import Worker
 
 _RUN = """\
 Run a router, or a worker, of your own until its source ends or a signal comes.
@@ -21,27 +40,34 @@ a sink. Both are JSON lines of CloudEvents unless you say otherwise:
   file:PATH            a file; a sink appends to it
   redis://HOST/0?stream=NAME&group=NAME
                        a Redis Stream; a sink needs no group. Also &partitions=N and
-                       &dead_letters=NAME. redis:?stream=… is on CONQUIET_REDIS_URL.
+                       &dead_letters=NAME. redis:?stream=… is on the server of --broker.
+  kafka://…, amqp://…, kombu+…://…, pubsub://…, http://…, https://…
+                       sinks only
 """
 
-_RUN_EPILOG = """\
+_EPILOG = """\
 examples:
   conquiet worker run app:router < commands.jsonl > events.jsonl
   conquiet worker run app:router --source file:commands.jsonl --dead-letters failed.jsonl
-  conquiet worker run app:make_worker --processes 4 --stuck-after 60
+  conquiet worker run app:make_worker --processes 4 --stuck-after-seconds 60
   conquiet worker run app:router --source 'redis:?stream=commands&group=billing'
 
 A message that keeps failing, and a line that is no CloudEvent, goes to the dead letters: the
-file given, else stderr. So does, at a stop, what was read from a pipe or file and not handled.
-A Redis Stream keeps what failed and delivers it again; --tries limits that.
+file given, else stderr. So do, at a stop, lines that were read from a pipe or file and not
+handled. A Redis Stream keeps a failed message and delivers it again; --max-attempts limits that.
 
-The first SIGTERM or Ctrl-C stops softly: what is in flight finishes. A second one hurries.
+The first SIGTERM or Ctrl-C lets messages in flight finish. A second one abandons them.
 
 exit codes:
-  0  every line was handled; of other sources, all that was in flight at the stop was finished
-  1  a line failed or was not handled, or something in flight had to be abandoned
+  0  every line was handled; of other sources, all messages in flight at the stop were finished
+  1  a line failed or was not handled, or a message in flight was abandoned
   2  wrong usage or settings
 """
+
+
+_OF_ROUTERS = ("batch_size", "batch_wait", "threads", "ordered")
+_OF_SOURCES = ("broker", "dead_letters", "max_attempts", "max_line_bytes")
+_GRACE_SECONDS = 30.0
 
 
 def register(commands: Any, common: ArgumentParser) -> None:
@@ -51,16 +77,21 @@ def register(commands: Any, common: ArgumentParser) -> None:
         "run",
         help="run a router or a worker",
         description=_RUN,
-        epilog=_RUN_EPILOG,
+        epilog=_EPILOG,
         parents=[common],
     )
     run.set_defaults(run=_run)
     run.add_argument("target", metavar="TARGET", help="module:name, such as app:router")
     run.add_argument("--source", metavar="URL", help="where a router's messages come from")
     run.add_argument("--sink", metavar="URL", help="where a router's events go to")
+    add_broker(run)
     run.add_argument("--batch-size", type=count, metavar="N", help="messages per batch (100)")
     run.add_argument(
-        "--batch-wait", type=seconds, metavar="S", help="how long to wait for a full batch (0)"
+        "--batch-wait-seconds",
+        dest="batch_wait",
+        type=seconds,
+        metavar="S",
+        help="how long to wait for a full batch (0)",
     )
     run.add_argument("--threads", type=count, metavar="N", help="threads of a router (1)")
     run.add_argument("--processes", type=count, metavar="N", help="workers, each in a process")
@@ -68,32 +99,267 @@ def register(commands: Any, common: ArgumentParser) -> None:
         "--ordered", action="store_true", default=None, help="keep the order of each key"
     )
     run.add_argument(
-        "--grace", type=seconds, metavar="S", help="time to finish at a stop (30 seconds)"
+        "--max-attempts",
+        type=count,
+        metavar="N",
+        help="deliveries before a message is a dead letter (3; no limit on Redis)",
     )
     run.add_argument(
-        "--stuck-after",
-        type=_positive_seconds,
+        "--grace-seconds",
+        dest="grace",
+        type=seconds,
+        metavar="S",
+        help="time to finish messages in flight at a stop (30)",
+    )
+    run.add_argument(
+        "--stuck-after-seconds",
+        dest="stuck_after",
+        type=positive_seconds,
         metavar="S",
         help="end a worker whose handler takes longer; with --processes it is replaced",
     )
     run.add_argument("--dead-letters", metavar="PATH", help="file to append failed messages to")
     run.add_argument(
-        "--tries", type=count, metavar="N", help="deliveries before that (3; no limit on Redis)"
+        "--max-line-bytes", type=count, metavar="N", help="longest line accepted (32 MiB)"
     )
+    add_setting(run, LOG_FORMAT)
     run.add_argument(
-        "--max-line-bytes", type=count, metavar="N", help="longest line taken (32 MiB)"
+        "--log-level", metavar="VALUE", help=f"{LOG_LEVEL.meaning} (warning); {LOG_LEVEL.variable}"
     )
     run.add_argument("--json", action="store_true", help="the summary, on stderr, as JSON")
 
 
 def _run(options: Namespace) -> int:
-    from conquiet.cli.running import run
+    from conquiet.jsonlines import LinesSource
 
-    return run(options)
+    left_out = ("run", "json", "debug", "processes", "log_format", "log_level")
+    chosen = {
+        name: value
+        for name, value in vars(options).items()
+        if value is not None and name not in left_out
+    }
+    logs = _logs_of(options)
+    _search_here()
+    if options.processes:
+        from conquiet.processes import run_processes
+
+        grace = chosen.pop("grace", _GRACE_SECONDS)
+        arguments = {"options": chosen, "logs": logs}
+        _set_up_logs(logs)
+        return run_processes(
+            "conquiet.cli.worker:make_in_child", options.processes, grace, arguments=arguments
+        )
+    with ExitStack() as files:
+        worker = _make(chosen, files)
+        if "stuck_after" in chosen and worker.on_stuck is None:
+            worker.on_stuck = lambda health: worker.stop(grace=0)
+        _set_up_logs(logs, quiet_nacks=isinstance(worker.source, LinesSource))
+        return _run_worker(worker, options.json)
 
 
-def _positive_seconds(text: str) -> float:
-    value = seconds(text)
-    if not value:
-        raise ArgumentTypeError("must be more than 0 seconds")
-    return value
+def make_in_child(options: dict[str, Any], logs: dict[str, str]) -> Worker:
+    """Build the worker of one of several processes."""
+    _set_up_logs(logs)
+    return _make(options, ExitStack(), shared=True)
+
+
+def _search_here() -> None:
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+
+
+def _make(options: dict[str, Any], files: ExitStack, shared: bool = False) -> Worker:
+    from conquiet.processes import resolve
+    from conquiet.router import Router
+    from conquiet.worker import Worker
+
+    target = options["target"]
+    found = resolve(target)
+    if not isinstance(found, (Router, Worker)) and callable(found):
+        found = _call(target, found)
+    if isinstance(found, Router):
+        return _make_from_router(found, options, files, shared)
+    if not isinstance(found, Worker):
+        raise ConfigError(
+            f"{target} is {found!r:.80}; it must be a Router, a Worker, or a function that"
+            " takes nothing and returns one"
+        )
+    return _adjust(found, options)
+
+
+def _call(target: str, factory: Callable[[], Any]) -> Any:
+    import inspect
+
+    try:
+        inspect.signature(factory).bind()
+    except TypeError as error:
+        raise ConfigError(
+            f"{target} cannot be called without arguments ({error}); give a function that takes"
+            " nothing, as functools.partial makes one"
+        ) from None
+    return factory()
+
+
+def _make_from_router(
+    router: Router, options: dict[str, Any], files: ExitStack, shared: bool
+) -> Worker:
+    from pathlib import Path
+
+    from conquiet.config import mask
+    from conquiet.jsonlines import LinesSink
+    from conquiet.registry import (
+        SinkOptions,
+        SourceOptions,
+        connect_sink,
+        connect_source,
+        is_shareable,
+        refuse_one_file_for_both,
+    )
+    from conquiet.worker import Worker
+
+    source_url, sink_url = options.get("source", "-"), options.get("sink", "-")
+    if shared and not is_shareable(source_url):
+        where = "stdin" if source_url == "-" else mask(source_url)
+        raise ConfigError(
+            f"--processes: {where} is read by one process;"
+            " use --threads, or a target that makes a Worker with a source of its own"
+        )
+    refuse_one_file_for_both(source_url, sink_url)
+    letters, broker = options.get("dead_letters"), options.get("broker")
+    source = connect_source(
+        source_url,
+        SourceOptions(
+            max_attempts=options.get("max_attempts"),
+            dead_letters=Path(letters) if letters else None,
+            max_line_bytes=options.get("max_line_bytes"),
+            broker=broker,
+            closing=files,
+        ),
+    )
+    sink_options = SinkOptions(broker=broker, needs_stream=True, origin="--sink", closing=files)
+    sink = connect_sink(sink_url, sink_options).sink
+    settings = {name: options[name] for name in _OF_ROUTERS if name in options}
+    worker = Worker(source, router, sink, **settings)
+    if isinstance(sink, LinesSink):
+        sink.on_closed = worker.stop
+    return _adjust_times(worker, options)
+
+
+def _adjust(worker: Worker, options: dict[str, Any]) -> Worker:
+    """Apply the options that a finished worker can still take; refuse the others."""
+    for name in ("source", "sink", *_OF_ROUTERS, *_OF_SOURCES):
+        if name in options:
+            flag = "--batch-wait-seconds" if name == "batch_wait" else f"--{name}"
+            raise ConfigError(
+                f"{flag.replace('_', '-')} is for routers; {options['target']} is a worker:"
+                " set it where the worker is created"
+            )
+    return _adjust_times(worker, options)
+
+
+def _adjust_times(worker: Worker, options: dict[str, Any]) -> Worker:
+    worker.grace = options.get("grace", worker.grace)
+    if "stuck_after" in options:
+        worker.stuck_after = options["stuck_after"]
+    return worker
+
+
+# --- one process ----------------------------------------------------------------------------
+
+
+def _run_worker(worker: Worker, as_json: bool) -> int:
+    started = time.monotonic()
+    with _Progress(worker):
+        finished = worker.run()
+    summary = _summary(worker, finished, time.monotonic() - started)
+    if as_json:
+        print_json(summary, sys.stderr)
+    else:
+        print(_sentence(summary), file=sys.stderr)
+    return OK if summary["ok"] else FAILED
+
+
+def _summary(worker: Worker, finished: bool, seconds: float) -> dict[str, Any]:
+    from conquiet.jsonlines import LinesSource
+
+    health = worker.health()
+    summary: dict[str, Any] = {
+        "handled": health.handled - health.failed,
+        "failed": health.failed,
+        "unhandled": 0,
+        "finished": finished,
+        "seconds": round(seconds, 3),
+    }
+    if isinstance(worker.source, LinesSource):  # it counts lines, a worker deliveries
+        summary["handled"] = worker.source.acked
+        summary["failed"] = worker.source.dead - worker.source.unhandled
+        summary["unhandled"] = worker.source.unhandled
+        failed = summary["failed"] + summary["unhandled"]
+        return {"ok": finished and not failed, **summary}
+    return {"ok": finished, **summary}
+
+
+def _sentence(summary: dict[str, Any]) -> str:
+    parts = [f"handled {summary['handled']:,}", f"failed {summary['failed']:,}"]
+    if summary["unhandled"]:
+        parts.append(f"put aside unhandled {summary['unhandled']:,}")
+    if not summary["finished"]:
+        parts.append("stopped before all messages were finished")
+    text = f"{', '.join(parts)}, in {summary['seconds']:.1f} s"
+    return text if summary["ok"] else red(text, sys.stderr)
+
+
+class _Progress:
+    """Shows on the terminal, every half second, how many messages the worker has handled."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._show, name="conquiet-progress", daemon=True)
+        self._shown = has_colour(sys.stderr) and not sys.stdout.isatty()
+
+    def __enter__(self) -> None:
+        if self._shown:
+            self._thread.start()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._ended.set()
+        if self._shown:
+            self._thread.join()
+            print("\r\x1b[K", end="", file=sys.stderr)
+
+    def _show(self) -> None:
+        while not self._ended.wait(0.5):
+            health = self._worker.health()
+            text = f"handled {health.handled:,}, failed {health.failed:,}"
+            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+
+# --- logs -----------------------------------------------------------------------------------
+
+
+def _logs_of(options: Namespace) -> dict[str, str]:
+    from conquiet.config import load
+
+    flags = {"log_format": options.log_format, "log_level": options.log_level}
+    found = load([LOG_FORMAT, LOG_LEVEL], flags, section="")
+    level = found.values["log_level"]
+    if getattr(options, "debug", False):
+        level = "debug"
+    elif found.origins["log_level"] == "default":
+        level = "warning"
+    return {"format": found.values["log_format"], "level": level}
+
+
+def _set_up_logs(logs: dict[str, str], quiet_nacks: bool = False) -> None:
+    """Log to stderr, unless the application has set up its logs itself."""
+    import logging
+
+    from conquiet.cli.logs import set_up_logs
+
+    is_debug = logs["level"] == "debug"
+    if not set_up_logs(logs["level"], logs["format"], tracebacks=is_debug):
+        return
+    if quiet_nacks and not is_debug:
+        # Otherwise each attempt of a line would be logged, and in the end its dead letter.
+        logging.getLogger("conquiet.router").setLevel(logging.ERROR)

@@ -8,7 +8,7 @@ when the block ends, when the interpreter exits, and also when the interpreter i
     ...     server.url.startswith("redis://127.0.0.1:")
     True
 
-Where a server is already at hand, `CONQUIET_REDIS_URL` and `CONQUIET_DATABASE_URL` name it, and
+Where a server is already at hand, `CONQUIET_BROKER_URL` and `CONQUIET_DATABASE_URL` name it, and
 nothing is started.
 """
 

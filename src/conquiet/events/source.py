@@ -21,7 +21,7 @@ from conquiet.message import Attributes, Message
 from conquiet.sql import dialect
 from conquiet.sql.table_source import TableSource, checked_attempts
 
-TOPIC = "pf-domain-events"
+TOPIC = "domain-events"
 
 
 class EventSource(TableSource):

@@ -7,6 +7,8 @@ need packages are imported when one of their names is used.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from conquiet.errors import NotFound
+
 if TYPE_CHECKING:
     from conquiet.operations.content import LogEntry
     from conquiet.operations.dead_letters import (
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
         show,
     )
     from conquiet.operations.entries import Claimed, PendingEntry, claim, entry, peek, pending
-    from conquiet.operations.errors import NotFound
     from conquiet.operations.letters_in_file import FileLetters
     from conquiet.operations.letters_in_kombu import KombuLetters
     from conquiet.operations.letters_in_stream import StreamLetters, letter_streams
@@ -84,7 +85,6 @@ __all__ = [
 ]
 
 _home = {
-    "errors": ("NotFound",),
     "content": ("LogEntry",),
     "dead_letters": (
         *("Failure", "Letter", "Letters", "Outcome", "Wanted"),

@@ -8,8 +8,7 @@ from typing import Any
 
 import redis
 
-from conquiet.errors import ConquietError, StoreError
-from conquiet.operations.errors import NotFound
+from conquiet.errors import ConquietError, NotFound, StoreError
 from conquiet.redis.wire import Wire
 
 _MISSING = ("no such key", "nogroup")

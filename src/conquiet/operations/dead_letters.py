@@ -15,9 +15,8 @@ from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from typing import Any, Protocol, TypeAlias
 
-from conquiet.errors import ConquietError, StoreError
+from conquiet.errors import ConquietError, NotFound, StoreError
 from conquiet.middleware import dead_letter
-from conquiet.operations.errors import NotFound
 from conquiet.operations.text import as_text, whole
 
 Tell: TypeAlias = Callable[[int], object]

@@ -6,10 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from conquiet.errors import ConfigError
+from conquiet.errors import ConfigError, NotFound
 from conquiet.operations.asking import wired
 from conquiet.operations.content import LogEntry, shown, time_of
-from conquiet.operations.errors import NotFound
 from conquiet.redis.group import GroupStream, Pending
 from conquiet.redis.ids import FIRST, LAST, next_after, parse
 

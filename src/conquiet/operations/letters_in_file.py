@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from conquiet.codec import from_json
-from conquiet.errors import ConquietError, InvalidMessage, StoreError
+from conquiet.errors import ConquietError, InvalidMessage, NotFound, StoreError
 from conquiet.middleware import dead_letter
 from conquiet.operations.dead_letters import ENTRY, STREAM, Letter, Wanted, letter_of
-from conquiet.operations.errors import NotFound
 from conquiet.sink import Sink
 
 

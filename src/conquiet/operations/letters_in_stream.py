@@ -10,13 +10,12 @@ from typing import Any
 
 import redis
 
-from conquiet.errors import ConquietError, InvalidMessage
+from conquiet.errors import ConquietError, InvalidMessage, NotFound
 from conquiet.message import Message
 from conquiet.middleware import dead_letter
 from conquiet.operations.asking import asking, told, wired
 from conquiet.operations.content import time_of
 from conquiet.operations.dead_letters import ENTRY, STREAM, Letter, Wanted, letter_of
-from conquiet.operations.errors import NotFound
 from conquiet.operations.survey import names_of
 from conquiet.redis import ids
 from conquiet.redis.dead_letter import UNREADABLE_TYPE

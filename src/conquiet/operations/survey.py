@@ -12,8 +12,8 @@ from typing import Any
 
 import redis
 
+from conquiet.errors import NotFound
 from conquiet.operations.asking import wired
-from conquiet.operations.errors import NotFound
 from conquiet.operations.text import moment
 from conquiet.redis import ids
 from conquiet.redis.group import GroupStream

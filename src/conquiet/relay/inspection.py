@@ -35,8 +35,8 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from conquiet.errors import StoreError
 from conquiet.events.table import UuidText
-from conquiet.relay.opening import has_events_layout
 from conquiet.relay.search import Search
+from conquiet.relay.settings import has_events_layout
 from conquiet.sql import Cleanup, dialect
 from conquiet.sql.tables import checked_name
 

@@ -16,15 +16,19 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from conquiet.config import DATABASE_VARIABLE, Url, missing_extra, require
 from conquiet.errors import ConfigError
+from conquiet.registry import SinkOptions, connect_sink, open_database, sink_scheme
 from conquiet.relay.health import Check, Health, HealthServer
-from conquiet.relay.opening import open_engine, open_sink, open_source
 from conquiet.relay.relay import Outcome
-from conquiet.relay.settings import Settings
-from conquiet.source import EndOfSource
+from conquiet.relay.settings import Settings, has_events_layout
+from conquiet.source import EndOfSource, Source
 from conquiet.stopping import Signals
+
+if TYPE_CHECKING:
+    from sqlalchemy import Engine
 
 logger = logging.getLogger("conquiet.relay")
 
@@ -42,28 +46,25 @@ class RelayProcess:
             from conquiet.relay.metrics import RelayMetrics
             from conquiet.relay.watched import WatchedRelay
         except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"{error.name} is not installed: pip install 'conquiet[postgres,redis]'"
-            ) from error
+            raise missing_extra(error, "postgres,redis") from error
         self.settings = settings
         self._open = ExitStack()
         with ExitStack() as undo:
             undo.callback(self._open.close)
-            engine = open_engine(settings)
+            engine = _open_engine(settings)
             self._open.callback(engine.dispose)
-            probing = open_engine(settings, pool_size=2, max_overflow=1)
+            probing = _open_engine(settings, pool_size=2, max_overflow=1)
             self._open.callback(probing.dispose)
-            opened = open_sink(settings)
-            self._open.callback(opened.close)
+            opened = connect_sink(settings.sink, sink_options(settings, self._open))
             inspection = Inspection(probing, settings.table, max_attempts=settings.max_attempts)
-            seconds = settings.check_timeout_ms / 1000
+            seconds = settings.check_timeout_seconds
             # Counting takes long behind a long backlog, which is no reason to be unready.
             self._counts = Check(
                 lambda: asdict(inspection.figures(_COUNT_MS)), timeout=seconds / 2, fresh=5.0
             )
 
             def look_at_database() -> Mapping[str, Any]:
-                inspection.reach(settings.check_timeout_ms)
+                inspection.reach(round(seconds * 1000))
                 counts = self._counts.answer()
                 return counts.detail if counts.ok else {"counts": counts.detail["error"]}
 
@@ -71,14 +72,14 @@ class RelayProcess:
             self._sink = Check(self._look_at_sink(opened.check), timeout=seconds)
             self.metrics = RelayMetrics(self._figures)
             self.relay = WatchedRelay(
-                open_source(settings, engine, cloudevents=opened.cloudevents),
+                _open_source(settings, engine, cloudevents=opened.cloudevents),
                 opened.sink,
                 self.metrics,
                 batch_size=settings.batch_size,
                 ordered=settings.ordered,
                 poll=settings.poll_ms / 1000,
-                longest_pause=settings.longest_pause_ms / 1000,
-                publish_seconds=settings.publish_seconds,
+                longest_pause=settings.longest_pause_seconds,
+                publish_seconds=settings.publish_timeout_seconds,
             )
             self.health = Health(
                 {"database": self._database, "sink": self._sink},
@@ -140,14 +141,14 @@ class RelayProcess:
         self.health.stopping = True
         self.relay.stop()
         waited = 0.0
-        while thread.is_alive() and waited < self.settings.grace_s and signals.count < 2:
+        while thread.is_alive() and waited < self.settings.grace_seconds and signals.count < 2:
             thread.join(_LOOK_SECONDS)
             waited += _LOOK_SECONDS
         return not thread.is_alive()
 
     def _trouble(self) -> str | None:
         busy = self.relay.busy_seconds
-        if busy < self.settings.stuck_after_s:
+        if busy < self.settings.stuck_after_seconds:
             return None
         return f"a batch has been under way for {busy:.0f} s"
 
@@ -179,6 +180,54 @@ class RelayProcess:
             return {"checked": "by publishing"}
 
         return look
+
+
+def sink_options(settings: Settings, closing: ExitStack) -> SinkOptions:
+    return SinkOptions(
+        topic_of(settings),
+        settings.publish_timeout_seconds,
+        settings.check_timeout_seconds,
+        ordered=settings.ordered,
+        broker=settings.broker,
+        origin="CONQUIET_OUTBOX_SINK",
+        closing=closing,
+    )
+
+
+def topic_of(settings: Settings) -> str:
+    """The topic of events that name none: from the URL of the sink, else from the setting."""
+    if sink_scheme(settings.sink) not in ("pubsub", "kafka"):
+        return settings.topic
+    named = Url(settings.sink).path
+    if named and named != settings.topic and settings.origins["topic"] != "default":
+        raise ConfigError(
+            f"two topics: {named!r:.100} in CONQUIET_OUTBOX_SINK, {settings.topic!r:.100} by"
+            f" {settings.origins['topic']}; leave one out"
+        )
+    return named or settings.topic
+
+
+def _open_engine(settings: Settings, **options: Any) -> Engine:
+    return open_database(
+        settings.database, DATABASE_VARIABLE, application="conquiet-relay", **options
+    )
+
+
+def _open_source(settings: Settings, engine: Engine, *, cloudevents: bool) -> Source:
+    options: dict[str, Any] = {
+        "max_attempts": settings.max_attempts,
+        "poll": settings.poll_ms / 1000,
+        "wakeup": settings.wakeup,
+        "ordered": settings.ordered,
+    }
+    if not has_events_layout(settings.table):
+        from conquiet.sql import OutboxSource
+
+        return OutboxSource(engine, settings.table, **options)
+    events: Any = require("conquiet.events.source", "sql")
+    return events.EventSource(  # type: ignore[no-any-return]
+        engine, settings.table, topic=topic_of(settings), cloudevents=cloudevents, **options
+    )
 
 
 def _end_now() -> None:

@@ -93,7 +93,7 @@ async def _healthz(request: Request) -> Response:
 def dashboard(
     *,
     database: Engine | str | None = None,
-    redis: Any = None,
+    broker: Any = None,
     table: str = "outbox",
     max_attempts: int = 10,
     streams: str = "*",
@@ -107,17 +107,17 @@ def dashboard(
     """The dashboard, to be served by itself or mounted in another application.
 
     >>> from conquiet.web import Open, dashboard
-    >>> app = dashboard(redis="redis://localhost:6379/0", auth=Open(), read_only=True)
+    >>> app = dashboard(broker="redis://localhost:6379/0", auth=Open(), read_only=True)
     >>> app.close()
 
-    `database` and `redis` are URLs, or an engine and a client of your own. Without `auth` it is a
-    `Token`: that of CONQUIET_DASHBOARD_TOKEN, else one that is made up and printed on stderr.
-    `allowed_hosts` are the names under which it is reached, besides those of loopback.
+    `database` and `broker` are URLs, or an engine and a Redis client of your own. Without `auth`,
+    users sign in by the token of CONQUIET_DASHBOARD_TOKEN, else by a new one that is printed on
+    stderr. `allowed_hosts` are the names under which it is reached, besides those of loopback.
     """
     return Dashboard(
         Stores(
             database,
-            redis,
+            broker,
             table=table,
             max_attempts=max_attempts,
             streams=streams,

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from conquiet.errors import NotFound
 from conquiet.operations.dead_letters import Letters
-from conquiet.operations.errors import NotFound
 
 _OF_KOMBU = "conquiet:kombu:dead:"
 """As in `conquiet.kombu.layout`: the key prefix of the application before, the queue after."""

@@ -98,7 +98,7 @@ class Pulse:
                 outbox = self._stores.outbox.figures()
             except ConquietError as error:
                 troubles["Database"] = str(error)
-        if self._stores.has_redis:
+        if self._stores.has_broker:
             from conquiet.operations import streams
 
             try:

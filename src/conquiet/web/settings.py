@@ -1,39 +1,30 @@
-"""Settings of `conquiet dashboard`: by flag or environment, the first that says so.
-
-One table, `SETTINGS`, is what reads them and what the documentation shows.
-"""
+"""Settings of `conquiet dashboard`, as `conquiet.config` loads them, and the access they set."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from conquiet import config
+from conquiet.config import Setting, choice, mask, read_boolean, whole
 from conquiet.errors import ConfigError
-from conquiet.relay import settings as of_relay
-from conquiet.relay.masked import masked
-from conquiet.relay.settings import Setting
 
 if TYPE_CHECKING:
     from conquiet.web.access import Access
 
 TOKEN_VARIABLE = "CONQUIET_DASHBOARD_TOKEN"
-"""No flag: whoever lists processes would see it."""
+"""Has no flag: the list of processes would show it."""
 
 
 def _text(text: str) -> str:
     if "\0" in text or len(text) > 1_000:
         raise ValueError
     return text
-
-
-def _port(text: str) -> int:
-    if not text.isascii() or not text.isdecimal() or int(text) > 65_535:
-        raise ValueError
-    return int(text)
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -47,81 +38,64 @@ def _urls(text: str) -> tuple[str, ...]:
     return found
 
 
-def _redis(text: str) -> str:
+def _broker(text: str) -> str:
     if text != "off" and not text.startswith(("redis://", "rediss://", "unix://")):
         raise ValueError
     return "" if text == "off" else text
 
 
-def _kind(text: str) -> str:
-    if text not in ("token", "basic", "header", "none"):
-        raise ValueError
-    return text
-
-
-def _yes_or_no(text: str) -> bool:
-    if text.lower() not in ("true", "false", "1", "0", "yes", "no", "on", "off"):
-        raise ValueError
-    return text.lower() in ("true", "1", "yes", "on")
-
-
-def _shared(name: str) -> Setting:
-    [found] = [one for one in of_relay.SETTINGS if one.name == name]
-    return found
-
-
 _P = "CONQUIET_DASHBOARD_"
+_own = partial(Setting, section="dashboard")
 SETTINGS: tuple[Setting, ...] = (
-    _shared("database"),
-    Setting(
-        "redis", "CONQUIET_REDIS_URL", "redis://localhost:6379/0", _redis,
-        "redis://HOST:PORT/0, rediss://… or off", "the Redis with streams and dead letters", True,
+    config.DATABASE,
+    replace(
+        config.BROKER,
+        read=_broker,
+        allowed="redis://HOST:PORT/0, rediss://… or off",
+        meaning="the Redis with streams and dead letters",
     ),
-    _shared("table"),
-    _shared("max_attempts"),
-    Setting(
+    config.TABLE,
+    config.MAX_ATTEMPTS,
+    _own(
         "streams", f"{_P}STREAMS", "*", _text, "a glob pattern, as in orders*",
         "which streams to show",
     ),
-    Setting(
+    _own(
         "relays", f"{_P}RELAYS", "", _urls, "http://HOST:PORT, several with commas",
-        "health addresses of relays to ask", True,
+        "health addresses of relays to ask", is_url=True, empty=(),
     ),
-    Setting("host", f"{_P}HOST", "127.0.0.1", _text, "an address", "where to listen"),
-    Setting(
-        "port", f"{_P}PORT", "8082", _port, "a whole number from 0 to 65535",
-        "the port; 0 takes a free one",
-    ),
-    Setting(
+    _own("host", f"{_P}HOST", "127.0.0.1", _text, "an address", "where to listen"),
+    _own("port", f"{_P}PORT", "8082", *whole(0, 65_535), "the port; 0 takes a free one"),
+    _own(
         "public_url", f"{_P}PUBLIC_URL", "", _text, "https://HOST/PATH",
-        "how browsers reach it through a proxy that takes the path off", True,
+        "how browsers reach it through a proxy that removes the path", is_url=True,
     ),
-    Setting(
+    _own(
         "allowed_hosts", f"{_P}ALLOWED_HOSTS", "", _words, "names, with commas",
-        "names it is reached by, besides those of loopback",
+        "host names it is reached by, besides those of loopback", empty=(),
     ),
-    Setting(
-        "auth", f"{_P}AUTH", "token", _kind, "token, basic, header or none",
-        "how to let people in; none is for loopback alone",
+    _own(
+        "auth", f"{_P}AUTH", "token", *choice("token", "basic", "header", "none"),
+        "how users sign in; none is for loopback alone",
     ),
-    Setting(
+    _own(
         "token_file", f"{_P}TOKEN_FILE", "", _text, "a path",
-        "a file with the token, made if it is not there; of basic, with USER:PASSWORD",
+        "a file with the token, created if missing; for basic, with USER:PASSWORD",
     ),
-    Setting(
+    _own(
         "auth_header", f"{_P}AUTH_HEADER", "X-Forwarded-User", _text, "a name",
-        "the header in which a proxy says who it is",
+        "the header in which a proxy names the user",
     ),
-    Setting(
+    _own(
         "proxies", f"{_P}PROXIES", "127.0.0.1,::1", _words, "addresses or networks, with commas",
-        "whose header counts",
+        "the proxies whose header is trusted",
     ),
-    Setting(
-        "read_only", f"{_P}READ_ONLY", "false", _yes_or_no, "true or false",
+    _own(
+        "read_only", f"{_P}READ_ONLY", "false", read_boolean, "true or false",
         "show everything, change nothing",
     ),
-    Setting(
-        "hide_payloads", f"{_P}HIDE_PAYLOADS", "false", _yes_or_no, "true or false",
+    _own(
+        "hide_payloads", f"{_P}HIDE_PAYLOADS", "false", read_boolean, "true or false",
         "do not show the data of messages",
     ),
 )  # fmt: skip
@@ -129,10 +103,10 @@ SETTINGS: tuple[Setting, ...] = (
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of one dashboard; `load` makes them."""
+    """The settings of one dashboard; `load` creates them."""
 
     database: str
-    redis: str
+    broker: str
     table: str
     max_attempts: int
     streams: str
@@ -148,7 +122,7 @@ class Settings:
     read_only: bool
     hide_payloads: bool
     secret: str
-    """Of the environment; empty if it has none."""
+    """From the environment; empty if it is not set."""
 
     def shown(self) -> dict[str, str]:
         """Each variable and its value, without secrets."""
@@ -161,49 +135,31 @@ def _shown(setting: Setting, settings: Settings) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     values = value if isinstance(value, tuple) else (str(value),)
-    return ",".join(masked(one) if setting.is_url else one for one in values)
+    return ",".join(mask(one) if setting.is_url else one for one in values)
 
 
 def load(
     flags: Mapping[str, str | None] | None = None, environ: Mapping[str, str] | None = None
 ) -> Settings:
-    """Settings from flags, else the environment, else the defaults.
+    """Load the settings from flags, else the environment, else a TOML file, else the defaults.
 
     >>> load({"port": "9000"}, environ={}).port
     9000
     """
     environ = os.environ if environ is None else environ
-    values: dict[str, Any] = {}
-    for setting in SETTINGS:
-        flag = (flags or {}).get(setting.name)
-        values[setting.name] = _value(setting, flag, environ)
-    return Settings(**values, secret=environ.get(TOKEN_VARIABLE, ""))
-
-
-def _value(setting: Setting, flag: str | None, environ: Mapping[str, str]) -> Any:
-    text, where = flag, setting.flag
-    if text is None:
-        if setting in of_relay.SETTINGS:  # which may stand in the relay's file
-            return of_relay.setting(setting.name, environ, required=False) or ""
-        text, where = environ.get(setting.variable) or setting.default, setting.variable
-    if not text and not setting.default:
-        return setting.read("") if setting.read in (_words, _urls) else ""
-    try:
-        return setting.read(text)
-    except ValueError:
-        shown = masked(text) if setting.is_url else text
-        raise ConfigError(f"{where}: {shown!r:.100} is not {setting.allowed}") from None
+    found = config.load(SETTINGS, flags, environ, section="dashboard")
+    return Settings(**found.values, secret=environ.get(TOKEN_VARIABLE, ""))
 
 
 def access_of(settings: Settings) -> tuple[Access, bool]:
-    """How to let people in, and whether the token was made here and must be told."""
+    """Return how users sign in, and whether a new token was created that must be printed."""
     from conquiet.web.access import Basic, Header, Open, Token, is_loopback
 
     if settings.auth == "none":
         if not is_loopback(settings.host):
             raise ConfigError(
-                f"--no-auth with --host {settings.host}: anybody could change things; listen on"
-                " 127.0.0.1, or choose --auth token, basic or header"
+                f"--no-auth with --host {settings.host}: everyone on the network could change"
+                " things; listen on 127.0.0.1, or choose --auth token, basic or header"
             )
         return Open(), False
     if settings.auth == "header":
@@ -233,5 +189,5 @@ def _of_file(name: str, make: Callable[[], str] | None) -> str:
                 file.write(make() + "\n")
         return path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "it is no text"
+        why = getattr(error, "strerror", None) or "it is not a text file"
         raise ConfigError(f"--token-file {path}: {why}") from None

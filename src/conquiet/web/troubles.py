@@ -9,8 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from conquiet.errors import ConfigError
-from conquiet.operations.errors import NotFound
+from conquiet.errors import ConfigError, NotFound
 from conquiet.web.advice import advice
 from conquiet.web.rendering import page
 

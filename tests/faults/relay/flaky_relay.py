@@ -1,7 +1,7 @@
 """A relay whose sink fails one message in twenty and hangs now and then: `flaky_relay.py FLAGS`.
 
 It is `conquiet relay run` with one more kind of sink. A hang is before or after what was to be
-published has gone out; it outlasts `--stuck-after-s`, so the process ends itself.
+published has gone out; it outlasts `--stuck-after-seconds`, so the process ends itself.
 """
 
 from __future__ import annotations

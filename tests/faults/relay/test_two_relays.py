@@ -48,7 +48,7 @@ class Outbox:
 class Events:
     """`outbox_events`."""
 
-    name, stream = "outbox_events", "pf-domain-events"
+    name, stream = "outbox_events", "domain-events"
     table = relay_table("outbox_events")
     event_id, parked = table.c.id, table.c.attempt_count >= 1_000
 
@@ -71,7 +71,14 @@ class Relays:
             *(sys.executable, str(FLAKY_RELAY), "--database", database, "--table", table),
             *("--sink", f"flaky+{sink}", "--max-attempts", "1000", "--health", "off"),
             *("--poll-ms", "50", "--batch-size", str(batch)),
-            *("--stuck-after-s", "2", "--publish-timeout-ms", "500", "--grace-s", "10"),
+            *(
+                "--stuck-after-seconds",
+                "2",
+                "--publish-timeout-seconds",
+                "0.5",
+                "--grace-seconds",
+                "10",
+            ),
             *("--log-level", "warning"),
         ]
         self._logs = logs

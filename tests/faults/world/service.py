@@ -165,9 +165,16 @@ def relay(config: dict[str, str], outside: Outside) -> bool:
     return not command_line(
         [
             *("relay", "run", "--database", config["postgres"], "--sink", config["redis"]),
-            *("--ordered", "true", "--batch-size", str(BATCH), "--health", "off"),
-            *("--publish-timeout-ms", "3000", "--poll-ms", "100", "--longest-pause-ms", "500"),
-            *("--stuck-after-s", "20", "--grace-s", "10", "--log-level", "warning"),
+            *("--ordered", "--batch-size", str(BATCH), "--health", "off"),
+            *(
+                "--publish-timeout-seconds",
+                "3",
+                "--poll-ms",
+                "100",
+                "--longest-pause-seconds",
+                "0.5",
+            ),
+            *("--stuck-after-seconds", "20", "--grace-seconds", "10", "--log-level", "warning"),
         ]
     )
 

@@ -57,7 +57,7 @@ def test_the_reference_consumer_handles_duplicates_once_and_acks_them(
     consumer = Consumer(redis_client)
     assert consumer.run_once(5.0) == 6
     assert consumer.sent == ["7"]
-    assert redis_client.xpending("pf-domain-events", "notifications")["pending"] == 0
+    assert redis_client.xpending("domain-events", "notifications")["pending"] == 0
     consumer.source.close()
 
 
@@ -68,7 +68,7 @@ def test_the_reference_consumer_does_not_ack_what_is_in_progress_elsewhere(
     consumer = Consumer(redis_client)
     consumer.run_once(5.0)
     assert consumer.sent == []
-    assert redis_client.xpending("pf-domain-events", "notifications")["pending"] == 3
+    assert redis_client.xpending("domain-events", "notifications")["pending"] == 3
     claim.release()
     eventually(lambda: consumer.run_once(0.1) and consumer.sent == ["7"])
     consumer.source.close()
@@ -89,7 +89,7 @@ def test_the_reference_consumer_outlives_its_redis_and_ends_when_told(private_re
     message = Message(
         check(order).payload_json.encode(),
         {"id": str(order.id), "type": "order_created", "source": "/test"},
-        topic="pf-domain-events",
+        topic="domain-events",
     )
     with redis.Redis.from_url(private_redis.url) as client:
         consumer = Consumer(client)

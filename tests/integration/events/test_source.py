@@ -61,7 +61,7 @@ def test_a_message_carries_the_locked_topic_and_attributes(source: EventSource) 
     with Session(source.engine) as session, session.begin():
         emit(session, event)
     [message] = taken(source, 1)
-    assert message.topic == "pf-domain-events"
+    assert message.topic == "domain-events"
     attributes = message.attributes
     assert attributes["event_id"] == attributes["id"] == str(event.id)
     assert attributes["event_type"] == attributes["type"] == "notification_requested"
@@ -416,7 +416,7 @@ def test_from_emit_through_a_relay_and_a_stream_to_a_consumer(engine: Engine, re
         relay.run_once(1.0)
         relay.source.close()
         sink.close()
-        stream = StreamSource(client, "pf-domain-events", group="analytics")
+        stream = StreamSource(client, "domain-events", group="analytics")
         got = stream.read(100, 5.0)
         opened = [CATALOG.open(message.type, message.data) for message in got]
         stream.close()

@@ -48,9 +48,9 @@ def test_inspect_shows_what_waits_and_what_is_worked_on(broker, capsys):
     publish(broker, 3)
     with Connection(broker) as connection:
         Queue("orders")(connection.default_channel).get()
-        [queue] = told(capsys, "inspect", "--url", broker)["queues"]
+        [queue] = told(capsys, "inspect", "--broker", broker)["queues"]
         assert (queue["ready"], queue["pending"], queue["alive"]) == (2, 1, 1)
-        assert main(["kombu", "inspect", "orders", "--url", broker]) == 0
+        assert main(["kombu", "inspect", "orders", "--broker", broker]) == 0
         head, line = capsys.readouterr().out.splitlines()
         assert head.split()[:2] == ["queue", "ready"]
         assert line.split() == ["orders", "2", "1", "1", "0", "0"]
@@ -58,16 +58,16 @@ def test_inspect_shows_what_waits_and_what_is_worked_on(broker, capsys):
 
 def test_a_prefix_tells_applications_apart(broker, capsys):
     publish(broker, 1, global_keyprefix=PREFIX)
-    assert told(capsys, "inspect", "--url", broker) == {"ok": True, "queues": []}
-    assert main(["kombu", "inspect", "--url", broker]) == 0
+    assert told(capsys, "inspect", "--broker", broker) == {"ok": True, "queues": []}
+    assert main(["kombu", "inspect", "--broker", broker]) == 0
     assert capsys.readouterr().out == "no queues\n"
-    [queue] = told(capsys, "inspect", "--url", broker, "--prefix", PREFIX)["queues"]
+    [queue] = told(capsys, "inspect", "--broker", broker, "--prefix", PREFIX)["queues"]
     assert queue["name"] == "orders"
 
 
 def test_a_queue_that_is_not_there_is_named(broker, capsys):
     for arguments in (["inspect", "nowhere"], ["clean", "--delete-queue", "nowhere", "--yes"]):
-        assert main(["kombu", *arguments, "--url", broker]) == 1
+        assert main(["kombu", *arguments, "--broker", broker]) == 1
         captured = capsys.readouterr()
         assert "there is no queue 'nowhere'" in captured.err
         assert "deleted" not in captured.out
@@ -78,18 +78,18 @@ def test_the_messages_of_a_dead_consumer_are_told_and_given_back(broker, redis_c
     died = subprocess.run([sys.executable, "-c", DIES, broker], env=os.environ, timeout=60)
     assert died.returncode == 9
     eventually(lambda: inspection.queues(redis_client)[0].expired == 1)
-    assert main(["kombu", "inspect", "--url", broker]) == 1
+    assert main(["kombu", "inspect", "--broker", broker]) == 1
     captured = capsys.readouterr()
     assert "conquiet kombu clean" in captured.err
-    assert main(["kombu", "clean", "--url", broker]) == 0
+    assert main(["kombu", "clean", "--broker", broker]) == 0
     assert "removed 1 dead consumers, gave back 1 messages" in capsys.readouterr().out
-    [queue] = told(capsys, "inspect", "--url", broker)["queues"]
+    [queue] = told(capsys, "inspect", "--broker", broker)["queues"]
     assert (queue["ready"], queue["pending"], queue["expired"]) == (2, 0, 0)
 
 
 def test_a_queue_is_deleted_when_it_is_empty_or_by_force(broker, capsys, redis_client):
     publish(broker, 1)
-    delete = ("clean", "--url", broker, "--delete-queue", "orders", "--yes")
+    delete = ("clean", "--broker", broker, "--delete-queue", "orders", "--yes")
     assert told(capsys, *delete, code=1)["kept_queues"] == ["orders"]
     assert main(["kombu", *delete]) == 1
     assert "kept orders: it is not empty" in capsys.readouterr().out
@@ -102,22 +102,22 @@ def test_dead_letters_are_told_with_their_reason_and_deleted(broker, capsys, red
     with Connection(broker, transport_options={"delivery_limit": 1}) as connection:
         Queue("orders")(connection.default_channel).get().requeue()
     eventually(lambda: inspection.queues(redis_client)[0].dead_letters == 1)
-    found = told(capsys, "inspect", "--url", broker, "--dead-letters", code=1)
+    found = told(capsys, "inspect", "--broker", broker, "--dead-letters", code=1)
     [letter] = found["queues"][0]["letters"]
     assert letter["reason"]
-    assert main(["kombu", "inspect", "--dead-letters", "--url", broker]) == 1
+    assert main(["kombu", "inspect", "--dead-letters", "--broker", broker]) == 1
     assert letter["reason"] in capsys.readouterr().out
-    delete = ("clean", "--url", broker, "--delete-dead-letters", "orders", "--yes")
+    delete = ("clean", "--broker", broker, "--delete-dead-letters", "orders", "--yes")
     assert told(capsys, *delete)["deleted_dead_letters"] == {"orders": 1}
-    assert told(capsys, "inspect", "--url", broker)["ok"]
+    assert told(capsys, "inspect", "--broker", broker)["ok"]
 
 
 def test_the_names_of_expired_queues_are_forgotten(broker, capsys, redis_client):
     publish(broker, 1, Queue("brief", expires=0.2))
     eventually(lambda: not inspection.queues(redis_client)[0].exists)
-    assert main(["kombu", "inspect", "--url", broker]) == 0
+    assert main(["kombu", "inspect", "--broker", broker]) == 0
     assert "brief (expired)" in capsys.readouterr().out
-    assert told(capsys, "clean", "--url", broker)["expired_queues"] == ["brief"]
+    assert told(capsys, "clean", "--broker", broker)["expired_queues"] == ["brief"]
     assert inspection.queues(redis_client) == []
 
 
@@ -128,5 +128,5 @@ def test_somebody_is_asked_before_anything_is_deleted(
     publish(broker, 0)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", lambda question: answer)
-    assert main(["kombu", "clean", "--url", broker, "--delete-queue", "orders"]) == code
+    assert main(["kombu", "clean", "--broker", broker, "--delete-queue", "orders"]) == code
     assert len(inspection.queues(redis_client)) == left

@@ -8,6 +8,7 @@ from conquiet.events import EventSource
 from conquiet.redis import StreamSink, StreamSource
 from conquiet.relay import Relay
 from conquiet.worker import Worker
+from marketplace.generator import DOMAIN_TOPIC
 from marketplace.service import marketplace_router
 
 
@@ -28,7 +29,8 @@ def handle_all(engine, client, messages, timeout=60):
 
 def relay_all(engine, client):
     """Publish every row of `outbox_events` that waits."""
-    relay = Relay(EventSource(engine, cloudevents=True), StreamSink(client), batch_size=500)
+    source = EventSource(engine, topic=DOMAIN_TOPIC, cloudevents=True)
+    relay = Relay(source, StreamSink(client), batch_size=500)
     while relay.run_once(0.0).published:
         pass
     relay.source.close()

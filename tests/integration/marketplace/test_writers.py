@@ -64,7 +64,8 @@ def test_a_relay_publishes_the_outbox_as_the_generator_did(engine, redis_client)
     entries = [e for e in WORLD.entries() if not e.is_telemetry]
     expected = {e.event_id: e for e in entries if not e.is_foreign}
     assert write_outbox(engine, entries) == len(expected)
-    relay = Relay(EventSource(engine, cloudevents=True), StreamSink(redis_client), batch_size=500)
+    source = EventSource(engine, topic=DOMAIN_TOPIC, cloudevents=True)
+    relay = Relay(source, StreamSink(redis_client), batch_size=500)
     while relay.run_once(0.0).published:
         pass
     relay.source.close()

@@ -20,7 +20,7 @@ from conquiet.sql.tables import outbox_table
 
 @pytest.fixture(autouse=True)
 def the_servers_are_named(redis_url, monkeypatch) -> None:
-    monkeypatch.setenv("CONQUIET_REDIS_URL", redis_url)
+    monkeypatch.setenv("CONQUIET_BROKER_URL", redis_url)
     monkeypatch.delenv("CONQUIET_DATABASE_URL", raising=False)
     monkeypatch.setattr("sys.stdin", io.StringIO())  # nobody to ask
 
@@ -243,9 +243,9 @@ def test_trace_follows_an_event(sqlite_url, redis_client, source, told, said) ->
         }  # fmt: skip
         connection.execute(insert(outbox_table()).values(**row))
     engine.dispose()
-    found = told("trace", "m-0", "--database-url", sqlite_url)
+    found = told("trace", "m-0", "--database", sqlite_url)
     assert found["logged"][0]["takers"][0]["consumer"] == "w-1"
-    out, _ = said("trace", "m-0", "--database-url", sqlite_url)
+    out, _ = said("trace", "m-0", "--database", sqlite_url)
     assert "outbox   outbox row 1: published, sold" in out
     assert "billing: pending with w-1" in out
     out, err = said("trace", "nothing", code=1)
@@ -294,7 +294,7 @@ def test_a_group_that_is_not_there_is_told_in_one_line(publish, said) -> None:
 EVERY = [*COMMANDS, ("streams", "list"), ("streams", "lag"), ("dead-letters", "list")]
 SERVERS = {
     "out of reach": ("redis://:top-secret@127.0.0.1:1/0", 1, "is it running"),
-    "no URL": ("nonsense", 2, "must specify one of the following schemes"),
+    "no URL": ("nonsense", 2, "is not a URL such as redis://HOST:PORT/0"),
     "of something else": ("http://h", 2, "must specify one of the following schemes"),
     "password in pieces": ("redis://u:top-secret/x@127.0.0.1/0", 2, "percent-encode"),
     "a setting nobody knows": ("redis://127.0.0.1/0?colour=blue", 2, "colour"),
@@ -309,7 +309,7 @@ SERVERS = {
 )
 def test_a_server_that_cannot_be_used_is_told_in_one_line(command, what, said) -> None:
     url, code, says = SERVERS[what]
-    _, err = said(*command, "--url", url, code=code)
+    _, err = said(*command, "--broker", url, code=code)
     [line] = err.splitlines()
     assert says in line
     assert "top-secret" not in line
@@ -321,9 +321,9 @@ def test_a_wrong_password_is_told_and_not_shown(private_redis, said) -> None:
     with redis.Redis.from_url(private_redis.url) as client:
         client.config_set("requirepass", "right-one")
     url = private_redis.url.replace("redis://", "redis://:top-secret@", 1)
-    _, err = said("streams", "list", "--url", url, code=1)
+    _, err = said("streams", "list", "--broker", url, code=1)
     [line] = err.splitlines()
-    assert "correct user and password in --url" in line
+    assert "correct user and password in --broker" in line
     assert "top-secret" not in line
-    _, err = said("trace", "e-1", "--redis-url", url, code=1)
-    assert "in --redis-url" in err
+    _, err = said("trace", "e-1", "--broker", url, code=1)
+    assert "in --broker" in err

@@ -78,11 +78,10 @@ COMMANDS = [
 def test_a_database_that_is_not_there_is_told_in_one_line(
     command, database_url, capsys, monkeypatch
 ) -> None:
-    monkeypatch.delenv("CONQUIET_REDIS_URL", raising=False)
+    monkeypatch.delenv("CONQUIET_BROKER_URL", raising=False)
     server, _, _ = database_url.rpartition("/")
     address = f"{server}/nowhere".replace("postgres@", "postgres:top-secret@")
-    option = "--database-url" if command[0] == "trace" else "--url"
-    assert main([*command, option, address]) == 1
+    assert main([*command, "--database", address]) == 1
     [line] = capsys.readouterr().err.splitlines()
     assert 'database "nowhere" does not exist' in line
     assert "top-secret" not in line
@@ -92,6 +91,6 @@ def test_a_database_that_is_not_there_is_told_in_one_line(
 def test_tables_that_are_not_there_are_told_with_the_command_that_makes_them(
     command, database_url, capsys
 ) -> None:
-    assert main([*command, "--url", database_url]) == 1
+    assert main([*command, "--database", database_url]) == 1
     [line] = capsys.readouterr().err.splitlines()
     assert "conquiet outbox migrate" in line

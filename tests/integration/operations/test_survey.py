@@ -140,7 +140,7 @@ def test_a_cluster_is_asked_node_by_node(capsys) -> None:
             assert peek(client, "orders:{1}", limit=1, newest=True)[0].event_id == "m-90"
             assert letter_streams(client) == {"dead": 1}
         for port in ports:  # whichever node is named, all of them are meant
-            assert main(["streams", "list", "--json", "--url", f"redis://127.0.0.1:{port}"]) == 0
+            assert main(["streams", "list", "--json", "--broker", f"redis://127.0.0.1:{port}"]) == 0
             assert len(json.loads(capsys.readouterr().out)) == 7
             stores = Stores(None, f"redis://127.0.0.1:{port}")
             assert len(streams(stores.client)) == 7

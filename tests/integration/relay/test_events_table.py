@@ -52,7 +52,7 @@ def store(url: str, count: int, aggregates: list[str] | None = None) -> list[str
 
 def outbox(url: str, *arguments: str, code: int = 0):
     said = io.StringIO()
-    where = ["--url", url, "--table", "outbox_events", "--max-attempts", "1", "--json"]
+    where = ["--database", url, "--table", "outbox_events", "--max-attempts", "1", "--json"]
     with redirect_stdout(said):
         assert main(["outbox", *arguments, *where]) == code
     return json.loads(said.getvalue())
@@ -64,7 +64,7 @@ def test_events_are_published_with_their_ids_and_logged_with_their_aggregate(
     ids = store(url, 5)
     relay = start(url, redis_url, *QUICK)
     assert eventually(lambda: outbox(url, "status")["pending"] == 0, timeout=30, interval=0.2)
-    found = [fields[b"id"].decode() for _, fields in redis_client.xrange("pf-domain-events")]
+    found = [fields[b"id"].decode() for _, fields in redis_client.xrange("domain-events")]
     assert sorted(found) == sorted(ids)
     assert eventually(lambda: len(relay.said("published")) == 5)
     line = relay.said("published")[0]
@@ -100,13 +100,11 @@ def test_parked_events_are_shown_sent_again_and_pruned(url, start):
 def test_S12_relays_keep_the_order_of_each_aggregate(url, redis_url, redis_client, start):
     aggregates = [str(uuid4()) for _ in range(5)]
     ids = store(url, 60, aggregates)
-    relays = [
-        start(url, redis_url, *QUICK, "--ordered", "true", "--batch-size", "7") for _ in range(2)
-    ]
+    relays = [start(url, redis_url, *QUICK, "--ordered", "--batch-size", "7") for _ in range(2)]
     assert all(eventually(lambda relay=relay: relay.port, timeout=30) for relay in relays)
     assert eventually(lambda: outbox(url, "status")["pending"] == 0, timeout=30, interval=0.2)
     assert [relay.stop() for relay in relays] == [0, 0]
-    found = [fields for _, fields in redis_client.xrange("pf-domain-events")]
+    found = [fields for _, fields in redis_client.xrange("domain-events")]
     for number, aggregate in enumerate(aggregates):
         sent = [one[b"id"].decode() for one in found if one[b"subject"].decode() == aggregate]
         assert sent == ids[number::5]
@@ -118,7 +116,7 @@ def test_a_topic_in_partitions_keeps_each_aggregate_in_one(url, redis_url, redis
     relay = start(url, f"{redis_url}?partitions=3", *QUICK)
     assert eventually(lambda: outbox(url, "status")["pending"] == 0, timeout=30, interval=0.2)
     assert relay.stop() == 0
-    streams = redis_client.keys("pf-domain-events*")
+    streams = redis_client.keys("domain-events*")
     places = [
         {fields[b"subject"] for _, fields in redis_client.xrange(stream)} for stream in streams
     ]

@@ -10,7 +10,7 @@ import pytest
 from tests.integration.sql.claiming import fill, unpublished
 from tests.waiting import eventually
 
-QUICK = ("--poll-ms", "50", "--longest-pause-ms", "200")
+QUICK = ("--poll-ms", "50", "--longest-pause-seconds", "0.2")
 
 
 class Receiver(ThreadingHTTPServer):

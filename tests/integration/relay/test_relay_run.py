@@ -13,7 +13,7 @@ from tests.waiting import eventually
 
 from conquiet.sql import written
 
-QUICK = ("--poll-ms", "50", "--longest-pause-ms", "200", "--check-timeout-ms", "1000")
+QUICK = ("--poll-ms", "50", "--longest-pause-seconds", "0.2", "--check-timeout-seconds", "1")
 
 
 def test_it_publishes_what_waits_and_what_comes_and_tells(
@@ -147,7 +147,9 @@ def test_a_row_that_is_refused_is_parked_alone_and_can_be_sent_again(database, e
         exposition = relay.get("/metrics")[1]
         assert sample(exposition, 'conquiet_relay_failed_total{reason="Refused"}') == 1
         receiver.answers.clear()
-        done = subprocess.run([*CONQUIET, "outbox", "retry", "e-99", "--url", database], check=True)
+        done = subprocess.run(
+            [*CONQUIET, "outbox", "retry", "e-99", "--database", database], check=True
+        )
         assert done.returncode == 0
         assert eventually(lambda: unpublished(engine) == 0, timeout=30)
         assert relay.stop() == 0
@@ -167,7 +169,7 @@ def test_a_relay_that_is_killed_leaves_nothing_locked(postgres_engine, redis_url
 def test_a_stuck_batch_ends_the_process_and_frees_its_rows(postgres_engine, start, dripping_port):
     engine, url = postgres_engine
     fill(engine, 5)
-    impatient = ("--stuck-after-s", "1", "--publish-timeout-ms", "250")
+    impatient = ("--stuck-after-seconds", "1", "--publish-timeout-seconds", "0.25")
     relay = start(url, f"http://127.0.0.1:{dripping_port}/", *QUICK, *impatient)
     assert relay.process.wait(30) == 1
     assert relay.said("its rows are free again")
@@ -180,7 +182,7 @@ def test_a_second_signal_abandons_a_batch_that_hangs(postgres_engine, start, sil
     engine, url = postgres_engine
     fill(engine, 5)
     relay = start(
-        url, f"redis://127.0.0.1:{silent_port}/0", *QUICK, "--publish-timeout-ms", "60000"
+        url, f"redis://127.0.0.1:{silent_port}/0", *QUICK, "--publish-timeout-seconds", "60"
     )
     assert relay.port
     assert eventually(lambda: relay.get("/readyz")[0] == 503)

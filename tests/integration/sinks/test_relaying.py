@@ -9,8 +9,8 @@ from sqlalchemy import Engine
 from tests.integration.sql.claiming import fill, made, rows, unpublished
 from tests.unit.sinks.http_receiver import Receiver
 
+from conquiet.registry import open_sink
 from conquiet.relay import Relay
-from conquiet.relay.sinks import sink_from_url
 from conquiet.sql.claim import OutboxSource
 
 
@@ -29,7 +29,7 @@ def receiver() -> Iterator[Receiver]:
 @pytest.fixture
 def relay(engine: Engine, receiver: Receiver) -> Iterator[Relay]:
     source = OutboxSource(engine, poll=0.01, wakeup=False)
-    sink = sink_from_url(receiver.url)
+    sink = open_sink(receiver.url)
     yield Relay(source, sink, batch_size=20)
     source.close()
     sink.close()

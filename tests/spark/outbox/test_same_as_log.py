@@ -64,7 +64,7 @@ def test_domain_events_are_the_same_too(url, engine, redis_url, redis_client):
     assert set(answers) == {None}
     found = compared(read(url, table="outbox_events"))
     assert len(found) == len(CATALOG.declarations)
-    assert found == compared(read_log(redis_url, "pf-domain-events"))
+    assert found == compared(read_log(redis_url, "domain-events"))
 
 
 def test_data_of_an_outbox_is_a_struct_or_text_if_asked_for(url, engine):

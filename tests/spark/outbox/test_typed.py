@@ -24,7 +24,7 @@ def test_typed_events_of_the_log_and_of_the_outbox_are_the_same(
     source = EventSource(engine, cloudevents=True, wakeup=False)
     StreamSink(redis_client).publish(source.read(1000, 5.0))
     source.close()
-    log = events(spark, CATALOG, "order_created", url=redis_url, streams="pf-domain-events")
+    log = events(spark, CATALOG, "order_created", url=redis_url, streams="domain-events")
     outbox = {"url": url, "table": "outbox_events", "format": "conquiet-outbox"}
     frames = [log, events(spark, CATALOG, "order_created", **outbox)]
     [[published], [stored]] = [frame.drop(*PLACE, "attributes").collect() for frame in frames]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import stat
 import time
@@ -12,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from conquiet.cli import examination, main, server_checks
+from conquiet.cli import doctor, main
+from conquiet.config import mask
 from conquiet.embedded import binaries
-from conquiet.relay.masked import masked
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("CONQUIET_REDIS_URL", "CONQUIET_DATABASE_URL", "JAVA_HOME"):
+    for name in ("CONQUIET_BROKER_URL", "CONQUIET_DATABASE_URL", "JAVA_HOME"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -60,7 +61,7 @@ def test_a_missing_extra_comes_with_the_command_that_installs_it(capsys, monkeyp
             raise metadata.PackageNotFoundError(name)
         return version(name)
 
-    monkeypatch.setattr(examination.metadata, "version", without_kafka)
+    monkeypatch.setattr(metadata, "version", without_kafka)
     code, checks = examined(capsys)
     assert code == 0
     assert checks["kafka"]["status"] == "absent"
@@ -76,14 +77,14 @@ def test_needing_what_nobody_knows_is_a_wrong_usage(capsys) -> None:
     assert "--need nonsense: unknown" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", ["redis", "database"])
+@pytest.mark.parametrize("kind", ["broker", "database"])
 def test_a_server_that_was_named_and_cannot_be_reached_is_broken(
     capsys, closed_port, kind, monkeypatch
 ) -> None:
-    scheme = "redis" if kind == "redis" else "postgresql"
+    scheme = "redis" if kind == "broker" else "postgresql"
     url = f"{scheme}://app:top-secret@127.0.0.1:{closed_port}/x"
-    name = "redis server" if kind == "redis" else "database"
-    code, checks = examined(capsys, f"--{kind}-url", url)
+    name = "redis server" if kind == "broker" else "database"
+    code, checks = examined(capsys, f"--{kind}", url)
     assert (code, checks[name]["status"]) == (1, "broken")
     monkeypatch.setenv(f"CONQUIET_{kind.upper()}_URL", url)
     code, checks = examined(capsys)
@@ -93,14 +94,14 @@ def test_a_server_that_was_named_and_cannot_be_reached_is_broken(
 
 
 @pytest.mark.parametrize("url", ["nonsense", "nosuchdb://x", "http://[x", "postgresql://h:x/y"])
-@pytest.mark.parametrize("kind", ["redis", "database"])
+@pytest.mark.parametrize("kind", ["broker", "database"])
 def test_a_url_that_is_none_is_broken_and_not_a_crash(capsys, kind, url) -> None:
-    code, _ = examined(capsys, f"--{kind}-url", url)
+    code, _ = examined(capsys, f"--{kind}", url)
     assert code == 1
 
 
 def test_a_database_that_answers_is_ok(capsys, sqlite_url) -> None:
-    code, checks = examined(capsys, "--database-url", sqlite_url)
+    code, checks = examined(capsys, "--database", sqlite_url)
     assert (code, checks["database"]["status"]) == (0, "ok")
     assert "sqlite 3." in checks["database"]["detail"]
 
@@ -115,8 +116,8 @@ def test_a_database_that_answers_is_ok(capsys, sqlite_url) -> None:
         ("redis://u:s3/cret@cache/0", "redis://u:***@cache/0"),
     ],
 )
-def test_passwords_are_masked(url: str, expected: str) -> None:
-    assert masked(url) == expected
+def test_passwords_are_mask(url: str, expected: str) -> None:
+    assert mask(url) == expected
 
 
 def fake_java(directory: Path, says: str, code: int = 0) -> str:
@@ -144,7 +145,7 @@ def test_java_is_ok_from_17_on(capsys, monkeypatch, tmp_path, says, code, status
 
 
 def test_without_java_the_package_is_named(capsys, monkeypatch) -> None:
-    monkeypatch.setattr(examination.shutil, "which", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
     _, checks = examined(capsys)
     assert checks["java"]["status"] == "absent"
     assert "apt-get install" in checks["java"]["fix"]
@@ -160,12 +161,12 @@ def test_embedded_servers_that_are_not_installed_name_their_package(capsys, monk
 def test_tables_are_looked_at_and_the_command_that_mends_them_is_named(capsys, sqlite_url) -> None:
     import sqlite3
 
-    code, checks = examined(capsys, "--database-url", sqlite_url)
+    code, checks = examined(capsys, "--database", sqlite_url)
     assert (code, checks["table outbox"]["status"]) == (0, "absent")
     assert checks["table outbox"]["fix"] == "conquiet outbox migrate"
-    assert main(["outbox", "migrate", "--url", sqlite_url]) == 0
+    assert main(["outbox", "migrate", "--database", sqlite_url]) == 0
     capsys.readouterr()
-    code, checks = examined(capsys, "--database-url", sqlite_url)
+    code, checks = examined(capsys, "--database", sqlite_url)
     assert (code, checks["table outbox"]["status"]) == (0, "ok")
     assert checks["parked rows"]["detail"] == "none; 0 wait"
     with sqlite3.connect(sqlite_url.removeprefix("sqlite:///")) as connection:
@@ -176,7 +177,7 @@ def test_tables_are_looked_at_and_the_command_that_mends_them_is_named(capsys, s
             " 'Refused')"
         )
     connection.close()
-    code, checks = examined(capsys, "--database-url", sqlite_url)
+    code, checks = examined(capsys, "--database", sqlite_url)
     assert (code, checks["table outbox"]["status"]) == (1, "broken")
     assert "outbox_claimable" in checks["table outbox"]["detail"]
     assert (checks["parked rows"]["status"], checks["parked rows"]["detail"]) == ("notice", "1")
@@ -186,6 +187,6 @@ def test_tables_are_looked_at_and_the_command_that_mends_them_is_named(capsys, s
 @pytest.mark.parametrize(("seconds", "status"), [(0, "ok"), (-3, "ok"), (60, "notice")])
 def test_clocks_that_differ_are_a_notice(seconds, status) -> None:
     now = time.time()
-    check = server_checks._clock("redis clock", now + seconds, now)
+    check = doctor._compare_clocks("redis clock", now + seconds, now)
     assert check.status == status
     assert "NTP" in check.fix

@@ -11,7 +11,7 @@ from conquiet.cli import main
 
 @pytest.fixture(autouse=True)
 def no_server_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CONQUIET_REDIS_URL", raising=False)
+    monkeypatch.delenv("CONQUIET_BROKER_URL", raising=False)
 
 
 @pytest.mark.parametrize("verb", ["inspect", "clean"])
@@ -20,19 +20,22 @@ def test_help_has_an_example_and_the_exit_codes(verb, capsys) -> None:
         main(["kombu", verb, "--help"])
     assert ended.value.code == 0
     text = capsys.readouterr().out
-    assert f"conquiet kombu {verb} --url" in text
+    assert f"conquiet kombu {verb} --broker" in text
     assert "exit codes:" in text
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["inspect"], "use --url, or set CONQUIET_REDIS_URL"),
-        (["inspect", "--url", "http://h"], "--url http://h:"),
-        (["inspect", "--url", "sentinel-streams://h"], "name the master itself"),
-        (["clean", "--force", "--url", "redis://h"], "--force belongs to --delete-queue"),
-        (["clean", "--delete-queue", "q", "--url", "redis://127.0.0.1:1"], "--yes says"),
-        (["clean", "--delete-dead-letters", "q", "--url", "redis://127.0.0.1:1"], "--yes says"),
+        (["inspect"], "use --broker, or set CONQUIET_BROKER_URL"),
+        (["inspect", "--broker", "http://h"], "--broker http://h:"),
+        (["inspect", "--broker", "sentinel-streams://h"], "name the master itself"),
+        (["clean", "--force", "--broker", "redis://h"], "--force belongs to --delete-queue"),
+        (["clean", "--delete-queue", "q", "--broker", "redis://127.0.0.1:1"], "--yes confirms"),
+        (
+            ["clean", "--delete-dead-letters", "q", "--broker", "redis://127.0.0.1:1"],
+            "--yes confirms",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(arguments, says, capsys, monkeypatch) -> None:
@@ -44,7 +47,7 @@ def test_what_cannot_work_is_refused_in_one_line(arguments, says, capsys, monkey
 
 @pytest.mark.parametrize("scheme", ["redis", "redis-streams"])
 def test_a_server_out_of_reach_is_one_line_without_the_password(scheme, capsys) -> None:
-    assert main(["kombu", "inspect", "--url", f"{scheme}://:top-secret@127.0.0.1:1/0"]) == 1
+    assert main(["kombu", "inspect", "--broker", f"{scheme}://:top-secret@127.0.0.1:1/0"]) == 1
     [line] = capsys.readouterr().err.splitlines()
     assert f"{scheme}://:***@127.0.0.1:1" in line
     assert "top-secret" not in line

@@ -81,9 +81,9 @@ def test_list_shows_the_oldest_first_or_only_what_is_parked(url, capsys) -> None
 
 def test_an_empty_outbox_says_so(sqlite_url, capsys) -> None:
     schema.init(sqlite_url)
-    assert main(["outbox", "list", "--url", sqlite_url]) == 0
+    assert main(["outbox", "list", "--database", sqlite_url]) == 0
     assert "nothing waits" in capsys.readouterr().out
-    assert main(["outbox", "status", "--url", sqlite_url]) == 0
+    assert main(["outbox", "status", "--database", sqlite_url]) == 0
 
 
 def test_show_has_payload_and_error(url, capsys) -> None:
@@ -132,7 +132,7 @@ def test_a_wrong_age_is_refused(url, age, capsys) -> None:
 
 def test_a_table_that_is_not_there_is_one_line(sqlite_url, capsys) -> None:
     schema.init(sqlite_url)
-    assert main(["outbox", "status", "--url", sqlite_url, "--table", "others"]) == 1
+    assert main(["outbox", "status", "--database", sqlite_url, "--table", "others"]) == 1
     [line] = capsys.readouterr().err.splitlines()
     assert "no such table: others" in line
 

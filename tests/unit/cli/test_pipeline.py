@@ -22,14 +22,14 @@ HEAVY = ("pyarrow", "pandas", "numpy", "deltalake", "sqlalchemy", "psycopg-binar
 
 @pytest.fixture(autouse=True)
 def no_servers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CONQUIET_REDIS_URL", raising=False)
+    monkeypatch.delenv("CONQUIET_BROKER_URL", raising=False)
     monkeypatch.delenv("CONQUIET_DATABASE_URL", raising=False)
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--streams", "s"], "CONQUIET_REDIS_URL"),
+        (["--streams", "s"], "CONQUIET_BROKER_URL"),
         (["--from", "outbox"], "CONQUIET_DATABASE_URL"),
         (["--url", "redis://h"], "--streams 'orders,payments:*'"),
         (["--url", "redis://h", "--streams", "s", "--table", "t"], "--table is for --from outbox"),
@@ -112,7 +112,7 @@ def test_options_of_the_source_come_from_the_command_line() -> None:
 
 
 def test_the_address_may_stand_in_a_file_where_no_list_of_processes_shows_it(monkeypatch) -> None:
-    monkeypatch.setenv("CONQUIET_REDIS_URL", "redis://elsewhere")
+    monkeypatch.setenv("CONQUIET_BROKER_URL", "redis://elsewhere")
     options = parsed("--streams", "a", "--option", "urlFile=/run/redis-url")
     assert source_options(options) == {
         "urlFile": "/run/redis-url",

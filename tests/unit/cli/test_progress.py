@@ -38,8 +38,6 @@ def test_without_a_total_it_counts() -> None:
     progress = Progress("pruning", after=0.0, stream=screen)
     progress.tell(12_000, "pruning outbox")
     assert "pruning outbox  12,000  " in screen.getvalue()
-    progress.line("a word")
-    assert "a word" in screen.getvalue()
 
 
 def test_a_pipe_sees_nothing_of_it() -> None:
@@ -47,7 +45,6 @@ def test_a_pipe_sees_nothing_of_it() -> None:
     with Progress("replaying", 2, after=0.0, stream=pipe) as progress:
         progress.tell(1)
         progress.draw()
-        progress.line("a word")
     assert pipe.getvalue() == ""
 
 

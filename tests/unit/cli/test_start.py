@@ -13,8 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from conquiet.cli import build_parser, main
-from conquiet.cli.confirmation import confirmed
-from conquiet.cli.terminal import has_colour, red
+from conquiet.cli.terminal import confirm, has_colour, red
 from conquiet.errors import ConfigError
 
 HEAVY = {
@@ -105,16 +104,16 @@ def test_what_deletes_asks_or_takes_yes() -> None:
 
 def test_nothing_is_deleted_by_a_script_that_does_not_say_yes(monkeypatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO())
-    with pytest.raises(ConfigError, match="--yes says that you mean it"):
-        confirmed("delete all", yes=False)
-    assert confirmed("delete all", yes=True)
+    with pytest.raises(ConfigError, match="--yes confirms it"):
+        confirm("delete all", yes=False)
+    assert confirm("delete all", yes=True)
 
 
 def test_whoever_is_asked_may_say_no(capsys, monkeypatch) -> None:
     monkeypatch.setattr("sys.stdin", Screen(True))
     for answer, expected in (("y", True), ("YES ", True), ("", False), ("n", False)):
         monkeypatch.setattr("builtins.input", lambda _, answer=answer: answer)
-        assert confirmed("delete all", yes=False) is expected
+        assert confirm("delete all", yes=False) is expected
     assert "nothing was deleted" in capsys.readouterr().err
 
 

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[3]
 VARIABLES = {setting.variable for setting in (*SETTINGS, *web_settings.SETTINGS)} | {
     "CONQUIET_CONFIG",
     "CONQUIET_OUTBOX_CATALOG",
-    "CONQUIET_REDIS_URL",
+    "CONQUIET_BROKER_URL",
 }
 FILES = ("Dockerfile", "compose.yaml", "Procfile", "heroku.yml", "Makefile")
 

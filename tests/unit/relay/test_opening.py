@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import pytest
 
 from conquiet.errors import ConfigError, SinkUnavailable
-from conquiet.relay.opening import SINKS, has_events_layout, open_engine, open_sink, topic_of
-from conquiet.relay.settings import Settings, load
+from conquiet.registry import SINKS, OpenSink, connect_sink, open_database
+from conquiet.relay.process import sink_options, topic_of
+from conquiet.relay.settings import Settings, has_events_layout, load
 
 
 def settings(sink: str, **more: str) -> Settings:
-    given = {"database": "sqlite:///shop.db", "sink": sink, "check_timeout_ms": "200", **more}
+    given = {"database": "sqlite:///shop.db", "sink": sink, "check_timeout_seconds": "0.2", **more}
     return load(given, environ={})
+
+
+def opened_sink(settings: Settings, closing: ExitStack | None = None) -> OpenSink:
+    return connect_sink(settings.sink, sink_options(settings, closing or ExitStack()))
 
 
 @pytest.mark.parametrize(
@@ -23,55 +30,52 @@ def settings(sink: str, **more: str) -> Settings:
     ],
 )
 def test_a_sink_out_of_reach_opens_and_its_check_fails(url, kind) -> None:
-    opened = open_sink(settings(url))
-    try:
+    with ExitStack() as closing:
+        opened = opened_sink(settings(url), closing)
+        closing.callback(opened.sink.close)
         assert type(opened.sink).__name__ == kind
         assert opened.check is not None
         with pytest.raises(SinkUnavailable):
             opened.check()
-    finally:
-        opened.sink.close()
-        opened.close()
 
 
-def test_redis_is_the_default_and_is_where_the_variable_says(monkeypatch) -> None:
+def test_redis_is_the_default_and_is_the_broker() -> None:
     import redis
 
-    monkeypatch.setenv("CONQUIET_REDIS_URL", "redis://127.0.0.1:1/0")
-    opened = open_sink(settings("redis:"))
-    assert opened.check is not None
-    with pytest.raises(redis.ConnectionError, match=r"127\.0\.0\.1:1"):
-        opened.check()
-    opened.close()
+    broker = {"broker": "redis://127.0.0.1:1/0"}
+    with ExitStack() as closing:
+        opened = opened_sink(settings("redis:", **broker), closing)
+        assert opened.check is not None
+        with pytest.raises(redis.ConnectionError, match=r"127\.0\.0\.1:1"):
+            opened.check()
 
 
 def test_a_wrong_redis_url_is_a_wrong_setting() -> None:
     with pytest.raises(ConfigError, match="partitions"):
-        open_sink(settings("redis://h/0?partitions=many"))
+        opened_sink(settings("redis://h/0?partitions=many"))
 
 
 def test_an_option_that_redis_does_not_know_is_a_wrong_setting() -> None:
     with pytest.raises(ConfigError, match=r"CONQUIET_OUTBOX_SINK .*'foo'"):
-        open_sink(settings("redis://h/0?foo=bar"))
+        opened_sink(settings("redis://h/0?foo=bar"))
 
 
-def test_the_variable_that_is_wrong_is_the_one_that_is_named(monkeypatch) -> None:
-    monkeypatch.setenv("CONQUIET_REDIS_URL", "http://h")
-    with pytest.raises(ConfigError, match="CONQUIET_REDIS_URL"):
-        open_sink(settings("redis:"))
+def test_the_variable_that_is_wrong_is_the_one_that_is_named() -> None:
+    with pytest.raises(ConfigError, match="CONQUIET_BROKER_URL"):
+        opened_sink(settings("redis:", broker="http://h"))
 
 
 @pytest.mark.parametrize(
     ("database", "says"),
     [
-        ("sqlite:///typo.db", "conquiet outbox migrate would make it"),
+        ("sqlite:///typo.db", "conquiet outbox migrate would create it"),
         ("sqlite://", "needs a SQLite file"),
     ],
 )
 def test_a_file_that_is_not_there_is_not_made(database, says, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=says):
-        open_engine(settings("redis:", database=database))
+        open_database(database, "CONQUIET_DATABASE_URL")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -80,11 +84,11 @@ def test_a_package_that_is_missing_is_named_with_the_command_that_brings_it(monk
 
     monkeypatch.setitem(sys.modules, "redis", None)
     with pytest.raises(ConfigError, match=r"conquiet\[redis\]"):
-        open_sink(settings("redis:"))
+        opened_sink(settings("redis:"))
 
 
 def test_a_connection_to_postgresql_does_not_wait_for_ever() -> None:
-    engine = open_engine(settings("redis:", database="postgresql://h/d?connect_timeout=1"))
+    engine = open_database("postgresql://h/d?connect_timeout=1")
     _, options = engine.dialect.create_connect_args(engine.url)
     assert options["connect_timeout"] == "1"
     engine.dispose()
@@ -114,7 +118,7 @@ def test_the_layout_is_told_by_the_name() -> None:
 )
 def test_what_is_wrong_with_a_url_is_told_without_its_password(sink) -> None:
     with pytest.raises(ConfigError) as caught:
-        open_sink(settings(sink))
+        opened_sink(settings(sink))
     assert "s3" not in str(caught.value)
     assert caught.value.__cause__ is None
 
@@ -128,13 +132,12 @@ def test_a_topic_in_the_url_of_the_sink_is_the_topic(sink) -> None:
 
 
 def test_a_path_that_is_no_topic_is_none() -> None:
-    assert topic_of(settings("amqp://h/vhost")) == "pf-domain-events"
-    assert topic_of(settings("kafka://h")) == "pf-domain-events"
+    assert topic_of(settings("amqp://h/vhost")) == "domain-events"
+    assert topic_of(settings("kafka://h")) == "domain-events"
 
 
 def test_every_scheme_of_the_message_is_known() -> None:
     with pytest.raises(ConfigError) as caught:
         settings("ftp://h")
     for scheme in SINKS:
-        if scheme not in ("amqps", "kombu+"):
-            assert f"{scheme}:" in str(caught.value)
+        assert {"-": "or -", "kombu+": "kombu+…:"}.get(scheme, f"{scheme}:") in str(caught.value)

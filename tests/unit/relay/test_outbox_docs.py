@@ -94,7 +94,7 @@ def test_the_page_covers_what_the_ticket_asks_for() -> None:
 
 
 def test_variables_that_the_page_names_exist() -> None:
-    known = {setting.variable for setting in SETTINGS} | {"CONQUIET_CONFIG", "CONQUIET_REDIS_URL"}
+    known = {setting.variable for setting in SETTINGS} | {"CONQUIET_CONFIG", "CONQUIET_BROKER_URL"}
     assert set(re.findall(r"CONQUIET_[A-Z_]+[A-Z]", PAGE.read_text())) <= known
     endings = re.findall(r"`…(_[A-Z_]+)`", PAGE.read_text())
     assert all(any(name.endswith(ending) for name in known) for ending in endings)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from conquiet.cli import main
+from conquiet.config import mask
 from conquiet.errors import ConfigError
-from conquiet.relay.masked import masked
 from conquiet.relay.settings import SETTINGS, Settings, load
 
 DATABASE = {"CONQUIET_DATABASE_URL": "postgresql://app:s3cret@db/shop"}
@@ -16,7 +16,7 @@ def test_the_defaults_are_those_of_the_ticket() -> None:
     settings = load(environ=DATABASE)
     assert (settings.batch_size, settings.poll_ms, settings.max_attempts) == (50, 500, 10)
     assert settings.idempotency_ttl_hours == 168
-    assert settings.topic == "pf-domain-events"
+    assert settings.topic == "domain-events"
     assert settings.health == ("127.0.0.1", 8081)
 
 
@@ -104,10 +104,10 @@ def test_what_is_printed_has_every_setting_and_no_secret() -> None:
 
 
 def test_a_batch_must_have_ended_before_the_process_takes_it_for_stuck() -> None:
-    given = {"publish_timeout_ms": "3000", "stuck_after_s": "12"}
-    assert load(given, environ=DATABASE).publish_seconds == 3
-    with pytest.raises(ConfigError, match=r"STUCK_AFTER_S: 11 is less .* make it 12"):
-        load({**given, "stuck_after_s": "11"}, environ=DATABASE)
+    given = {"publish_timeout_seconds": "3", "stuck_after_seconds": "12"}
+    assert load(given, environ=DATABASE).publish_timeout_seconds == 3
+    with pytest.raises(ConfigError, match=r"STUCK_AFTER_SECONDS: 11 is less .* set it to 12"):
+        load({**given, "stuck_after_seconds": "11"}, environ=DATABASE)
 
 
 def test_every_setting_is_a_field_of_the_settings() -> None:
@@ -138,8 +138,8 @@ def test_every_setting_is_a_field_of_the_settings() -> None:
         ("kafka://h/?sasl.jaas.config=a b", "kafka://h/?sasl.jaas.config=***"),
     ],
 )
-def test_masked(url, shown) -> None:
-    assert masked(url) == shown
+def test_mask(url, shown) -> None:
+    assert mask(url) == shown
 
 
 def test_print_settings_ends_at_once(monkeypatch, capsys) -> None:

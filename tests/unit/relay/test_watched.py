@@ -10,6 +10,7 @@ import threading
 import pytest
 
 from conquiet.acking import Acking
+from conquiet.cli.logs import ConsoleFormatter, JsonFormatter
 from conquiet.errors import SinkUnavailable, StoreError
 from conquiet.message import Message
 from conquiet.relay import logs
@@ -126,7 +127,7 @@ def test_a_log_line_names_event_aggregate_and_attempt() -> None:
     message = Rows().read(1, 0)[0]
     record = logging.makeLogRecord({"msg": "published", "levelname": "INFO"})
     record.__dict__.update(logs.fields(message))
-    line = json.loads(logs.JsonFormatter().format(record))
+    line = json.loads(JsonFormatter().format(record))
     expected = {
         "event_id": "1",
         "event_type": "sold",
@@ -135,13 +136,13 @@ def test_a_log_line_names_event_aggregate_and_attempt() -> None:
         "attempt": 2,
     }
     assert {name: line[name] for name in expected} == expected
-    assert "event_id=1 event_type=sold" in logs.ConsoleFormatter().format(record)
+    assert "event_id=1 event_type=sold" in ConsoleFormatter().format(record)
 
 
 def test_a_traceback_stays_within_its_line_of_json() -> None:
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
-    handler.setFormatter(logs.JsonFormatter())
+    handler.setFormatter(JsonFormatter())
     logger = logging.Logger("test")
     logger.addHandler(handler)
     try:

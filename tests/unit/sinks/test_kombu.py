@@ -16,7 +16,8 @@ import pytest
 
 from conquiet.errors import ConfigError, GivenBack, SinkUnavailable
 from conquiet.message import Message
-from conquiet.relay.sinks import KombuSink, sink_from_url
+from conquiet.registry import open_sink
+from conquiet.relay.sinks import KombuSink
 from conquiet.testing.contracts import SinkContract
 from conquiet.testing.contracts.samples import numbered
 
@@ -67,7 +68,7 @@ def test_a_directory_serves_as_a_broker(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     for name in ("data_in", "data_out", "control"):
         (tmp_path / name).mkdir()
-    sink = sink_from_url("kombu+filesystem://?queues=events", topic="orders")
+    sink = open_sink("kombu+filesystem://?queues=events", topic="orders")
     assert list(sink.publish(numbered(3))) == [None] * 3
     sink.close()
     assert len(list((tmp_path / "data_out").iterdir())) == 3

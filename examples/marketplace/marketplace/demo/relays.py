@@ -15,6 +15,7 @@ from conquiet.sql import engine
 from marketplace.demo.process import read_settings, report, when_orphaned
 from marketplace.demo.sender import DuplicatingSink
 from marketplace.demo.settings import BATCH_SIZE
+from marketplace.generator.entry import DOMAIN_TOPIC
 
 _POLL_SECONDS = 0.1
 
@@ -24,7 +25,8 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     client: Any = redis.Redis.from_url(settings["broker"])
     sink = DuplicatingSink(StreamSink(client), Random(settings["seed"]))
-    source = EventSource(engine(settings["database"]), cloudevents=True, poll=_POLL_SECONDS)
+    database = engine(settings["database"])
+    source = EventSource(database, topic=DOMAIN_TOPIC, cloudevents=True, poll=_POLL_SECONDS)
     relay = Relay(source, sink, batch_size=BATCH_SIZE)
     when_orphaned(relay.stop)
     report(ready=True)

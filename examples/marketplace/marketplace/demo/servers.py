@@ -20,9 +20,9 @@ from sqlalchemy import make_url
 from sqlalchemy.exc import SQLAlchemyError
 
 from conquiet import embedded
+from conquiet.config import explain
 from conquiet.errors import ConfigError
 from conquiet.redis import Topic
-from conquiet.relay.sinks.url import trouble
 from conquiet.sql.tls import verified
 from marketplace.demo.settings import (
     COMMANDS,
@@ -88,7 +88,7 @@ def _own_redis(url: str) -> Iterator[str]:
         client: Any = redis.Redis.from_url(url)
         taken = [key for key in KEYS if client.exists(key)]
     except (redis.RedisError, ValueError, OSError) as error:
-        raise ConfigError(f"--broker: it cannot be used: {trouble(error, url)}") from None
+        raise ConfigError(f"--broker: it cannot be used: {explain(error, url)}") from None
     if taken:
         raise ConfigError(
             f"--broker: the key {taken[0]} exists already: name an empty database, as"
@@ -111,7 +111,7 @@ def _own_schema(url: str) -> Iterator[str]:
         plain = address.render_as_string(hide_password=False)
         psycopg.connect(plain).close()
     except (psycopg.Error, SQLAlchemyError, ValueError) as error:
-        raise ConfigError(f"--database: it cannot be used: {trouble(error, url)}") from None
+        raise ConfigError(f"--database: it cannot be used: {explain(error, url)}") from None
     try:
         _execute(plain, sql.SQL("CREATE SCHEMA {}").format(name))
         inside = address.update_query_dict({"options": f"-csearch_path={schema}"})

@@ -1,6 +1,5 @@
 """Sinks: where a relay publishes to. The Redis Stream is `conquiet.redis.StreamSink`."""
 
-from conquiet.relay.sinks.address import sink_from_url
 from conquiet.relay.sinks.answers import Refused
 from conquiet.relay.sinks.http import HttpSink, Rejected
 from conquiet.relay.sinks.kafka import KafkaSink
@@ -14,5 +13,4 @@ __all__ = [
     "PubSubSink",
     "Refused",
     "Rejected",
-    "sink_from_url",
 ]

@@ -18,12 +18,11 @@ from typing import Any, Self
 from urllib.parse import quote, unquote, urlsplit
 
 from conquiet.acking import Error
+from conquiet.config import check_timeout, explain
 from conquiet.errors import ConfigError, PermanentError, SinkUnavailable
 from conquiet.message import Message, describe
 from conquiet.relay.sinks.answers import Answers, Refused, not_tried
 from conquiet.relay.sinks.envelope import Envelope
-from conquiet.relay.sinks.needed import check_timeout
-from conquiet.relay.sinks.url import trouble
 
 _BUSY = frozenset((408, 425, 429, 502, 503, 504))
 _WRONG_ADDRESS = frozenset((401, 403, 404, 405, 407, 410))
@@ -68,7 +67,7 @@ class HttpSink:
             parts = urlsplit(url)
             self._host, self._port = parts.hostname or "", parts.port
         except ValueError as error:
-            raise ConfigError(f"the URL of an HTTP sink: {trouble(error, url)}") from None
+            raise ConfigError(f"the URL of an HTTP sink: {explain(error, url)}") from None
         if parts.scheme not in ("http", "https") or not self._host:
             raise ConfigError("the URL of an HTTP sink must look like https://host/path")
         if parts.username or parts.password:

@@ -9,12 +9,11 @@ from contextlib import suppress
 from typing import Any, Self
 
 from conquiet.acking import Error
+from conquiet.config import Url, check_timeout, require
 from conquiet.errors import ConfigError, SinkUnavailable
 from conquiet.message import Message, describe
 from conquiet.relay.sinks.answers import Answers, Refused
 from conquiet.relay.sinks.envelope import Envelope, topic_of
-from conquiet.relay.sinks.needed import check_timeout, needed
-from conquiet.relay.sinks.url import Url
 
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 1.0
@@ -49,7 +48,7 @@ class KafkaSink:
         timeout: float = 10.0,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        self._kafka = needed("confluent_kafka", "kafka")
+        self._kafka = require("confluent_kafka", "kafka")
         if not servers:
             raise ConfigError("a Kafka sink needs servers, such as 'localhost:9092'")
         given = dict(settings or {})

@@ -14,12 +14,11 @@ from typing import Any, Self
 from urllib.parse import urlsplit
 
 from conquiet.acking import Error
+from conquiet.config import Url, check_timeout, explain, require
 from conquiet.errors import ConfigError, InvalidMessage, SinkUnavailable
 from conquiet.message import Message, describe
 from conquiet.relay.sinks.answers import Answers, Refused, not_tried
 from conquiet.relay.sinks.envelope import Envelope, topic_of
-from conquiet.relay.sinks.needed import check_timeout, needed
-from conquiet.relay.sinks.url import Url, trouble
 
 _PERSISTENT = 2
 _LONGEST_SHORT_STRING = 255
@@ -51,7 +50,7 @@ class KombuSink:
         timeout: float = 10.0,
         tls: Mapping[str, Any] | None = None,
     ) -> None:
-        self._kombu = needed("kombu", "kombu")
+        self._kombu = require("kombu", "kombu")
         self._url = url
         self._topic = topic
         self._queues = tuple(queues)
@@ -64,7 +63,7 @@ class KombuSink:
             self._confirms = connection.transport.driver_type == "amqp"
         except (KeyError, ValueError, ImportError) as error:
             raise ConfigError(
-                f"Kombu does not understand the URL of the sink: {trouble(error, url)}"
+                f"Kombu does not understand the URL of the sink: {explain(error, url)}"
             ) from None
         if not self._confirms and not self._queues:
             raise ConfigError(

@@ -17,12 +17,11 @@ from itertools import chain
 from typing import Any, Self
 
 from conquiet.acking import Error
+from conquiet.config import Url, check_timeout, require
 from conquiet.errors import ConfigError, GivenBack, InvalidMessage, SinkUnavailable
 from conquiet.message import Message, describe
 from conquiet.relay.sinks.answers import Answers, Refused, not_tried
 from conquiet.relay.sinks.envelope import Envelope, topic_of
-from conquiet.relay.sinks.needed import check_timeout, needed
-from conquiet.relay.sinks.url import Url
 
 _MOST_MESSAGES = 1000
 _MOST_BYTES = 9_000_000
@@ -57,9 +56,9 @@ class PubSubSink:
         timeout: float = 10.0,
         client: Any = None,
     ) -> None:
-        self._pubsub = needed("google.pubsub_v1", "pubsub")
-        self._errors = needed("google.api_core.exceptions", "pubsub")
-        self._auth_errors = needed("google.auth.exceptions", "pubsub")
+        self._pubsub = require("google.pubsub_v1", "pubsub")
+        self._errors = require("google.api_core.exceptions", "pubsub")
+        self._auth_errors = require("google.auth.exceptions", "pubsub")
         if not project:
             raise ConfigError("a Pub/Sub sink needs a project, as in pubsub://my-project")
         self.keeps_order = ordered
@@ -117,7 +116,7 @@ class PubSubSink:
         kind = self._pubsub.PublisherClient.get_transport_class("grpc")
         emulator = os.environ.get("PUBSUB_EMULATOR_HOST")
         if emulator:
-            return kind(channel=needed("grpc", "pubsub").insecure_channel(emulator, _CHANNEL))
+            return kind(channel=require("grpc", "pubsub").insecure_channel(emulator, _CHANNEL))
 
         def channel(host: str, *, options: Sequence[Any], **settings: Any) -> Any:
             return kind.create_channel(host, options=[*options, *_CHANNEL], **settings)

@@ -10,9 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from conquiet.errors import ConfigError
+from conquiet.errors import ConfigError, NotFound
 from conquiet.operations.dead_letters import Letters, Outcome, Wanted, drop, find, replay, show
-from conquiet.operations.errors import NotFound
 from conquiet.web import words
 from conquiet.web.forms import Form, action, asked, asked_entry, clean
 from conquiet.web.letter_places import is_of_kombu, letter_places, letters_of

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from conquiet.operations.errors import NotFound
+from conquiet.errors import NotFound
 from conquiet.web import words
 from conquiet.web.forms import Form, action, asked
 from conquiet.web.notes import Note, go

@@ -44,5 +44,5 @@ def _part(request: Request) -> str:
         more_concerns=max(0, len(found) - _MOST_CONCERNS),
         groups=groups[:_MOST_GROUPS],
         more=max(0, len(groups) - _MOST_GROUPS),
-        has_redis=app.stores.has_redis,
+        has_broker=app.stores.has_broker,
     )

@@ -75,7 +75,7 @@ def _part(request: Request) -> str:
         more=max(0, len(workers) - _MOST_WORKERS),
         relays=app.relays(),
         named=bool(app.stores.relays),
-        has_redis=app.stores.has_redis,
+        has_broker=app.stores.has_broker,
         has_database=app.stores.has_database,
         trouble=sample.troubles,
     )

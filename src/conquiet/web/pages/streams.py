@@ -8,8 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from conquiet.errors import StoreError
-from conquiet.operations.errors import NotFound
+from conquiet.errors import NotFound, StoreError
 from conquiet.web.forms import asked, asked_entry
 from conquiet.web.place import link
 from conquiet.web.rendering import fragment, page

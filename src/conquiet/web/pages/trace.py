@@ -29,7 +29,7 @@ def _trace(request: Request) -> Response:
     if id_:
         found = trace(
             id_,
-            client=stores.client if stores.has_redis else None,
+            client=stores.client if stores.has_broker else None,
             engine=stores.engine if stores.has_database else None,
             outboxes=tuple({stores.table: 0, "outbox": 0, "outbox_events": 0}),
             streams=stores.streams,

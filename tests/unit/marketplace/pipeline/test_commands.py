@@ -122,7 +122,7 @@ def test_the_marketplace_s_streams_and_outbox_need_no_names(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in ("CONQUIET_REDIS_URL", "CONQUIET_DATABASE_URL"):
+    for name in ("CONQUIET_BROKER_URL", "CONQUIET_DATABASE_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
     assert main(["pipeline", "run", "--from", origin, "--tables", "all", "--once"]) == 2
