@@ -24,7 +24,7 @@ class Renewable(Protocol):
     """A lease, or several that are renewed together. Compared and hashed by the keeper."""
 
     def renew(self) -> float | None:
-        """Renew what is due. Return the seconds until the next call, or None for no more calls.
+        """Renew the lease. Return the seconds until the next call, or None for no more calls.
 
         None is ignored if `add` or `hurry` was called meanwhile.
         """

@@ -149,7 +149,7 @@ def _pending(place: GroupStream, consumer: str | None, at: bytes = FIRST) -> Ite
     """Page by page: filters of the server came with Redis 6.2."""
     of = None if consumer is None else consumer.encode()
     while True:
-        page = place.pending(at, LAST, _PAGE, of)
+        page = place.list_pending(at, LAST, _PAGE, of)
         yield from page
         if len(page) < _PAGE:
             return

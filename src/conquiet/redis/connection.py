@@ -15,7 +15,7 @@ from conquiet.lease import LeaseKeeper
 from conquiet.redis.wire import TROUBLE, Wire, read_reply
 
 pack: Callable[[tuple[Any, ...]], bytes] = pack_command
-"""Pack a command into bytes; raises TypeError for what is not text, bytes or a number."""
+"""Pack a command into bytes; raises TypeError for anything but text, bytes and numbers."""
 
 _KEYLESS = frozenset(("PUBLISH", "SPUBLISH"))
 
@@ -153,7 +153,7 @@ class Connection:
     def __init__(self, pool: Any) -> None:
         self._pool = pool
         self._connection = pool.get_connection()
-        self._connection.register_connect_callback(self._replaced)
+        self._connection.register_connect_callback(self._refuse_replacement)
         self.lock = threading.Lock()
         """Held during an exchange: the lease keeper's thread uses the connection too."""
         self._is_watching = False
@@ -244,10 +244,10 @@ class Connection:
         self._is_open = False
         if self._is_watching:
             self.drop()
-        self._connection.deregister_connect_callback(self._replaced)
+        self._connection.deregister_connect_callback(self._refuse_replacement)
         self._pool.release(self._connection)
 
-    def _replaced(self, connection: Any) -> None:
+    def _refuse_replacement(self, connection: Any) -> None:
         raise redis.ConnectionError("the connection of a transaction was lost and replaced")
 
 

@@ -415,7 +415,7 @@ class Consumer:
         if not wanted:
             return {}
         count = len(self._held[stream]) + len(wanted) + _SPARE
-        rows = stream.pending(wanted[0], wanted[-1], count, stream.consumer)
+        rows = stream.list_pending(wanted[0], wanted[-1], count, stream.consumer)
         found = {row.id: row for row in rows}
         return {entry_id: found[entry_id] for entry_id in wanted if entry_id in found}
 
@@ -475,7 +475,7 @@ class _StaleScan:
         leases: dict[bytes, int] | None = None
         found: dict[_ClaimTerms, list[Pending]] = {}
         for _ in range(_PAGES_PER_READ):
-            page = self.stream.pending(self._from, LAST, PAGE)
+            page = self.stream.list_pending(self._from, LAST, PAGE)
             if page and leases is None:
                 leases = self._leases()
             for row in page:

@@ -142,7 +142,7 @@ class GroupStream:
         )
         return entries_by_stream(reply).get(self.key, [])
 
-    def pending(
+    def list_pending(
         self, start: bytes, end: bytes, count: int, consumer: bytes | None = None
     ) -> list[Pending]:
         """List pending entries of the group, or of one consumer, by range of ids."""

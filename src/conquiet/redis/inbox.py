@@ -141,7 +141,7 @@ class Inbox(inbox.Inbox):
             return self._setnx.around(next)
         process = super().__call__(next)
 
-        def leased(batch: Sequence[Message[Any]]) -> Sequence[Result]:
+        def process_leased(batch: Sequence[Message[Any]]) -> Sequence[Result]:
             passing = self._lease(batch)
             if len(passing) == len(batch):
                 return process(batch)
@@ -150,7 +150,7 @@ class Inbox(inbox.Inbox):
             # A message that is held back gets its error as its result after the commit.
             return [following(results) if id(m) in passed else NOTHING for m in batch]
 
-        return leased
+        return process_leased
 
     def _lease(self, batch: Sequence[Message[Any]]) -> Sequence[Message[Any]]:
         """Lease the keys of a batch; return the messages that are fresh or done before."""
@@ -211,7 +211,7 @@ class _SetnxMarks:
     def around(self, next: Process) -> Process:
         """Mark a batch before it is processed; unmark the messages that failed."""
 
-        def marked(batch: Sequence[Message[Any]]) -> Sequence[Result]:
+        def process_marked(batch: Sequence[Message[Any]]) -> Sequence[Result]:
             keys = [self._key(message) for message in batch]
             seen = self._seen(keys)
             passing = [message for index, message in enumerate(batch) if index not in seen]
@@ -227,7 +227,7 @@ class _SetnxMarks:
             rest = iter(results)
             return [SKIPPED if i in seen else following(rest) for i in range(len(batch))]
 
-        return marked
+        return process_marked
 
     def _key(self, message: Message[Any]) -> bytes | None:
         """Return the key; None for a message without an id, which the gate refuses later."""

@@ -149,8 +149,8 @@ class Leases:
 
     # --- the end ----------------------------------------------------------------------------
 
-    def settling(self) -> list[bytes]:
-        """Return the commands for EXEC: `done` for confirmed keys, DEL for the others."""
+    def pack_settlement(self) -> list[bytes]:
+        """Pack the commands for EXEC: `done` for confirmed keys, DEL for the others."""
         terms = self._terms
         packed = [
             pack((b"SET", key, DONE, b"PX", terms[key].retention_ms)) for key in self._confirmed
@@ -161,8 +161,8 @@ class Leases:
             packed.append(pack((b"DEL", *unused)))
         return packed
 
-    def releasing(self) -> list[bytes]:
-        """Return the commands that give the leases back after a failure."""
+    def pack_release(self) -> list[bytes]:
+        """Pack the commands that give the leases back after a failure."""
         return [pack((b"DEL", *self._values))] if self._values else []
 
     def abandon(self) -> None:

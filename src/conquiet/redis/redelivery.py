@@ -58,8 +58,8 @@ class Redelivery:
     An entry that failed pauses. Entries of the same key wait behind it, so that none overtakes it;
     entries of other keys flow on. Waiting entries stay held by the consumer, which renews them.
 
-    `Waiter`s are added by nacks, from any thread, and taken by the thread that reads; a lock
-    guards them, and `wait` returns early when one was added.
+    Entries are added by nacks, from any thread, and taken by the thread that reads; a lock guards
+    them, and `notify` ends the wait of the reader.
     """
 
     def __init__(

@@ -325,7 +325,7 @@ class Unit:
 
     @contextmanager
     def savepoint(self) -> Iterator[None]:
-        """Undo what was queued inside if an exception passes, and only that."""
+        """Undo commands, confirms and acks that were added inside if an exception passes."""
         self.check()
         commands, confirmed, acks = len(self._commands), self._leases.confirmed, len(self._acks)
         try:
@@ -339,7 +339,7 @@ class Unit:
         """Send MULTI … EXEC, and raise unless all of it was applied."""
         self.ended = True
         packed = [queued.packed for queued in self._commands]
-        packed += self._leases.settling()
+        packed += self._leases.pack_settlement()
         ours = len(packed)
         packed += [ack.packed for ack in self._acks]
         if not packed and self._connection is None:
@@ -398,13 +398,13 @@ class Unit:
             raise _PartlyApplied(failed, len(self._commands))
 
     def discard(self) -> None:
-        """Forget what was queued, and give the leases back."""
+        """Give the leases back; queued commands are not sent."""
         self.ended = True
         connection = self._connection
         if connection is None:
             return
         with connection.lock:
-            release = self._leases.releasing()
+            release = self._leases.pack_release()
             if not release:
                 connection.unwatch()
                 return

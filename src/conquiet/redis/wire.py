@@ -77,7 +77,7 @@ class Wire:
     def __init__(self, client: Any) -> None:
         _refuse_unless_usable(client)
         self.is_cluster = isinstance(client, redis.RedisCluster)
-        self.client = client if self.is_cluster else _bounded(client)
+        self.client = client if self.is_cluster else _with_timeout(client)
         self._is_own = self.client is not client
         if self._is_own:  # a caller that forgets to close must not leak sockets
             weakref.finalize(self, self.client.connection_pool.disconnect).atexit = False
@@ -139,7 +139,7 @@ class Wire:
             try:
                 # Packed here: a connection with redis-py's client-side cache would otherwise
                 # answer some commands by itself.
-                connection.send_packed_command(_packed(connection, commands))
+                connection.send_packed_command(_pack_all(connection, commands))
                 for _ in commands:
                     try:
                         replies.append(read_reply(connection, wait))
@@ -219,7 +219,7 @@ class Wire:
             pass
 
 
-def _bounded(client: Any) -> Any:
+def _with_timeout(client: Any) -> Any:
     """Return the client, or a copy with a `socket_timeout` if it has none.
 
     Before redis-py 8 a client without one hangs for ever in the greeting of a new connection if
@@ -258,7 +258,7 @@ def _connection(client: Any) -> Iterator[Any]:
         pool.release(connection)
 
 
-def _packed(connection: Any, commands: Sequence[Command]) -> list[bytes]:
+def _pack_all(connection: Any, commands: Sequence[Command]) -> list[bytes]:
     """Pack commands into few large pieces: redis-py inspects every argument and sends 6 kB each."""
     if _pack is None:
         return cast("list[bytes]", connection.pack_commands(commands))

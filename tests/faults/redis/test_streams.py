@@ -73,7 +73,7 @@ def test_a_consumer_killed_between_read_and_ack_loses_nothing(redis_url, redis_c
     assert sorted(handled) == sorted(f"m-{n}" for n in range(12))
 
 
-def test_r6_a_consumer_killed_and_started_again_under_its_name_goes_on_at_once(
+def test_a_consumer_killed_and_started_again_under_its_name_goes_on_at_once(
     redis_url, redis_client
 ):
     publish(redis_client, 5)
@@ -248,7 +248,7 @@ def test_a_half_closed_connection_does_not_hang(proxy, redis_client, socket_time
         [message] = source.read(1, 1.0)
         proxy.mute()
         began = time.monotonic()
-        message.ack()  # R14: bounded, and remembered
+        message.ack()  # bounded, and remembered
         with pytest.raises(StoreError):
             source.read(1, 0.1)
         with pytest.raises(SinkUnavailable):
@@ -271,7 +271,7 @@ def _acked(client):
     return client.xpending(STREAM, GROUP)["pending"] == 0
 
 
-def test_r14_closing_while_the_server_is_away_is_bounded(proxy, through, redis_client, caplog):
+def test_closing_while_the_server_is_away_is_bounded(proxy, through, redis_client, caplog):
     publish(redis_client, 2)
     source = StreamSource(through, STREAM, GROUP)
     first, _ = source.read(10, 1.0)

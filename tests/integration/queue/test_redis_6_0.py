@@ -52,12 +52,12 @@ def sent_by_queue(recorded, make_queue, redis_client):
     return [c for c in commands if not HANDSHAKE.match(c) and not c.startswith(tuple(ours))]
 
 
-def test_r3_every_command_and_option_is_known_to_redis_6_0(sent_by_queue):
+def test_every_command_and_option_is_known_to_redis_6_0(sent_by_queue):
     unknown = [c for c in sent_by_queue if not any(re.fullmatch(k, c) for k in KNOWN_TO_6_0)]
     assert unknown == []
 
 
-def test_r3_the_recording_saw_every_kind_of_call(sent_by_queue):
+def test_the_recording_saw_every_kind_of_call(sent_by_queue):
     names = {command.split()[0] for command in sent_by_queue}
     assert names >= {"XGROUP", "XADD", "XREADGROUP", "XACK", "XPENDING", "XCLAIM"}
 
@@ -69,5 +69,5 @@ def test_1_2_nothing_out_of_scope_is_sent(sent_by_queue):
     assert {c.split()[1] for c in sent_by_queue if c.startswith("XADD")} == {STREAM}
 
 
-def test_r15_no_read_blocks_for_ever(sent_by_queue):
+def test_no_read_blocks_for_ever(sent_by_queue):
     assert not any(" BLOCK 0 " in command for command in sent_by_queue)

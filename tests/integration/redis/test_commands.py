@@ -1,4 +1,4 @@
-"""commands(client): writes wait for EXEC, reads are refused with advice (R10)."""
+"""commands(client): writes wait for EXEC, reads are refused with advice."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def test_another_database_is_another_place(redis_client):
         lambda c: c.execute_command("nosuch.command", "k"),
     ],
 )
-def test_r10_a_read_inside_a_transaction_raises_with_the_advice(redis_client, transaction, read):
+def test_a_read_inside_a_transaction_raises_with_the_advice(redis_client, transaction, read):
     with pytest.raises(HandlerError, match="reader"), transaction.scope(()):
         read(commands(redis_client))
 
 
-def test_r10_the_reader_reads_what_is_committed(redis_client, transaction):
+def test_the_reader_reads_what_is_committed(redis_client, transaction):
     redis_client.set("k", "before")
     with transaction.scope(()):
         found = commands(redis_client)
@@ -92,7 +92,7 @@ def test_r10_the_reader_reads_what_is_committed(redis_client, transaction):
         lambda result: 1 in result,
     ],
 )
-def test_r10_the_result_of_a_queued_command_cannot_be_taken_for_one(redis_client, transaction, use):
+def test_the_result_of_a_queued_command_cannot_be_taken_for_one(redis_client, transaction, use):
     with transaction.scope(()):
         taken = commands(redis_client).getdel("k")
         with pytest.raises(HandlerError, match="GETDEL k"):

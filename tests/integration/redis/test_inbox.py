@@ -1,4 +1,4 @@
-"""The leased inbox: its two states (R1), its keys (R11), acks in the EXEC, nesting."""
+"""The leased inbox: its two states, its keys, acks in the EXEC, nesting."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_message_is_processing_while_it_is_handled_and_done_afterwards(redis_c
     assert 10_000 < redis_client.pttl(key("m-0")) <= 100_000
 
 
-def test_r1_a_crash_between_lease_and_exec_costs_the_lease_and_not_the_message(
+def test_a_crash_between_lease_and_exec_costs_the_lease_and_not_the_message(
     redis_client, router, effects
 ):
     redis_client.set(key("m-0"), "processing:of-a-process-that-died", px=300)
@@ -59,7 +59,7 @@ def test_r1_a_crash_between_lease_and_exec_costs_the_lease_and_not_the_message(
     assert effects("m-0") == [1]
 
 
-def test_r1_a_message_in_progress_elsewhere_is_nacked_and_its_neighbours_are_not(
+def test_a_message_in_progress_elsewhere_is_nacked_and_its_neighbours_are_not(
     redis_client, router, effects
 ):
     redis_client.set(key("m-1"), "processing:somewhere", px=60_000)
@@ -137,23 +137,23 @@ def test_any_client_will_do(redis_url, router, effects, protocol, decodes):
     assert effects("m-0", "m-1", "m-2") == [1, 1, 1]
 
 
-# --- R11: keys --------------------------------------------------------------------------------
+# --- keys --------------------------------------------------------------------------------
 
 
-def test_r11_the_key_names_consumer_source_and_id_and_has_a_hash_tag(redis_client, router):
+def test_the_key_names_consumer_source_and_id_and_has_a_hash_tag(redis_client, router):
     deliver(router(), message(id="a-1", source="/shop"))
     assert redis_client.keys("conquiet:*") == [
         b"conquiet:inbox:{billing}:billing/handler:/shop a-1"
     ]
 
 
-def test_r11_two_services_on_one_redis_do_not_swallow_each_others_messages(router, effects):
+def test_two_services_on_one_redis_do_not_swallow_each_others_messages(router, effects):
     for subscriber in ("billing", "shipping", "billing"):
         deliver(router(inbox=Inbox(subscriber)), *numbered(1))
     assert effects("m-0") == [2]
 
 
-def test_r11_names_with_colons_cannot_be_mistaken(router, effects):
+def test_names_with_colons_cannot_be_mistaken(router, effects):
     deliver(router(inbox=Inbox("a:b", tag="t")), message(id="x", source="c"))
     deliver(router(inbox=Inbox("a", tag="t")), message(id="x", source="b/handler:c"))
     assert effects("x") == [2]

@@ -1,4 +1,4 @@
-"""The fence of the leased inbox: who lost a lease writes nothing (R2), and how leases are kept."""
+"""The fence of the leased inbox: who lost a lease writes nothing, and how leases are kept."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def stop_renewing(monkeypatch):
     monkeypatch.setattr("conquiet.redis.lease.Leases.renew", lambda self: None)
 
 
-def test_r2_a_slow_holder_whose_lease_ran_out_writes_nothing(
+def test_a_slow_holder_whose_lease_ran_out_writes_nothing(
     redis_client, router, effects, monkeypatch
 ):
     stop_renewing(monkeypatch)
@@ -39,7 +39,7 @@ def test_r2_a_slow_holder_whose_lease_ran_out_writes_nothing(
     assert effects("m-0") == [1]
 
 
-def test_r2_a_slow_holder_is_nacked_while_another_holds_the_lease(
+def test_a_slow_holder_is_nacked_while_another_holds_the_lease(
     redis_client, router, effects, monkeypatch
 ):
     stop_renewing(monkeypatch)
@@ -54,9 +54,7 @@ def test_r2_a_slow_holder_is_nacked_while_another_holds_the_lease(
     assert redis_client.get(key("m-0")) == b"processing:of-another"
 
 
-def test_r2_a_batch_that_is_fenced_runs_again_one_by_one(
-    redis_client, router, effects, monkeypatch
-):
+def test_a_batch_that_is_fenced_runs_again_one_by_one(redis_client, router, effects, monkeypatch):
     stop_renewing(monkeypatch)
     stolen = []
 
@@ -70,7 +68,7 @@ def test_r2_a_batch_that_is_fenced_runs_again_one_by_one(
     assert effects("m-0", "m-1", "m-2") == [1, 0, 1]
 
 
-def test_r2_a_lease_that_ended_and_that_nobody_took_does_no_harm(router, effects, monkeypatch):
+def test_a_lease_that_ended_and_that_nobody_took_does_no_harm(router, effects, monkeypatch):
     stop_renewing(monkeypatch)
     pauses = [0.1]
     made = router(lambda item: time.sleep(pauses.pop() if pauses else 0), lease=0.05)

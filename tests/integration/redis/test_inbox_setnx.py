@@ -98,7 +98,7 @@ def test_setnx_stands_outside_the_transaction(redis_client):
         made.start()
 
 
-def test_r1_setnx_loses_the_message_of_a_crash_as_its_documentation_says(
+def test_setnx_loses_the_message_of_a_crash_as_its_documentation_says(
     redis_client, seed_router, effects
 ):
 

@@ -1,4 +1,4 @@
-"""R3: every command and option that is sent is known to Redis 6.0, or a probe allowed it."""
+"""Every command and option that is sent is known to Redis 6.0, or a probe allowed it."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def unknown(commands, patterns):
     return [c for c in commands if not any(re.fullmatch(p, c, re.DOTALL) for p in patterns)]
 
 
-def test_r3_every_command_and_option_is_known_to_redis_6_0(commands):
+def test_every_command_and_option_is_known_to_redis_6_0(commands):
     assert unknown(commands, [*KNOWN_TO_6_0, ALLOWED_BY_PROBE]) == []
     probes = [n for n, c in enumerate(commands) if c == "INFO server"]
     newer = [n for n, c in enumerate(commands) if re.match(ALLOWED_BY_PROBE, c)]
@@ -107,23 +107,23 @@ def test_r3_every_command_and_option_is_known_to_redis_6_0(commands):
     assert all(any(probe < n for probe in probes) for n in newer)
 
 
-def test_r3_an_old_server_gets_old_commands_only(recorded, redis_client, monkeypatch):
+def test_an_old_server_gets_old_commands_only(recorded, redis_client, monkeypatch):
     module = sys.modules["conquiet.redis.retention"]
     monkeypatch.setattr(module, "server_of", lambda *_: Server("redis", "6.0.16"))
     seen = recorded(lambda: use_everything(redis_client))
     assert not any("MINID" in command or "XAUTOCLAIM" in command for command in seen)
 
 
-def test_r3_the_recording_saw_every_kind_of_call(commands):
+def test_the_recording_saw_every_kind_of_call(commands):
     for pattern in [*KNOWN_TO_6_0, ALLOWED_BY_PROBE]:
         assert any(re.fullmatch(pattern, c, re.DOTALL) for c in commands), pattern
 
 
-def test_r15_no_read_blocks_for_ever(commands):
+def test_no_read_blocks_for_ever(commands):
     assert not any(re.search(r" BLOCK 0\b", command) for command in commands)
 
 
-def test_r7_nothing_is_trimmed_by_length(commands):
+def test_nothing_is_trimmed_by_length(commands):
     assert not any("MAXLEN" in command for command in commands)
 
 

@@ -1,4 +1,4 @@
-"""Who gets what was delivered before, and when (R3 to R6): claims, restarts, nacks, closing."""
+"""Who gets what was delivered before, and when: claims, restarts, nacks, closing."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from tests.integration.redis.reading import SHORT, read
 
 from conquiet.errors import GivenBack
 
-# --- R4, R5, R6: claims -----------------------------------------------------------------------
+# --- claims -----------------------------------------------------------------------
 
 
-def test_r4_what_a_dead_consumer_held_is_claimed_and_delivered(source, publish, pending):
+def test_what_a_dead_consumer_held_is_claimed_and_delivered(source, publish, pending):
     dead, alive = source(consumer="dead", lease=SHORT), source(consumer="alive", lease=SHORT)
     publish(3)
     read(dead, 3)
@@ -23,7 +23,7 @@ def test_r4_what_a_dead_consumer_held_is_claimed_and_delivered(source, publish, 
     assert pending() == [("alive", 2)] * 3
 
 
-def test_r3_a_long_pending_list_is_scanned_page_by_page(source, publish):
+def test_a_long_pending_list_is_scanned_page_by_page(source, publish):
     dead = source(lease=SHORT)
     publish(1_203)
     read(dead, 1_203, limit=1_203)
@@ -33,7 +33,7 @@ def test_r3_a_long_pending_list_is_scanned_page_by_page(source, publish):
     assert ids(got) == [f"m-{n}" for n in range(1_203)]
 
 
-def test_r5_a_source_does_not_claim_what_itself_is_working_on(source, publish):
+def test_a_source_does_not_claim_what_itself_is_working_on(source, publish):
     one = source(lease=SHORT)
     publish(1)
     read(one, 1)
@@ -41,7 +41,7 @@ def test_r5_a_source_does_not_claim_what_itself_is_working_on(source, publish):
     assert list(one.read(10, 2 * SHORT)) == []
 
 
-def test_r5_a_renewal_counts_no_delivery(source, publish, pending):
+def test_a_renewal_counts_no_delivery(source, publish, pending):
     one = source(consumer="one", lease=SHORT)
     publish(1)
     held = read(one, 1)
@@ -65,7 +65,7 @@ def test_a_consumer_that_told_no_lease_is_judged_by_the_own(source, publish, red
     assert ids(read(one, 1)) == ["m-0"]
 
 
-def test_r6_own_pending_entries_come_first_after_a_restart(source, publish):
+def test_own_pending_entries_come_first_after_a_restart(source, publish):
     source_settings = {"consumer": "pod-0", "lease": 60.0}
     publish(5)
     crashed = source(**source_settings)
@@ -76,7 +76,7 @@ def test_r6_own_pending_entries_come_first_after_a_restart(source, publish):
     assert [message.deliveries for message in got] == [2, 2, 1, 1]
 
 
-def test_r6_own_pending_entries_are_read_in_parts_and_once(source, publish):
+def test_own_pending_entries_are_read_in_parts_and_once(source, publish):
     publish(25)
     read(source(consumer="pod-0"), 25)
     again = source(consumer="pod-0")

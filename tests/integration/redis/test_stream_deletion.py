@@ -1,4 +1,4 @@
-"""What is deleted from a stream, and what goes to its dead letters (R7, R12, R13)."""
+"""What is deleted from a stream, and what goes to its dead letters."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from conquiet.redis import StreamSource, outbox_source
 # --- what is acked ----------------------------------------------------------------------------
 
 
-def test_r7_an_acked_entry_of_a_log_stays(source, publish, redis_client):
+def test_an_acked_entry_of_a_log_stays(source, publish, redis_client):
     publish(1)
     read(source(), 1)[0].ack()
     assert redis_client.xlen(STREAM) == 1
 
 
-def test_r7_an_acked_entry_of_an_outbox_is_gone(publish, redis_client):
+def test_an_acked_entry_of_an_outbox_is_gone(publish, redis_client):
     publish(2)
     relay = outbox_source(redis_client, STREAM, consumer="relay")
     first, second = relay.read(10, 1.0)
@@ -33,7 +33,7 @@ def test_r7_an_acked_entry_of_an_outbox_is_gone(publish, redis_client):
     relay.close()
 
 
-def test_r7_the_entries_of_an_outbox_are_acked_and_deleted_in_one_multi(
+def test_the_entries_of_an_outbox_are_acked_and_deleted_in_one_multi(
     redis_client, publish, recorded
 ):
     publish(2)
@@ -59,7 +59,7 @@ def test_an_outbox_that_cannot_be_acked_says_so(redis_client, publish):
 # --- what was deleted while pending -----------------------------------------------------------
 
 
-def test_r12_an_entry_deleted_while_pending_is_acked_and_counted(
+def test_an_entry_deleted_while_pending_is_acked_and_counted(
     source, publish, redis_client, pending, caplog
 ):
     dead = source(lease=SHORT)
@@ -73,7 +73,7 @@ def test_r12_an_entry_deleted_while_pending_is_acked_and_counted(
     assert "deleted while they were pending" in caplog.text
 
 
-def test_r12_a_deleted_entry_of_our_own_is_acked_too(source, publish, redis_client, pending):
+def test_a_deleted_entry_of_our_own_is_acked_too(source, publish, redis_client, pending):
     publish(2)
     read(source(consumer="pod-0"), 2)
     redis_client.xdel(STREAM, redis_client.xrange(STREAM)[0][0])
@@ -86,7 +86,7 @@ def test_r12_a_deleted_entry_of_our_own_is_acked_too(source, publish, redis_clie
 # --- dead letters -----------------------------------------------------------------------------
 
 
-def test_r13_undecodable_entries_go_to_the_dead_letters_and_the_rest_flow_on(
+def test_undecodable_entries_go_to_the_dead_letters_and_the_rest_flow_on(
     source, publish, redis_client, pending
 ):
     publish(1)
@@ -109,7 +109,7 @@ def test_r13_undecodable_entries_go_to_the_dead_letters_and_the_rest_flow_on(
     assert letter.data == b'[["what","is this"],["raw",{"base64":"/w=="}]]'
 
 
-def test_r13_a_dead_letter_that_cannot_be_written_is_tried_again(source, redis_client):
+def test_a_dead_letter_that_cannot_be_written_is_tried_again(source, redis_client):
     redis_client.set("graveyard", "not a stream")
     redis_client.xadd(STREAM, {"what": "is this"})
     one = source(dead_letters="graveyard", backoff=0.01)

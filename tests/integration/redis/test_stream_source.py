@@ -1,4 +1,4 @@
-"""The stream source: groups, bounds (R15), several streams, servers that refuse or are away."""
+"""The stream source: groups, bounds, several streams, servers that refuse or are away."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_stream_deleted_during_a_blocking_read_is_created_again(source, publis
     assert ids(got) == ["m-0"]
 
 
-# --- R15 and bounds ---------------------------------------------------------------------------
+# --- bounds ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_a_stream_deleted_during_a_blocking_read_is_created_again(source, publis
         {"streams": ["a", "a"]},
     ],
 )
-def test_r15_settings_that_cannot_work_are_refused(settings, source):
+def test_settings_that_cannot_work_are_refused(settings, source):
     with pytest.raises(ConfigError):
         source(**settings)
 

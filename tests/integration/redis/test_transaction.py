@@ -1,4 +1,4 @@
-"""Transaction: one MULTI … EXEC per batch, and what becomes of it (R8, R9)."""
+"""Transaction: one MULTI … EXEC per batch, and what becomes of it."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def _failing_for(client):
     return handle
 
 
-# --- R8: EXEC is no rollback --------------------------------------------------------------------
+# --- EXEC is no rollback --------------------------------------------------------------------
 
 
 def wrong_for(redis_client, bad):
@@ -170,7 +170,7 @@ def wrong_for(redis_client, bad):
     return handle
 
 
-def test_r8_partly_applied_is_permanent_and_names_the_command(redis_client, router):
+def test_partly_applied_is_permanent_and_names_the_command(redis_client, router):
     redis_client.set("text", "not a list")
     made = router(wrong_for(redis_client, "m-0"), Inbox("billing"))
     [error] = deliver(made, *numbered(1)).errors
@@ -181,7 +181,7 @@ def test_r8_partly_applied_is_permanent_and_names_the_command(redis_client, rout
     assert redis_client.mget("before-m-0", "after-m-0") == [b"1", b"1"]
 
 
-def test_r8_what_was_partly_applied_is_done_and_does_not_run_again(redis_client, router):
+def test_what_was_partly_applied_is_done_and_does_not_run_again(redis_client, router):
     redis_client.set("text", "not a list")
     made = router(wrong_for(redis_client, "m-0"), Inbox("billing"))
     deliver(made, *numbered(1))
@@ -189,7 +189,7 @@ def test_r8_what_was_partly_applied_is_done_and_does_not_run_again(redis_client,
     assert redis_client.get("before-m-0") == b"1"
 
 
-def test_r8_only_the_message_whose_command_failed_goes_to_the_dead_letters(redis_client, router):
+def test_only_the_message_whose_command_failed_goes_to_the_dead_letters(redis_client, router):
     redis_client.set("text", "not a list")
     log = Log()
     made = router(
@@ -203,7 +203,7 @@ def test_r8_only_the_message_whose_command_failed_goes_to_the_dead_letters(redis
     assert effects == [b"1"] * 4
 
 
-def test_r8_without_the_middleware_the_source_writes_the_dead_letter(redis_client, router):
+def test_without_the_middleware_the_source_writes_the_dead_letter(redis_client, router):
     redis_client.set("text", "not a list")
     made = router(wrong_for(redis_client, "m-1"), Inbox("billing"))
     StreamSink(redis_client, "orders").publish(numbered(3))
@@ -217,7 +217,7 @@ def test_r8_without_the_middleware_the_source_writes_the_dead_letter(redis_clien
     assert b"LPUSH text" in letter[b"deadreason"]
 
 
-def test_r8_a_command_that_cannot_be_queued_aborts_it_all_and_is_blamed_alone(redis_client, router):
+def test_a_command_that_cannot_be_queued_aborts_it_all_and_is_blamed_alone(redis_client, router):
     def handle(item: Message[bytes]) -> None:
         commands(redis_client).incr(f"effect-{item.id}")
         if item.id == "m-1":
@@ -232,7 +232,7 @@ def test_r8_a_command_that_cannot_be_queued_aborts_it_all_and_is_blamed_alone(re
     assert effects == [b"1", None, b"1"]
 
 
-def test_r8_a_server_without_memory_is_nobodys_fault(redis_client, router):
+def test_a_server_without_memory_is_nobodys_fault(redis_client, router):
     def handle(item: Message[bytes]) -> None:
         commands(redis_client).set(item.id, "x")
 
@@ -290,7 +290,7 @@ def test_a_user_without_multi_is_told_before_anything_takes_effect(redis_client,
         redis_client.execute_command("ACL", "DELUSER", "clerk")
 
 
-# --- R9: no reply -------------------------------------------------------------------------------
+# --- no reply -------------------------------------------------------------------------------
 
 
 def counting(client):
@@ -300,7 +300,7 @@ def counting(client):
     return handle
 
 
-def test_r9_a_lost_reply_of_exec_is_found_done_at_the_next_delivery(redis_client, router, proxied):
+def test_a_lost_reply_of_exec_is_found_done_at_the_next_delivery(redis_client, router, proxied):
     proxy, client = proxied
 
     def handle(item: Message[bytes]) -> None:
@@ -318,7 +318,7 @@ def test_r9_a_lost_reply_of_exec_is_found_done_at_the_next_delivery(redis_client
     assert redis_client.mget("effect-m-0", "effect-m-1") == [b"1", b"1"]
 
 
-def test_r9_the_inbox_key_survives_an_ambiguous_error(redis_client, router, proxied):
+def test_the_inbox_key_survives_an_ambiguous_error(redis_client, router, proxied):
     proxy, client = proxied
 
     def handle(item: Message[bytes]) -> None:
@@ -332,7 +332,7 @@ def test_r9_the_inbox_key_survives_an_ambiguous_error(redis_client, router, prox
     assert redis_client.get("effect-m-0") is None
 
 
-def test_r9_what_was_not_executed_runs_at_the_next_delivery_without_waiting_for_its_lease(
+def test_what_was_not_executed_runs_at_the_next_delivery_without_waiting_for_its_lease(
     redis_client, router, proxied
 ):
     proxy, client = proxied
@@ -351,7 +351,7 @@ def test_r9_what_was_not_executed_runs_at_the_next_delivery_without_waiting_for_
     assert redis_client.mget(*[f"effect-m-{n}" for n in range(3)]) == [b"1"] * 3
 
 
-def test_r9_a_lost_reply_to_the_lease_does_not_cost_the_lease(redis_client, router, proxied):
+def test_a_lost_reply_to_the_lease_does_not_cost_the_lease(redis_client, router, proxied):
     proxy, client = proxied
 
     def handle(item: Message[bytes]) -> None:
@@ -364,9 +364,7 @@ def test_r9_a_lost_reply_to_the_lease_does_not_cost_the_lease(redis_client, rout
     assert redis_client.mget("effect-m-0", "effect-m-1") == [b"1", b"1"]
 
 
-def test_r9_without_an_inbox_a_lost_reply_is_not_tried_again_by_itself(
-    redis_client, router, proxied
-):
+def test_without_an_inbox_a_lost_reply_is_not_tried_again_by_itself(redis_client, router, proxied):
     proxy, client = proxied
 
     def handle(item: Message[bytes]) -> None:

@@ -1,4 +1,4 @@
-"""R3 on the path of a transaction: every command and option is known to Redis 6.0."""
+"""Every command and option of a transaction is known to Redis 6.0."""
 
 from __future__ import annotations
 
@@ -71,11 +71,11 @@ def seen(recorded, redis_client, publish):
     return [c for c in sent if not OTHERS.match(c) and not re.match("XADD orders|SWAPDB", c)]
 
 
-def test_r3_every_command_and_option_is_known_to_redis_6_0(seen):
+def test_every_command_and_option_is_known_to_redis_6_0(seen):
     unknown = [c for c in seen if not any(re.fullmatch(p, c, re.DOTALL) for p in KNOWN_TO_6_0)]
     assert unknown == []
 
 
-def test_r3_the_recording_saw_every_kind_of_call(seen):
+def test_the_recording_saw_every_kind_of_call(seen):
     for pattern in KNOWN_TO_6_0:
         assert any(re.fullmatch(pattern, c, re.DOTALL) for c in seen), pattern

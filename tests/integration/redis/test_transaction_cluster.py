@@ -1,4 +1,4 @@
-"""Transactions in a real cluster of three nodes: one slot each, or refused (R11)."""
+"""Transactions in a real cluster of three nodes: one slot each, or refused."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_keys_with_the_tag_of_the_inbox_commit_together(client, router):
     assert client.hget("order:{billing}:m-3", "status") == b"billed"
 
 
-def test_r11_two_slots_in_one_transaction_are_refused_before_anything_is_sent(client, router):
+def test_two_slots_in_one_transaction_are_refused_before_anything_is_sent(client, router):
     made = router(
         lambda item: commands(client).set(f"order:{item.id}", 1), Inbox("billing"), Outbox("sales")
     )
@@ -59,13 +59,13 @@ def test_r11_two_slots_in_one_transaction_are_refused_before_anything_is_sent(cl
     assert everything(client) == set()
 
 
-def test_r11_one_command_over_two_slots_is_refused_too(client):
+def test_one_command_over_two_slots_is_refused_too(client):
     with pytest.raises(CrossSlot), Transaction(client).scope(()):
         commands(client).execute_command("MSET", "a", 1, "b", 2)
     assert everything(client) == set()
 
 
-def test_r11_an_outbox_stream_in_another_slot_is_refused(client, router):
+def test_an_outbox_stream_in_another_slot_is_refused(client, router):
     made = router(lambda item: None, Inbox("billing"), Outbox("sales", "outbox:{elsewhere}"))
     [error] = deliver(made, *numbered(1)).errors
     assert isinstance(error, CrossSlot)

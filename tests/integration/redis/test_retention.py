@@ -1,4 +1,4 @@
-"""R7: a log is trimmed below what all have done with; no consumer goes with its entries."""
+"""Retention: entries go only when all groups and readers are done; consumers only when empty."""
 
 from __future__ import annotations
 
