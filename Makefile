@@ -1,4 +1,4 @@
-# make test and make run do their own set-up; make help lists the rest.
+# make run and make test do their own set-up; make help lists the rest.
 
 BIN := .venv/bin
 # More than two cores have: most tests wait for a server most of the time.
@@ -7,16 +7,19 @@ TESTS ?= tests
 export WORKERS
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run run-outbox-publisher build test test-slow test-compat soak peers audit lint format bench docs docs-serve clean
+.PHONY: help setup setup-demo run run-outbox-publisher build test test-slow test-compat soak peers audit lint format bench docs docs-serve clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1|/p' Makefile | while IFS='|' read -r name text; do \
 		printf '  make %-20s %s\n' "$$name" "$$text"; done
 
 setup: ## virtual environment, packages and Java; nothing to do when nothing changed
-	@scripts/setup.sh
+	@scripts/setup.sh dev
 
-run: setup ## the demo: orders, workers (one is killed), relays, Spark, verdict, report
+setup-demo: ## the same with what the demo needs, and no more
+	@scripts/setup.sh demo
+
+run: setup-demo ## the demo: orders, workers (one is killed), relays, Spark, verdict, report
 	@$(BIN)/conquiet demo $(DEMO)
 
 run-outbox-publisher: setup ## the relay: publishes an outbox; settings in docs/outbox.md
@@ -34,8 +37,11 @@ build: setup ## the package, with its command, into dist/; and its image, where 
 
 test: lint ## lint, types, import rules, then the tests, with coverage
 	@echo "==> tests"
-	@scripts/pytest.sh -q -n $(WORKERS) --dist loadgroup --cov --cov-report= -m "not slow"
+	@rm -f .venv/left-out
+	@LEFT_OUT=.venv/left-out scripts/pytest.sh -q -n $(WORKERS) --dist loadgroup --cov --cov-report= -m "not slow" \
+		|| { cat .venv/left-out 2>/dev/null; exit 1; }
 	@echo "==> covered: $$($(BIN)/coverage report --format=total) % of src; by file: .venv/bin/coverage report"
+	@cat .venv/left-out 2>/dev/null || true
 
 test-slow: setup ## the long tests: kills by the dozen, other projects' suites, Spark clusters
 	@scripts/pytest.sh -q -n $(WORKERS) --dist loadgroup -m slow $(TESTS)
@@ -73,10 +79,10 @@ docs: setup ## the docs as a site, into site/; a broken link or a missing page f
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "site/index.html"
 
-docs-serve: setup ## the site on http://127.0.0.1:8000, made anew whenever a page changes
+docs-serve: setup ## the site on http://127.0.0.1:8000, built again whenever a page changes
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --strict --watch src
 
-clean: ## remove everything that make has made, .venv included
+clean: ## remove everything that make has built, .venv included
 	rm -rf .venv .venv-peer* .venv-audit .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .hypothesis \
 		.import_linter_cache dist build site soak spark-warehouse metastore_db derby.log \
 		conquiet-demo

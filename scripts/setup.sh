@@ -1,12 +1,16 @@
 #!/usr/bin/env bash
-# Brings .venv and Java to what pyproject.toml and constraints.txt ask for. Quick when nothing has
+# Installs .venv and Java as pyproject.toml and constraints.txt ask for. Quick when nothing has
 # changed, and harmless to repeat: make runs it before every target that needs it.
+#   setup.sh demo    what make run needs: half of the packages
+#   setup.sh [dev]   all: tests, docs, types, other brokers
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-stamp=.venv/.set-up-for
+level=${1:-dev}
+stamp=.venv/.set-up-for # of dev, which contains demo
 
 say() { printf '==> %s\n' "$*"; }
+case $level in demo | dev) ;; *) echo "setup: $level: write demo or dev" >&2 && exit 2 ;; esac
 give_up() { printf 'setup: %s\n' "$*" >&2; exit 1; }
 as_root_with_apt() { [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; }
 
@@ -16,7 +20,8 @@ apt_install() {
 }
 
 wanted() { { cat pyproject.toml examples/marketplace/pyproject.toml constraints.txt; pwd; } | cksum; }
-up_to_date() { [ -x .venv/bin/python ] && [ "$(cat "$stamp" 2>/dev/null)" = "$(wanted)" ]; }
+stamped() { [ "$(cat "$1" 2>/dev/null)" = "$(wanted)" ]; }
+up_to_date() { [ -x .venv/bin/python ] && { stamped "$stamp" || { [ "$level" = demo ] && stamped "$stamp-demo"; }; }; }
 
 recent_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
 
@@ -46,10 +51,13 @@ make_venv() {
 }
 
 install_packages() {
-    say "installing packages into .venv (about 1 GB; some minutes the first time)"
-    local quiet=--quiet
+    local packages='.[dev]' size="1.8 GB" quiet=--quiet
+    if [ "$level" = demo ]; then packages=. size="0.9 GB"; fi
+    say "installing packages into .venv ($size; some minutes the first time)"
     [ -t 1 ] && quiet=
-    .venv/bin/python -m pip install $quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' -e examples/marketplace
+    # Without --no-compile pip compiles all modules, of which few are ever imported.
+    .venv/bin/python -m pip install $quiet --disable-pip-version-check --prefer-binary --no-compile \
+        -c constraints.txt -e "$packages" -e examples/marketplace
 }
 
 java_command() {
@@ -87,7 +95,7 @@ if ! up_to_date; then
     fi
     install_packages
     find_java
-    wanted >"$stamp"
+    if [ "$level" = demo ]; then wanted >"$stamp-demo"; else wanted >"$stamp"; fi
     say "ready"
 elif ! command -v "$(java_command)" >/dev/null; then
     find_java

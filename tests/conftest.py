@@ -153,25 +153,25 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say what was counted, and list by name what did not run for want of something."""
-    _tell_counts(terminalreporter)
-    wanting: dict[str, list[str]] = {}
-    for report in terminalreporter.stats.get("skipped", []):
-        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
-        reason = reason.removeprefix("Skipped: ")
-        if reason.startswith(needs.PREFIX):
-            wanting.setdefault(reason, []).append(report.nodeid)
-    if not wanting:
-        return
-    terminalreporter.section("not run for want of a server or program")
-    for reason, names in wanting.items():
-        terminalreporter.write_line(reason)
-        for name in sorted(names):
-            terminalreporter.write_line(f"  {name}")
+    """Print what tests have counted, and in one line which were left out for want of something.
+
+    That line goes to the file that LEFT_OUT names, if it is set: make prints it at its very end.
+    """
+    _print_counts(terminalreporter)
+    reasons = (
+        report.longrepr[2].removeprefix("Skipped: ")
+        for report in terminalreporter.stats.get("skipped", [])
+        if isinstance(report.longrepr, tuple)
+    )
+    line = needs.left_out(reasons)
+    if line and (path := os.environ.get("LEFT_OUT")):
+        Path(path).write_text(f"==> {line}\n")
+    elif line:
+        terminalreporter.write_line(line)
 
 
-def _tell_counts(terminal: pytest.TerminalReporter) -> None:
-    """What tests have noted as user properties, by its heading: how many crash points there are."""
+def _print_counts(terminal: pytest.TerminalReporter) -> None:
+    """Print the user properties of tests by heading, such as the number of crash points."""
     counted: dict[str, list[str]] = {}
     for outcome in ("passed", "failed"):
         for report in terminal.stats.get(outcome, []):
