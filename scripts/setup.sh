@@ -52,7 +52,7 @@ make_venv() {
 
 install_packages() {
     local packages='.[dev]' size="1.8 GB" quiet=--quiet
-    if [ "$level" = demo ]; then packages=. size="0.9 GB"; fi
+    if [ "$level" = demo ]; then packages=. size="1 GB"; fi
     say "installing packages into .venv ($size; some minutes the first time)"
     [ -t 1 ] && quiet=
     # Without --no-compile pip compiles all modules, of which few are ever imported.
