@@ -117,7 +117,7 @@ def _on_cores(
         reader = ground.spark.read.format("conquiet").options(url=ground.redis_url)
         reader = reader.options(streams=",".join(streams), minPartitions=cores)
         frame = reader.load().coalesce(cores)
-        SparkWorker(partial(make_router, url), frame, slice_rows=BATCH).run()
+        SparkWorker(partial(make_router, url), frame, batch_size=BATCH).run()
 
     shares = [(url, ground.redis_url, stream, events // cores) for stream in streams]
     floor = f"{cores} plain worker{'s' if cores > 1 else ''}"

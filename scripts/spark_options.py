@@ -1,6 +1,6 @@
-"""Writes the tables of options in docs/spark.md from the code: python scripts/spark_options.py
+"""Write the tables of options in docs/spark.md from the code: python scripts/spark_options.py
 
-A table stands behind a comment that names it, as `<!-- options: outbox -->`, up to a blank line.
+A table follows a comment that names it, as `<!-- options: outbox -->`, up to a blank line.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from conquiet.spark.log.options import READ_OPTIONS
-from conquiet.spark.log.writer_options import WRITE_OPTIONS
-from conquiet.spark.outbox.options import OPTIONS as OUTBOX_OPTIONS
-from conquiet.spark.upsert.options import OPTIONS as UPSERT_OPTIONS
+from conquiet.spark.log.options import READ_OPTIONS, WRITE_OPTIONS
+from conquiet.spark.options import Option
+from conquiet.spark.outbox.options import OUTBOX_OPTIONS
+from conquiet.spark.upsert.target import UPSERT_OPTIONS
 
 PAGE = Path(__file__).parents[1] / "docs" / "spark.md"
-TABLES: dict[str, Mapping[str, str] | Mapping[str, tuple[str, str]]] = {
+TABLES: dict[str, Mapping[str, Option]] = {
     "log": READ_OPTIONS,
     "outbox": OUTBOX_OPTIONS,
     "upsert": UPSERT_OPTIONS,
@@ -26,7 +26,7 @@ _table = re.compile(r"<!-- options: (\w+) -->\n\n(?:\|.*\n)*")
 
 
 def written(page: str) -> str:
-    """The page with its tables as the code has them now."""
+    """Return the page with its tables as the code has them now."""
     found = set(_table.findall(page))
     if found != set(TABLES):
         raise SystemExit(f"{PAGE.name} has tables of {sorted(found)}, not of {sorted(TABLES)}")
@@ -34,13 +34,8 @@ def written(page: str) -> str:
 
 
 def _rows(name: str) -> str:
-    options = TABLES[name]
-    rows = [
-        (f"`{option}`", *((about,) if isinstance(about, str) else about))
-        for option, about in options.items()
-    ]
-    has_defaults = len(rows[0]) == 3
-    head = ("option", "default", "meaning") if has_defaults else ("option", "meaning")
+    rows = [(f"`{option}`", *about) for option, about in TABLES[name].items()]
+    head = ("option", "default", "meaning")
     lines = [f"| {' | '.join(row)} |" for row in (head, *rows)]
     return "\n".join(
         [f"<!-- options: {name} -->", "", lines[0], "|---" * len(head) + "|", *lines[1:], ""]

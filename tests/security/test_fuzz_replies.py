@@ -15,8 +15,8 @@ from conquiet import Message
 from conquiet.errors import ConquietError, SinkUnavailable
 from conquiet.operations.presence import relays
 from conquiet.relay.sinks import HttpSink
+from conquiet.spark.log.decoder import row_of
 from conquiet.spark.log.resp import Table, locate
-from conquiet.spark.log.rows import row_of
 
 EVENT = {"specversion": "1.0", "id": "1", "type": "t", "source": "/s"}
 GOOD = [

@@ -13,9 +13,9 @@ from pyspark.sql.types import StructType
 from tests.security.hostile import HURTING, damaged, fuzzed, values
 
 from conquiet.spark.columns import MALFORMED
-from conquiet.spark.log.payload import RAW, Payload, as_text
-from conquiet.spark.log.rows import RowBuilder
-from conquiet.spark.outbox.columns import attributes, published, times
+from conquiet.spark.log.decoder import RowBuilder
+from conquiet.spark.outbox.rows import attributes, published, times
+from conquiet.spark.payload import RAW, Payload, as_text
 
 GOOD = b'{"whole": 1}'
 SCHEMA = StructType.fromJson(

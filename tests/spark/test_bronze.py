@@ -80,7 +80,7 @@ def test_what_ended_a_query_is_told_without_the_pages_of_spark(
     redis_client.set("orders", "no stream")
     source = {"url": redis_url, "streams": "orders", "startingOffsets": "earliest"}
     query = start_bronze(read_events(spark, "log", source), Bronze(str(tmp_path), once=True))
-    with pytest.raises(QueryFailed, match=r"^stream 'orders' cannot be looked at: WRONGTYPE"):
+    with pytest.raises(QueryFailed, match=r"^stream 'orders' cannot be read: WRONGTYPE"):
         run_query(query)
 
 

@@ -138,5 +138,5 @@ def test_what_ends_a_run_is_told_in_a_line(redis_client, redis_url, tmp_path: Pa
     running = Run(tmp_path / "lake", "--url", redis_url, "--streams", "orders", "--once")
     running.end(code=1)
     [line] = [line for line in running.said().splitlines() if "conquiet: error:" in line]
-    assert "the query failed: stream 'orders' cannot be looked at: WRONGTYPE" in line
+    assert "the query failed: stream 'orders' cannot be read: WRONGTYPE" in line
     assert "\tat org.apache.spark" not in running.said()  # pages of Java are for --debug

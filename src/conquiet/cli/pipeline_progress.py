@@ -55,14 +55,14 @@ class Progress:
         self._lost_before: Missed | None = None
 
     def look(self, query: Any) -> None:
-        from conquiet.spark.progress import lost, lost_before
+        from conquiet.spark.progress import losses, losses_before
 
         for progress in query.recentProgress:
             if progress.batchId <= self._last_batch:
                 continue
             if self._lost_before is None:  # by runs before this one
-                self._lost_before = _sum(lost_before(progress))
-            before, now = self._lost_before, _sum(lost(progress))
+                self._lost_before = _sum(losses_before(progress))
+            before, now = self._lost_before, _sum(losses(progress))
             missed = Missed(now.times - before.times, now.entries - before.entries)
             if progress.numInputRows or missed != self.lost:
                 self.lost = missed

@@ -172,7 +172,7 @@ def _check_source(origin: str, source: dict[str, str]) -> None:
         OutboxOptions.of(source)
     else:
         return
-    from conquiet.spark.log.payload import schema_of
+    from conquiet.spark.payload import schema_of
 
     schema_of(source)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from conquiet.spark.catalog import events
     from conquiet.spark.formats import register
-    from conquiet.spark.progress import LagListener, lag, lost
+    from conquiet.spark.progress import DataLoss, LagListener, lag, losses
     from conquiet.spark.query import start_query
     from conquiet.spark.settings import session
     from conquiet.spark.tables.reading import read_table, table_files
@@ -19,35 +19,37 @@ if TYPE_CHECKING:
         replace_partitions,
         write_table,
     )
-    from conquiet.spark.upsert.batches import upsert_into, upserting
+    from conquiet.spark.upsert.sink import upsert_batches_into, upsert_into
     from conquiet.spark.worker import SparkWorker
 
 __all__ = [
+    "DataLoss",
     "LagListener",
     "SparkWorker",
     "append_once",
     "appending",
     "events",
     "lag",
-    "lost",
+    "losses",
     "read_table",
     "register",
     "replace_partitions",
     "session",
     "start_query",
     "table_files",
+    "upsert_batches_into",
     "upsert_into",
-    "upserting",
     "write_table",
 ]
 
 _home = {
+    "DataLoss": "conquiet.spark.progress",
     "register": "conquiet.spark.formats",
     "session": "conquiet.spark.settings",
     "LagListener": "conquiet.spark.progress",
     "events": "conquiet.spark.catalog",
     "lag": "conquiet.spark.progress",
-    "lost": "conquiet.spark.progress",
+    "losses": "conquiet.spark.progress",
     "SparkWorker": "conquiet.spark.worker",
     "append_once": "conquiet.spark.tables.writing",
     "appending": "conquiet.spark.tables.writing",
@@ -56,8 +58,8 @@ _home = {
     "start_query": "conquiet.spark.query",
     "table_files": "conquiet.spark.tables.reading",
     "write_table": "conquiet.spark.tables.writing",
-    "upsert_into": "conquiet.spark.upsert.batches",
-    "upserting": "conquiet.spark.upsert.batches",
+    "upsert_into": "conquiet.spark.upsert.sink",
+    "upsert_batches_into": "conquiet.spark.upsert.sink",
 }
 
 

@@ -11,7 +11,7 @@ from msgspec import inspect
 
 from conquiet.errors import ConfigError
 from conquiet.events.catalog import Catalog
-from conquiet.spark.log.payload import JSON_COMMENT
+from conquiet.spark.payload import JSON_COMMENT
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

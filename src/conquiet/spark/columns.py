@@ -1,4 +1,4 @@
-"""The columns that every source of events has, so that a pipeline can read from any of them.
+"""Columns that all sources of events share, so that a pipeline can read from any of them.
 
 | column | of the log | of an outbox |
 |---|---|---|
@@ -12,7 +12,7 @@ from __future__ import annotations
 import pyarrow as pa
 
 MALFORMED = "_malformed"
-"""Why an entry is no event; null for the others. Its fields are then in `data`, as JSON."""
+"""The reason why an entry is no event, or null. Its fields are then in `data`, as JSON."""
 
 _TIME = pa.timestamp("us", tz="UTC")
 
@@ -33,4 +33,4 @@ ARROW_SCHEMA = pa.schema(
         pa.field(MALFORMED, pa.string()),
     ]
 )
-"""`attributes` holds every attribute that has no column of its own, as text."""
+"""`attributes` holds all attributes that have no column of their own, as text."""

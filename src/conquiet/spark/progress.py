@@ -1,4 +1,4 @@
-"""Progress: how far behind the end of the log a streaming query is, and what it has missed."""
+"""Progress of a streaming query: its lag behind the end of the log, and the entries it lost."""
 
 from __future__ import annotations
 
@@ -7,51 +7,55 @@ from typing import TYPE_CHECKING, Any
 
 from pyspark.sql.streaming.listener import StreamingQueryListener
 
+from conquiet.errors import ConquietError
 from conquiet.spark.log.offsets import NOTHING, Lost, Position, entries_between, read_offsets
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 
-def lag(progress: Any) -> dict[str, int | None]:
-    """How many entries of each stream wait behind a micro-batch, by its progress.
+class DataLoss(ConquietError):
+    """Entries or rows that a query was still to read are gone from their stream or table."""
 
-    None for a stream whose server does not count entries (Redis before 7).
+
+def lag(progress: Any) -> dict[str, int | None]:
+    """Return the backlog of each stream after a micro-batch, in entries, by its progress.
+
+    It is None for a stream whose server does not count entries (Redis before 7).
     """
-    waiting: dict[str, int | None] = {}
+    backlog: dict[str, int | None] = {}
     for source in progress.sources:
         ends, newest = _offsets(source.endOffset), _offsets(source.latestOffset)
         for stream, last in newest.items():
             at = ends.get(stream)
             if at is not None:
-                waiting[stream] = 0 if at.id == last.id else entries_between(at, last)
-    return waiting
+                backlog[stream] = 0 if at.id == last.id else entries_between(at, last)
+    return backlog
 
 
-def lost(progress: Any) -> dict[str, Lost]:
-    """What each stream has lost that the query was still to read, since its checkpoint began.
+def losses(progress: Any) -> dict[str, Lost]:
+    """Return the losses of each stream since the checkpoint began.
 
-    Empty if nothing is missing, as it always is unless `failOnDataLoss=false`. The rows that an
-    outbox has lost are under the name `outbox`.
+    There are none unless `failOnDataLoss=false`. Rows lost by an outbox are under `outbox`.
     """
-    return _lost(source.endOffset for source in progress.sources)
+    return _losses(source.endOffset for source in progress.sources)
 
 
-def lost_before(progress: Any) -> dict[str, Lost]:
-    """The same, of what came before a micro-batch."""
-    return _lost(source.startOffset for source in progress.sources)
+def losses_before(progress: Any) -> dict[str, Lost]:
+    """Return the losses up to the start of a micro-batch."""
+    return _losses(source.startOffset for source in progress.sources)
 
 
-def _lost(offsets: Iterable[str | None]) -> dict[str, Lost]:
-    missed: dict[str, Lost] = {}
+def _losses(offsets: Iterable[str | None]) -> dict[str, Lost]:
+    found: dict[str, Lost] = {}
     for text in offsets:
-        missed |= _lost_rows(text)
-        missed |= {name: at.lost for name, at in _offsets(text).items() if at.lost != NOTHING}
-    return missed
+        found |= _lost_rows(text)
+        found |= {name: at.lost for name, at in _offsets(text).items() if at.lost != NOTHING}
+    return found
 
 
 def _lost_rows(text: str | None) -> dict[str, Lost]:
-    """What an offset of an outbox says."""
+    """Read the losses in an offset of an outbox."""
     try:
         return {"outbox": Lost(*json.loads(text or "{}")["lost"])}
     except (ValueError, KeyError, TypeError):
@@ -59,7 +63,7 @@ def _lost_rows(text: str | None) -> dict[str, Lost]:
 
 
 def _offsets(text: str | None) -> dict[str, Position]:
-    """The offsets of a source of ours; those of others are none."""
+    """Read the offsets of a source of conquiet; those of other sources count as none."""
     try:
         given = json.loads(text or "{}")
         return read_offsets(given)
@@ -70,18 +74,18 @@ def _offsets(text: str | None) -> dict[str, Position]:
 class LagListener(StreamingQueryListener):
     """Calls a function with the lag of each micro-batch: `spark.streams.addListener(…)`.
 
-    The function gets the name or the id of the query, and what `lag` gives.
+    The function gets the name or the id of the query, and the result of `lag`.
     """
 
-    def __init__(self, tell: Callable[[str, dict[str, int | None]], None]) -> None:
-        self._tell = tell
+    def __init__(self, report: Callable[[str, dict[str, int | None]], None]) -> None:
+        self._report = report
 
     def onQueryStarted(self, event: Any) -> None:  # noqa: N802 - these names are Spark's
         pass
 
     def onQueryProgress(self, event: Any) -> None:  # noqa: N802
         progress = event.progress
-        self._tell(str(progress.name or progress.id), lag(progress))
+        self._report(str(progress.name or progress.id), lag(progress))
 
     def onQueryIdle(self, event: Any) -> None:  # noqa: N802
         pass

@@ -1,27 +1,28 @@
-"""SparkWorker: the same router as in a process, in the tasks of Spark.
+"""Run a router in the tasks of Spark.
 
-    events (batch or stream) ──▶ tasks: slices ──▶ router ──▶ one commit per slice ──▶ counts
+    events (frame or stream) ──▶ tasks: batches ──▶ router ──▶ one commit per batch ──▶ counts
 
-Spark retries a task, runs a copy of it, or replays a micro-batch, and so a message may reach its
-handler's inbox more than once. Its effects happen once, because the inbox says so in the
-transaction of the effects. Without an inbox they happen at least once.
+Spark retries a task, runs a copy of it, or replays a micro-batch, so a message may reach its
+handler's inbox more than once. Its effects happen once, because the inbox is part of their
+transaction. Without an inbox they happen at least once.
 """
 
 from __future__ import annotations
 
+import threading
 import uuid
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from conquiet.errors import ConfigError
 from conquiet.router import Router
 from conquiet.sink import Sink
 from conquiet.spark import checkpoint as checkpoints
 from conquiet.spark.query import run_query
-from conquiet.spark.worker_counts import Counts
-from conquiet.spark.worker_messages import COLUMNS
-from conquiet.spark.worker_task import COUNTS_DDL, Work
+from conquiet.spark.worker_task import COLUMNS, COUNTS_DDL, Work
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -31,10 +32,11 @@ if TYPE_CHECKING:
 class SparkWorker:
     """Runs the events of a data frame through routers that `router` makes, one per process.
 
-    `router` is a function of a module, or one that can be pickled; it makes the connections, so
-    they are made where they are used, once. `sink` makes a sink for outputs that no outbox takes,
-    `dead_letters` one for what fails `tries` times; a `DeadLetter` of the router does as well.
-    `by_key` keeps the order of each key, at the price of a shuffle.
+    `router` is a function of a module, or one that can be pickled; it opens the connections, once
+    per process. `sink` makes a sink for outputs that no outbox takes, `dead_letters` one for
+    messages that failed `max_attempts` times; a `DeadLetter` of the router works as well.
+    `batch_size` messages share one commit. `patience` is how many seconds to wait for a store that
+    is away. `by_key` keeps the order of each key, at the price of a shuffle.
     """
 
     def __init__(
@@ -44,8 +46,8 @@ class SparkWorker:
         *,
         sink: Callable[[], Sink] | None = None,
         dead_letters: Callable[[], Sink] | None = None,
-        slice_rows: int = 500,
-        tries: int = 5,
+        batch_size: int = 500,
+        max_attempts: int = 5,
         patience: float = 30.0,
         by_key: bool = False,
         checkpoint: str | None = None,
@@ -57,7 +59,7 @@ class SparkWorker:
                 "SparkWorker takes a function that makes a router: a router itself holds"
                 " connections, and cannot travel to the executors"
             )
-        for name, value in (("slice_rows", slice_rows), ("tries", tries)):
+        for name, value in (("batch_size", batch_size), ("max_attempts", max_attempts)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name}={value!r}: must be a whole number of at least 1")
         if isinstance(patience, bool) or not isinstance(patience, int | float) or patience < 0:
@@ -71,7 +73,7 @@ class SparkWorker:
         self._trigger = dict(trigger or {})
         self._by_key = by_key
         self._work = Work(
-            uuid.uuid4().hex, router, sink, dead_letters, slice_rows, tries, patience, by_key
+            uuid.uuid4().hex, router, sink, dead_letters, batch_size, max_attempts, patience, by_key
         )
         self._counts = Counts(registry)
         self._resources = ExitStack()
@@ -91,9 +93,9 @@ class SparkWorker:
             )
 
     def run(self, *, grace: float = 60.0) -> DataFrame:
-        """Handle the events; gives how many ended how: (handler, outcome, count).
+        """Handle the events; return the number of messages by handler and outcome.
 
-        Of a stream, until it ends (`trigger={"availableNow": True}`) or a signal comes.
+        A stream runs until it ends (`trigger={"availableNow": True}`) or a signal comes.
         """
         if self.events.isStreaming:
             query = self.start()
@@ -122,11 +124,11 @@ class SparkWorker:
             raise
 
     def counts(self) -> DataFrame:
-        """How many messages were handled, skipped as seen, or are dead; how many tries failed."""
+        """Return how many messages were handled, skipped or dead, and how many attempts failed."""
         return self.events.sparkSession.createDataFrame(self._counts.rows(), COUNTS_DDL)
 
     def close(self) -> None:
-        """Let go of the checkpoint."""
+        """Release the lock of the checkpoint."""
         self._resources.close()
 
     def _handle(self, frame: DataFrame) -> None:
@@ -134,14 +136,14 @@ class SparkWorker:
         frame = frame.select(*known)
         if self._by_key:
             frame = in_order(frame)
-        # Collected in the one job that runs the handlers: a frame of counts that is computed
-        # when somebody looks at it would run them again at every look.
+        # Collected in the one job that runs the handlers: a lazy frame of counts would run them
+        # again at every use.
         counted = frame.mapInArrow(self._work, COUNTS_DDL).collect()
         self._counts.add((row["handler"], row["outcome"], row["count"]) for row in counted)
 
 
 def in_order(frame: DataFrame) -> DataFrame:
-    """All rows of a key in one partition, as they stood in their stream."""
+    """Put all rows of a key into one partition, in the order of their stream."""
     from pyspark.sql import functions as f
 
     key = [f.col(name) for name in ("key", "event_id") if name in frame.columns]
@@ -155,3 +157,47 @@ def in_order(frame: DataFrame) -> DataFrame:
     return frame.repartition(f.coalesce(*key)).sortWithinPartitions(
         *place, time, number, f.col("entry_id")
     )
+
+
+_METRIC = "conquiet_spark_messages"
+_lock = threading.Lock()
+_known: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+
+class Counts:
+    """Counts outcomes by handler, on the driver and for Prometheus; safe for threads."""
+
+    def __init__(self, registry: Any = None) -> None:
+        self._totals: Counter[tuple[str, str]] = Counter()
+        self._lock = threading.Lock()
+        self._metric = _metric_of(registry)
+
+    def add(self, rows: Iterable[tuple[str, str, int]]) -> None:
+        with self._lock:
+            for handler, outcome, count in rows:
+                self._totals[handler, outcome] += count
+                if self._metric is not None:
+                    self._metric.labels(handler, outcome).inc(count)
+
+    def rows(self) -> list[tuple[str, str, int]]:
+        with self._lock:
+            found = sorted(self._totals.items())
+        return [(handler, outcome, count) for (handler, outcome), count in found]
+
+
+def _metric_of(registry: Any) -> Any:
+    """Return the counter of a registry; None without prometheus-client."""
+    try:
+        import prometheus_client
+    except ImportError:
+        return None
+    registry = registry if registry is not None else prometheus_client.REGISTRY
+    with _lock:
+        if registry not in _known:
+            _known[registry] = prometheus_client.Counter(
+                _METRIC,
+                "Messages that went through a router on Spark, by outcome.",
+                ("handler", "outcome"),
+                registry=registry,
+            )
+        return _known[registry]

@@ -1,8 +1,8 @@
-"""What a Spark task does with its rows: slices through a router, each in one commit.
+"""Run the rows of a Spark task through a router, in batches of one commit each.
 
-A row is done when its handlers and the commit succeeded, when the inbox knew it, or when it is in
-the dead letters. What is nobody's fault (the store is away, another attempt holds the message) is
-waited for, then fails the task, which Spark runs again.
+A row is done when its handlers and the commit succeeded, when the inbox knew it, or when it is a
+dead letter. After an error that is not the message's fault (the store is away, another attempt
+holds the message) the task waits, then fails, and Spark runs it again.
 """
 
 from __future__ import annotations
@@ -18,65 +18,68 @@ from typing import Any
 import pyarrow as pa
 
 from conquiet.backoff import Backoff
-from conquiet.errors import Blameless, ConfigError, ConquietError, StoreError
+from conquiet.errors import Blameless, ConfigError, ConquietError, InvalidMessage, StoreError
 from conquiet.handler import SKIPPED, Process, Result
 from conquiet.message import Message, describe
 from conquiet.middleware.dead_letter import IS_DEAD, DeadLetter
 from conquiet.publish import Publish
+from conquiet.redis.dead_letter import UNREADABLE_TYPE
 from conquiet.router import Handled, Router
 from conquiet.sink import Sink
-from conquiet.spark.worker_messages import ROW, messages_of, reasons_of, slices
+from conquiet.spark.columns import MALFORMED
+from conquiet.spark.log.encoder import time_text
 
 logger = logging.getLogger("conquiet.spark")
 
+
 HANDLED, SKIPPED_AS_SEEN, FAILED, DEAD = "handled", "skipped", "failed", "dead"
-"""`failed` counts tries; the others count messages, and each message once per handler."""
+"""`failed` counts attempts; the others count messages, each once per handler."""
 
 COUNTS = pa.schema([("handler", pa.string()), ("outcome", pa.string()), ("count", pa.int64())])
 COUNTS_DDL = "handler string, outcome string, count long"
 NO_HANDLER = "(none)"
 
 _MOST_PARTS = 8
-"""Routers that one Python process keeps; the longest unused goes first."""
+"""Routers that one Python process keeps; the least recently used is closed first."""
 
 
 class Undeliverable(ConquietError):
-    """A message failed at every try and there are no dead letters to put it into."""
+    """A message failed at every attempt, and there is no dead letter queue."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What travels to the executors: how to make a router, and how to run it."""
+    """Sent to the executors: how to make a router, and how to run it."""
 
     token: str
-    """Of one SparkWorker: a process makes the router once for it."""
+    """Identifies a SparkWorker, for which a process makes its router once."""
     make_router: Callable[[], Router]
     make_sink: Callable[[], Sink] | None
     make_dead_letters: Callable[[], Sink] | None
-    slice_rows: int
-    tries: int
+    batch_size: int
+    max_attempts: int
     patience: float
     ordered: bool
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """For `mapInArrow`: the rows of a partition become its counts."""
+        """Handle the rows of a partition and yield its counts, for `mapInArrow`."""
         part = _part_of(self)
         counts: Counter[tuple[str, str]] = Counter()
         for batch in batches:
-            for piece in slices(batch, self.slice_rows):
-                part.handle(piece, counts)
-        rows = [
+            for rows in slices(batch, self.batch_size):
+                part.handle(rows, counts)
+        totals = [
             {"handler": handler, "outcome": outcome, "count": count}
             for (handler, outcome), count in sorted(counts.items())
         ]
-        yield pa.RecordBatch.from_pylist(rows, COUNTS)
+        yield pa.RecordBatch.from_pylist(totals, COUNTS)
 
 
 _parts: dict[tuple[int, str], _Part] = {}
 
 
 def _part_of(work: Work) -> _Part:
-    """The router of this process, made by the first task that asks."""
+    """Return the router of this process; the first task makes it."""
     key = os.getpid(), work.token  # Spark forks its workers; a connection belongs to one process
     part = _parts.pop(key, None)
     if part is None:
@@ -88,7 +91,7 @@ def _part_of(work: Work) -> _Part:
 
 
 class _Part:
-    """A started router, its chain, and where its dead letters go."""
+    """A started router, its chain, and its dead letters."""
 
     def __init__(self, work: Work) -> None:
         router = _made(work.make_router)
@@ -105,12 +108,12 @@ class _Part:
         chain = router.start(Publish(self._sinks[0] if work.make_sink else None))
         self._letters = _letters_of(router)
         if work.make_dead_letters is not None:
-            self._letters = DeadLetter(self._sinks[-1], after=work.tries)
+            self._letters = DeadLetter(self._sinks[-1], after=work.max_attempts)
             chain = self._letters(chain)
         self._chain = chain
 
     def handle(self, batch: pa.RecordBatch, counts: Counter[tuple[str, str]]) -> None:
-        """Run a slice until every row of it is done."""
+        """Run a batch until every row of it is done."""
         messages = messages_of(batch, ordered=self._work.ordered)
         bad = {row: why for row, why in enumerate(reasons_of(batch)) if why is not None}
         if bad:
@@ -125,7 +128,7 @@ class _Part:
         run: Callable[[list[Message[Any]]], Handled],
         counts: Counter[tuple[str, str]],
     ) -> None:
-        """Again and again what failed, as a source would deliver it again."""
+        """Retry the messages that failed, as a source would redeliver them."""
         pauses, outages = Backoff(first=0.02, cap=2.0), Backoff(first=0.05, cap=5.0)
         end = time.monotonic() + self._work.patience
         done: set[tuple[int, str]] = set()
@@ -143,24 +146,25 @@ class _Part:
                 ) from blameless[0]
             messages = [message for message in messages if message.locals[ROW] in failures]
             for message in messages:
-                self._count_try(message, failures[message.locals[ROW]])
+                self._count_attempt(message, failures[message.locals[ROW]])
             time.sleep((outages if blameless else pauses).next())
 
-    def _count_try(self, message: Message[Any], error: Exception) -> None:
+    def _count_attempt(self, message: Message[Any], error: Exception) -> None:
         if isinstance(error, Blameless):
             return
-        if message.deliveries >= self._work.tries:
+        if message.deliveries >= self._work.max_attempts:
             raise Undeliverable(
-                f"{describe(message.attributes)} failed {message.deliveries} times and could not be"
-                f" put aside: {type(error).__name__}: {error}. Give the router a DeadLetter(after=…"
-                f"{self._work.tries} or less) or SparkWorker(dead_letters=…); nothing was lost"
+                f"{describe(message.attributes)} failed {message.deliveries} times and has no dead"
+                f" letter queue: {type(error).__name__}: {error}. Give the router a"
+                f" DeadLetter(after={self._work.max_attempts} or less), or"
+                " SparkWorker(dead_letters=…); nothing was lost"
             ) from error
         message.deliveries += 1
 
     def _refusing(
         self, reasons: Mapping[int, Exception]
     ) -> Callable[[list[Message[Any]]], Handled]:
-        """Runs entries that are no events: they go to the dead letters, past the handlers."""
+        """Return a function that sends malformed entries to the dead letters, past the handlers."""
 
         def refuse(batch: Sequence[Message[Any]]) -> Sequence[Result]:
             return [reasons[message.locals[ROW]] for message in batch]
@@ -184,8 +188,8 @@ def _made(factory: Callable[[], Router]) -> Router:
         called = getattr(factory, "func", factory)
         if getattr(called, "__module__", None) != "__main__":
             raise
-        # Pickled by value, a function takes along the names that its code uses, not those that
-        # only its annotations use.
+        # A function pickled by value includes the names that its code uses, not those that only
+        # its annotations use.
         raise ConfigError(
             f"{error}. The router factory is part of the script itself: put it into a module that"
             " the script imports"
@@ -199,10 +203,10 @@ def _letters_of(router: Router) -> DeadLetter | None:
 def _account(
     handled: Handled, counts: Counter[tuple[str, str]], done: set[tuple[int, str]]
 ) -> dict[int, Exception]:
-    """Count outcomes; gives the rows that are not done, and why.
+    """Count outcomes; return the rows that are not done, and their errors.
 
-    A message that several handlers take runs again with all of them when one has failed; what
-    was counted for the others before is not counted again.
+    A message with several handlers runs again with all of them when one has failed; successes that
+    were counted are not counted again.
     """
     failures: dict[int, Exception] = {}
     for message, result in zip(handled.messages, handled.results, strict=True):
@@ -223,3 +227,90 @@ def _outcome(message: Message[Any], result: Result) -> str:
     if IS_DEAD in message.locals:
         return DEAD
     return SKIPPED_AS_SEEN if result is SKIPPED else HANDLED
+
+
+COLUMNS = (
+    "stream",
+    "entry_id",
+    "key",
+    "event_id",
+    "type",
+    "source",
+    "subject",
+    "time",
+    "content_type",
+    "attributes",
+    "data",
+    MALFORMED,
+)
+"""The columns that are read of a frame."""
+
+ROW = "conquiet.spark.row"
+"""Key in a message's locals: its row, which its copies for other handlers share."""
+
+_ATTRIBUTES = (
+    ("event_id", "id"),
+    ("type", "type"),
+    ("source", "source"),
+    ("subject", "subject"),
+    ("time", "time"),
+    ("content_type", "datacontenttype"),
+)
+
+
+class Malformed(InvalidMessage):
+    """A source could not decode an entry as an event."""
+
+
+def slices(batch: pa.RecordBatch, rows: int) -> Iterator[pa.RecordBatch]:
+    for start in range(0, batch.num_rows, rows):
+        yield batch.slice(start, rows)
+
+
+def messages_of(batch: pa.RecordBatch, *, ordered: bool = False) -> list[Message[Any]]:
+    """Return a message per row; with `ordered`, each waits for failed ones of its key."""
+    columns = {name: _values(batch, name) for name in COLUMNS}
+    found: list[Message[Any]] = []
+    for row in range(batch.num_rows):
+        message = _message(columns, row)
+        message.locals[ROW] = row
+        if ordered:
+            message.order_key = columns["key"][row] or None
+        found.append(message)
+    return found
+
+
+def reasons_of(batch: pa.RecordBatch) -> list[Malformed | None]:
+    """Return the error of each malformed row, and None for the others."""
+    streams, entries = _values(batch, "stream"), _values(batch, "entry_id")
+    return [
+        None if why is None else Malformed(f"entry {entry} of {stream!r} is no event: {why}")
+        for why, stream, entry in zip(_values(batch, MALFORMED), streams, entries, strict=True)
+    ]
+
+
+def _values(batch: pa.RecordBatch, name: str) -> Sequence[Any]:
+    if name not in batch.schema.names:
+        return [None] * batch.num_rows
+    column = batch.column(name)
+    if name == "time" and pa.types.is_timestamp(column.type):
+        column = time_text(column).cast(pa.string())
+    elif name == "data":
+        column = column.cast(pa.binary())
+    values: list[Any] = column.to_pylist()
+    return values
+
+
+def _message(columns: dict[str, Sequence[Any]], row: int) -> Message[Any]:
+    if columns[MALFORMED][row] is not None:
+        place = f"{columns['stream'][row]} {columns['entry_id'][row]}"
+        about = {"id": place, "type": UNREADABLE_TYPE, "source": "conquiet:unknown"}
+        return Message(columns["data"][row], about, topic=columns["stream"][row])
+    attributes = {
+        name: value for column, name in _ATTRIBUTES if (value := columns[column][row]) is not None
+    }
+    attributes.update(columns["attributes"][row] or ())
+    key = columns["key"][row]
+    if key is not None and key != attributes.get("subject"):
+        attributes["partitionkey"] = key
+    return Message(columns["data"][row], attributes, topic=columns["stream"][row])

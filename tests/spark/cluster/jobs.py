@@ -28,7 +28,7 @@ def route(settings: dict[str, Any], url: str, notes: str, rows: int, **behaviour
 
     spark = _session(settings)
     router = shop(url, notes=Path(notes), **behaviour)
-    return _counts(SparkWorker(router, orders(spark, 0, rows, 4), slice_rows=20).run())
+    return _counts(SparkWorker(router, orders(spark, 0, rows, 4), batch_size=20).run())
 
 
 def route_in_redis(settings: dict[str, Any], url: str, notes: str, rows: int, dies_at: int) -> Any:
@@ -37,7 +37,7 @@ def route_in_redis(settings: dict[str, Any], url: str, notes: str, rows: int, di
 
     spark = _session(settings)
     router = redis_shop(url, notes=Path(notes), dies_at=dies_at, lease=2.0)
-    return _counts(SparkWorker(router, orders(spark, 0, rows, 4), slice_rows=20).run())
+    return _counts(SparkWorker(router, orders(spark, 0, rows, 4), batch_size=20).run())
 
 
 def route_log(settings: dict[str, Any], url: str, log: str, notes: str, **behaviour: Any) -> Any:
@@ -50,7 +50,7 @@ def route_log(settings: dict[str, Any], url: str, log: str, notes: str, **behavi
     frame = spark.readStream.format("conquiet").options(**options).load()
     router = shop(url, notes=Path(notes), **behaviour)
     place, trigger = f"{notes}/checkpoint", {"availableNow": True}
-    worker = SparkWorker(router, frame, slice_rows=20, checkpoint=place, trigger=trigger)
+    worker = SparkWorker(router, frame, batch_size=20, checkpoint=place, trigger=trigger)
     return _counts(worker.run())
 
 
@@ -67,7 +67,7 @@ def route_twice(settings: dict[str, Any], url: str, notes: str, rows: int) -> An
     }
     spark = _session(settings | speculation)
     router = shop(url, notes=Path(notes), straggles_at=rows - 1)
-    return _counts(SparkWorker(router, orders(spark, 0, rows, 4), slice_rows=20).run())
+    return _counts(SparkWorker(router, orders(spark, 0, rows, 4), batch_size=20).run())
 
 
 def through(settings: dict[str, Any], url: str, log: str, notes: str) -> Any:

@@ -75,7 +75,7 @@ class Query:
         from pyspark.sql.pandas.types import from_arrow_schema
 
         from conquiet.spark.log.options import ReadOptions
-        from conquiet.spark.log.stream_reader import LogStreamReader
+        from conquiet.spark.log.source import LogStreamReader
 
         given = log._all({"startingOffsets": "earliest"} | options)
         schema = from_arrow_schema(ARROW_SCHEMA)

@@ -13,8 +13,9 @@ from tests.integration.redis.servers import cluster, sentinel, tls_in_front_of
 from tests.spark.log.conftest import Log, Query
 
 from conquiet.errors import ConfigError, StoreError
-from conquiet.spark.log.connection import RedisAddress, connect, disconnect, redacted
+from conquiet.spark.log.connection import connect, disconnect, redacted
 from conquiet.spark.log.options import ReadOptions
+from conquiet.spark.options import Address
 
 SECRET = "pa55word"
 RIGHTS = (
@@ -126,9 +127,9 @@ def test_a_url_may_come_from_a_file_or_a_variable(tmp_path, monkeypatch, plain_l
         assert plain_log.url.encode() not in pickle.dumps(options)
         assert options.address.resolve() == plain_log.url
     with pytest.raises(ConfigError, match="SHOP_NOTHING"):
-        RedisAddress(url_env="SHOP_NOTHING").resolve()
+        Address(url_env="SHOP_NOTHING").resolve()
     with pytest.raises(ConfigError, match="No such file"):
-        RedisAddress(url_file=str(tmp_path / "absent")).resolve()
+        Address(url_file=str(tmp_path / "absent")).resolve()
 
 
 @pytest.mark.parametrize(
@@ -160,12 +161,12 @@ def test_an_entry_that_is_refused_for_now_lets_no_other_be_read_twice(
             reply = super().gets()
             return redis.ResponseError("TRYAGAIN") if next(refused, False) else reply
 
-    monkeypatch.setattr("conquiet.spark.log.ranges.hiredis.Reader", Reader)
+    monkeypatch.setattr("conquiet.spark.log.fetch.hiredis.Reader", Reader)
     assert query.batch() == [0, 1, 2]
 
 
 def test_an_address_shows_no_secret() -> None:
-    address = RedisAddress(f"redis://app:{SECRET}@host/0")
+    address = Address(f"redis://app:{SECRET}@host/0")
     assert SECRET not in repr(address)
     assert SECRET not in redacted(f"cannot reach redis://app:{SECRET}@host:1/0, sorry")
 

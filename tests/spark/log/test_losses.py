@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.spark.log.conftest import Query
 from tests.waiting import eventually
 
-from conquiet.spark import lag, lost
+from conquiet.spark import lag, losses
 from conquiet.spark.log.offsets import NOTHING, Position
 
 LENIENT = {"failOnDataLoss": "false"}
@@ -44,7 +44,7 @@ def test_a_position_is_read_as_it_was_written(text) -> None:
 
 
 def test_a_query_that_misses_nothing_tells_nothing(plain_log) -> None:
-    assert lost(progress_of(read_ten(plain_log).offset)) == {}
+    assert losses(progress_of(read_ten(plain_log).offset)) == {}
 
 
 def test_losses_add_up_and_outlive_a_restart(plain_log) -> None:
@@ -53,13 +53,13 @@ def test_losses_add_up_and_outlive_a_restart(plain_log) -> None:
     log.add("orders", *range(10, 20))
     trim(log, 4)
     assert query.batch() == list(range(16, 20))
-    assert lost(progress_of(query.offset)) == {"orders": (1, 6)}
+    assert losses(progress_of(query.offset)) == {"orders": (1, 6)}
     query = restarted(log, query)
     assert query.batch() == []
     log.add("orders", *range(20, 25))
     trim(log, 2)
     assert query.batch() == [23, 24]
-    missed = lost(progress_of(query.offset))["orders"]
+    missed = losses(progress_of(query.offset))["orders"]
     assert (missed.times, missed.entries) == (2, 9)
     assert read_again(log, query) == {"orders": (2, 9)}
 
@@ -70,7 +70,7 @@ def read_again(log, query):
     query.batch()
     log.add("orders", 99)
     assert query.batch() == [99]
-    return lost(progress_of(query.offset))
+    return losses(progress_of(query.offset))
 
 
 def test_a_loss_is_told_although_nothing_is_left_to_read(plain_log) -> None:
@@ -79,17 +79,17 @@ def test_a_loss_is_told_although_nothing_is_left_to_read(plain_log) -> None:
     trim(plain_log, 0)
     assert query.batch() == []
     assert query.batch() == []
-    assert lost(progress_of(query.offset)) == {"orders": (1, 3)}
+    assert losses(progress_of(query.offset)) == {"orders": (1, 3)}
 
 
 def test_a_loss_whose_size_nobody_knows_is_counted_by_times(plain_log) -> None:
     query = read_ten(plain_log)
     plain_log.client.delete("orders")
     assert [query.batch() for _ in range(3)] == [[], [], []]
-    assert lost(progress_of(query.offset)) == {"orders": (1, 0)}
+    assert losses(progress_of(query.offset)) == {"orders": (1, 0)}
     plain_log.add("orders", 11, ids="5-0")
     assert query.batch() == [11]
-    assert lost(progress_of(query.offset)) == {"orders": (2, 0)}  # it is gone, and it began anew
+    assert losses(progress_of(query.offset)) == {"orders": (2, 0)}  # it is gone, and it began anew
 
 
 def test_a_stream_that_stays_gone_is_counted_once_however_often_the_query_restarts(
@@ -103,7 +103,7 @@ def test_a_stream_that_stays_gone_is_counted_once_however_often_the_query_restar
         query = restarted(plain_log, query)
         assert query.batch() == []
         assert query.offset == told  # so Spark makes no batch of it
-    assert lost(progress_of(told)) == {"orders": (1, 0)}
+    assert losses(progress_of(told)) == {"orders": (1, 0)}
     assert Query(plain_log, told).batch() == []  # known, and so no error any more
     plain_log.add("orders", 11)
     assert query.batch() == [11]
@@ -118,7 +118,7 @@ def test_a_stream_that_goes_before_a_batch_is_repeated_is_counted_once(plain_log
     query = Query(plain_log, end, **LENIENT)
     assert query.between(start, end) == []
     assert [query.batch() for _ in range(2)] == [[], []]
-    assert lost(progress_of(query.offset)) == {"orders": (1, 0)}
+    assert losses(progress_of(query.offset)) == {"orders": (1, 0)}
 
 
 @pytest.mark.parametrize("before", [0, 4], ids=["whole when planned", "trimmed when planned"])
@@ -135,7 +135,7 @@ def test_a_batch_that_has_shrunk_when_it_is_read_again_is_counted_once(plain_log
     log.add("orders", *range(20, 23))
     trim(log, 2)
     assert again.batch() == [21, 22]
-    assert lost(progress_of(again.offset))["orders"].entries == 8
+    assert losses(progress_of(again.offset))["orders"].entries == 8
 
 
 def test_the_lag_counts_a_stream_whose_turn_has_not_come(plain_log) -> None:
@@ -151,7 +151,7 @@ def test_the_lag_counts_a_stream_whose_turn_has_not_come(plain_log) -> None:
 
 
 def test_an_outbox_counts_under_its_own_name() -> None:
-    assert lost(progress_of({"position": "812-40017", "rows": 3, "lost": [1, 20]})) == {
+    assert losses(progress_of({"position": "812-40017", "rows": 3, "lost": [1, 20]})) == {
         "outbox": (1, 20)
     }
 
@@ -167,7 +167,7 @@ def test_the_progress_of_a_query_tells_what_it_has_missed(log) -> None:
         progress = query.lastProgress
     finally:
         query.stop()
-    assert lost(progress) == {"orders": (1, 6)}
+    assert losses(progress) == {"orders": (1, 6)}
     assert lag(progress) == {"orders": 0}
     assert log.written() == [*range(10), *range(16, 20)]
 
@@ -215,6 +215,6 @@ def test_every_entry_is_read_once_or_counted_as_lost(plain_log, steps, limit) ->
     while query.offset != before:
         before = query.offset
         read += query.batch()
-    missed = lost(progress_of(query.offset)).get("orders", NOTHING)
+    missed = losses(progress_of(query.offset)).get("orders", NOTHING)
     assert sorted(set(read)) == sorted(read)
     assert len(read) + missed.entries == added

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 
 import pytest
 import redis
@@ -13,13 +14,13 @@ from tests.spark.log.conftest import Log, Query
 from conquiet import embedded
 from conquiet.errors import ConquietError
 from conquiet.redis import Readers, trim_stream
+from conquiet.redis.ids import parse
 from conquiet.spark.columns import ARROW_SCHEMA
-from conquiet.spark.log.ahead import Ahead
-from conquiet.spark.log.loss import DataLoss
 from conquiet.spark.log.offsets import read_offsets
 from conquiet.spark.log.options import ReadOptions
-from conquiet.spark.log.piece import parts
-from conquiet.spark.log.reader import LogReader
+from conquiet.spark.log.planner import Prefetch, limit_ends
+from conquiet.spark.log.source import LogReader
+from conquiet.spark.progress import DataLoss
 
 LENIENT = {"failOnDataLoss": "false"}
 
@@ -42,15 +43,15 @@ def test_a_limit_is_exact_even_when_ids_lie_unevenly(plain_log) -> None:
 
 def test_a_limit_is_exact_without_scripts_and_without_counts(plain_log, monkeypatch) -> None:
     """As on a Redis 6.2 whose user may not EVAL."""
-    monkeypatch.setattr("conquiet.spark.log.counting._WALK", b"this is no Lua")
-    monkeypatch.setattr("conquiet.spark.log.limiting.entries_between", lambda start, end: None)
+    monkeypatch.setattr("conquiet.spark.log.ranges._WALK", b"this is no Lua")
+    monkeypatch.setattr("conquiet.spark.log.planner.entries_between", lambda start, end: None)
     plain_log.add("orders", *range(1200))
     query = Query(plain_log, maxOffsetsPerTrigger=501)
     assert [len(query.batch()) for _ in range(4)] == [501, 501, 198, 0]
 
 
 def test_ids_without_gaps_are_counted_by_arithmetic(plain_log, monkeypatch) -> None:
-    monkeypatch.setattr("conquiet.spark.log.counting._replies", None)
+    monkeypatch.setattr("conquiet.spark.log.ranges._walk", None)
     plain_log.add("orders", *range(1, 2001), ids="0-{}")
     query = Query(plain_log, maxOffsetsPerTrigger=700)
     assert query.batch() == list(range(1, 701))
@@ -191,7 +192,7 @@ def test_a_stream_that_begins_anew_is_noticed(plain_log, ids) -> None:
     offset = after_reading(log, *range(1, 10))
     log.client.delete("orders")
     log.add("orders", *range(11, 14), ids=ids)
-    with pytest.raises(DataLoss, match="was deleted and begins anew"):
+    with pytest.raises(DataLoss, match="was deleted and created again"):
         Query(log, offset).batch()
     query = Query(log, offset, **LENIENT)
     assert query.batch() == [11, 12, 13]
@@ -228,12 +229,12 @@ def test_entries_that_go_between_planning_and_reading_are_missed(plain_log) -> N
 def test_a_trim_between_planning_and_reading_is_noticed_in_parts_that_nobody_counted(
     plain_log, monkeypatch
 ) -> None:
-    monkeypatch.setattr("conquiet.spark.log.splitting._COUNTED_ANYWAY", 0)
+    monkeypatch.setattr("conquiet.spark.log.tasks.INDEXED_ANYWAY", 0)
     plain_log.add("orders", *range(1000, 4000), ids="{}-0")
     query = Query(plain_log, minPartitions=3)
     tasks = query.reader.partitions({}, query.reader.latestOffset(query.offset, None))
-    pieces = [piece for task in tasks for piece in task.pieces]
-    assert [piece.entries for piece in pieces] == [None, None, None]
+    ranges = [one for task in tasks for one in task.ranges]
+    assert [one.entries for one in ranges] == [None, None, None]
     plain_log.client.xtrim("orders", maxlen=2500, approximate=False)
     readable, failed = 0, 0
     for task in tasks:
@@ -241,7 +242,7 @@ def test_a_trim_between_planning_and_reading_is_noticed_in_parts_that_nobody_cou
             readable += sum(batch.num_rows for batch in query.reader.read(task))
         except DataLoss as error:
             failed += 1
-            assert "'orders' was trimmed behind 1000-0" in str(error)  # noqa: PT017
+            assert "'orders' was trimmed past 1000-0" in str(error)  # noqa: PT017
     assert failed == 1
     assert 1900 < readable < 2100
 
@@ -250,7 +251,7 @@ def test_a_trim_between_planning_and_reading_is_noticed_in_parts_that_nobody_cou
 def test_a_trim_before_a_stream_is_split_is_noticed(
     plain_log, monkeypatch, caplog, counted
 ) -> None:
-    monkeypatch.setattr("conquiet.spark.log.splitting._COUNTED_ANYWAY", counted)
+    monkeypatch.setattr("conquiet.spark.log.tasks.INDEXED_ANYWAY", counted)
     plain_log.add("orders", *range(1000, 4000), ids="{}-0")
     for options in ({}, LENIENT):
         query = Query(plain_log, {}, minPartitions=3, **options)
@@ -409,11 +410,11 @@ def test_redis_6_notices_what_it_can(old_log) -> None:
         Query(log, offset).batch()
     assert Query(log, offset, **LENIENT).batch() == [1204]
     log.client.xtrim("orders", maxlen=0, approximate=False)
-    with pytest.raises(DataLoss, match="entries are gone; wanted what follows"):
+    with pytest.raises(DataLoss, match="entries are gone; wanted the entries after"):
         Query(log, offset, readerName="spark").batch()
     log.client.delete("orders")
     log.add("orders", 1, ids="5-0")
-    with pytest.raises(DataLoss, match="begins anew"):
+    with pytest.raises(DataLoss, match="created again"):
         Query(log, offset).batch()
 
 
@@ -421,17 +422,17 @@ def test_what_was_counted_for_a_limit_is_not_counted_for_the_tasks(plain_log, mo
     plain_log.add("orders", *range(3000))
     query = Query(plain_log, maxOffsetsPerTrigger=2500, minPartitions=2)
     end = query.reader.latestOffset(query.offset, query.reader.getDefaultReadLimit())
-    monkeypatch.setattr("conquiet.spark.log.splitting.walk", None)
+    monkeypatch.setattr("conquiet.spark.log.tasks.index_ranges", None)
     tasks = query.reader.partitions(query.offset, end)
-    assert sorted(piece.entries for task in tasks for piece in task.pieces) == [1000, 1500]
+    assert sorted(one.entries for task in tasks for one in task.ranges) == [1000, 1500]
 
 
 # --- the end of the next batch ----------------------------------------------------------------
 
 
-def looked_ahead(query: Query) -> Ahead:
+def looked_ahead(query: Query) -> Prefetch:
     """Waits until the end of the next batch is known."""
-    ahead = query.reader.planner._ahead
+    ahead = query.reader.planner._prefetch
     assert ahead is not None
     ahead._thread.join()
     return ahead
@@ -443,8 +444,8 @@ def test_the_end_of_the_next_batch_is_known_before_it_is_asked_for(plain_log, mo
     query = Query(plain_log, streams="orders,other", maxOffsetsPerTrigger=400)
     first = query.batch()
     looked_ahead(query)
-    monkeypatch.setattr("conquiet.spark.log.planner.limited", None)
-    monkeypatch.setattr("conquiet.spark.log.planner.Ahead", lambda *asked: None)
+    monkeypatch.setattr("conquiet.spark.log.planner.limit_ends", None)
+    monkeypatch.setattr("conquiet.spark.log.planner.Prefetch", lambda *asked: None)
     second = query.batch()
     assert (len(first), len(second)) == (400, 400)
     monkeypatch.undo()
@@ -486,15 +487,17 @@ def test_a_look_ahead_is_forgotten_when_its_stream_begins_anew(plain_log) -> Non
     log.add("orders", *range(1, 401), ids="{}-0")
     assert len(query.batch()) <= 300
     looked = query.reader.planner._ends["orders"]
-    assert parts(looked.id) <= (400, 0)
+    assert parse(looked.id) <= (400, 0)
 
 
 def test_a_look_ahead_that_fails_is_made_good_when_it_is_needed(plain_log, monkeypatch) -> None:
     plain_log.add("orders", *range(1000))
     query = Query(plain_log, maxOffsetsPerTrigger=300)
 
-    def fails(*asked):
-        raise OSError("no route")
+    def fails_in_a_thread(*asked):
+        if threading.current_thread() is not threading.main_thread():
+            raise OSError("no route")
+        return limit_ends(*asked)
 
-    monkeypatch.setattr("conquiet.spark.log.ahead.limited", fails)
+    monkeypatch.setattr("conquiet.spark.log.planner.limit_ends", fails_in_a_thread)
     assert [len(query.batch()) for _ in range(4)] == [300, 300, 300, 100]

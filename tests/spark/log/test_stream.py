@@ -88,7 +88,7 @@ def test_a_trimmed_stream_ends_the_query_with_what_is_missing(log) -> None:
     first = log.client.xrange("orders", count=1)[0][0].decode()
     with pytest.raises(Exception, match="'orders' was trimmed: 6 entries are gone") as raised:
         log.run()
-    assert f"wanted what follows {ids[-1]}, available from {first}" in str(raised.value)
+    assert f"wanted the entries after {ids[-1]}, available from {first}" in str(raised.value)
 
 
 def test_streams_that_are_empty_or_absent_are_waited_for(log) -> None:

@@ -8,14 +8,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from conquiet.redis.ids import parse
 from conquiet.redis.wire import Wire
-from conquiet.spark.log import counting, density, splitting, tasks
-from conquiet.spark.log.arrays import columns_of
-from conquiet.spark.log.asking import ask
-from conquiet.spark.log.piece import Piece, parts
-from conquiet.spark.log.ranges import Ranges
+from conquiet.spark.log import ranges, tasks
+from conquiet.spark.log.connection import ask
+from conquiet.spark.log.decoder import columns_of
+from conquiet.spark.log.fetch import RangeReader
+from conquiet.spark.log.ranges import EntryRange
 from conquiet.spark.log.resp import Table
-from conquiet.spark.log.tasks import plan
+from conquiet.spark.log.tasks import plan_tasks
 
 
 @pytest.fixture
@@ -28,18 +29,18 @@ def fill(client, stream, ids):
     for entry_id in ids:
         pipeline.xadd(stream, {"a": "1"}, id=entry_id)
     pipeline.execute()
-    return Piece(stream, "0-0", ids[-1], len(ids))
+    return EntryRange(stream, "0-0", ids[-1], len(ids))
 
 
-def sizes(client, pieces):
-    """How many entries each piece has; they must follow each other without a gap."""
-    for one, other in pairwise(pieces):
+def sizes(client, parts):
+    """How many entries each whole has; they must follow each other without a gap."""
+    for one, other in pairwise(parts):
         assert one.until == other.after
     found = []
-    for piece in pieces:
-        entries = client.xrange(piece.stream, f"({piece.after}", piece.until)
+    for part in parts:
+        entries = client.xrange(part.stream, f"({part.after}", part.until)
         found.append(len(entries))
-        assert piece.entries in (None, len(entries))
+        assert part.entries in (None, len(entries))
     return found
 
 
@@ -54,10 +55,10 @@ BURST = [
 @pytest.mark.parametrize("ids", [STEADY, BURST], ids=["steady", "burst"])
 @pytest.mark.parametrize("counted", [True, False], ids=["counted", "probed"])
 def test_parts_are_of_about_the_same_size(wire, redis_client, monkeypatch, ids, counted) -> None:
-    monkeypatch.setattr(splitting, "_COUNTED_ANYWAY", 10_000 if counted else 0)
-    piece = fill(redis_client, "orders", ids)
-    pieces = splitting.split(wire, piece, 4)
-    found = sizes(redis_client, pieces)
+    monkeypatch.setattr(tasks, "INDEXED_ANYWAY", 10_000 if counted else 0)
+    whole = fill(redis_client, "orders", ids)
+    parts = tasks.split(wire, whole, 4)
+    found = sizes(redis_client, parts)
     assert sum(found) == 3000
     # A page of the count is 500 entries, so a part can be off by one.
     assert max(found) <= 1300
@@ -76,22 +77,22 @@ ODD_IDS = st.sets(st.tuples(NUMBERS, NUMBERS), min_size=1, max_size=40)
 def test_parts_have_every_entry_once_however_odd_its_id(
     wire, redis_client, monkeypatch, ids, parts_wanted, counted, after
 ) -> None:
-    monkeypatch.setattr(splitting, "_COUNTED_ANYWAY", 100 if counted else 0)
-    monkeypatch.setattr(counting, "PAGE", 3)
+    monkeypatch.setattr(tasks, "INDEXED_ANYWAY", 100 if counted else 0)
+    monkeypatch.setattr(ranges, "PAGE", 3)
     redis_client.delete("orders")
     there = sorted(one for one in ids if one != (0, 0)) or [(0, 1)]
     whole = fill(redis_client, "orders", [f"{ms}-{number}" for ms, number in there])
     skipped = after.draw(st.integers(0, len(there) - 1))
     begin = "0-0" if not skipped else "{}-{}".format(*there[skipped - 1])
     known = len(there) - skipped if after.draw(st.booleans()) else None
-    pieces = splitting.split(wire, whole._replace(after=begin, entries=known), parts_wanted)
-    assert (pieces[0].after, pieces[-1].until) == (begin, whole.until)
-    assert all(parts(piece.after) < parts(piece.until) for piece in pieces)
-    sizes(redis_client, pieces)
+    parts = tasks.split(wire, whole._replace(after=begin, entries=known), parts_wanted)
+    assert (parts[0].after, parts[-1].until) == (begin, whole.until)
+    assert all(parse(part.after) < parse(part.until) for part in parts)
+    sizes(redis_client, parts)
     read = [
         entry_id
-        for piece in pieces
-        for _, entries in Ranges(redis_client, None).read([piece])
+        for part in parts
+        for _, entries in RangeReader(redis_client, None).read([part])
         for entry_id in ids_of(entries)
     ]
     assert read == [f"{ms}-{number}" for ms, number in there[skipped:]]
@@ -104,10 +105,10 @@ def ids_of(entries):
 
 
 def test_a_steady_stream_is_split_without_counting(wire, redis_client, monkeypatch) -> None:
-    monkeypatch.setattr(splitting, "_COUNTED_ANYWAY", 0)
-    monkeypatch.setattr(splitting, "walk", None)
-    piece = fill(redis_client, "orders", STEADY)
-    assert max(sizes(redis_client, splitting.split(wire, piece, 2))) < 1800
+    monkeypatch.setattr(tasks, "INDEXED_ANYWAY", 0)
+    monkeypatch.setattr(tasks, "index_ranges", None)
+    whole = fill(redis_client, "orders", STEADY)
+    assert max(sizes(redis_client, tasks.split(wire, whole, 2))) < 1800
 
 
 BURSTS = [
@@ -121,35 +122,35 @@ BURSTS = [
 def test_bursts_with_much_in_a_millisecond_are_split_without_counting(
     wire, redis_client, monkeypatch
 ) -> None:
-    monkeypatch.setattr(splitting, "_COUNTED_ANYWAY", 0)
-    monkeypatch.setattr(splitting, "walk", None)
-    piece = fill(redis_client, "orders", BURSTS)
-    assert max(sizes(redis_client, splitting.split(wire, piece, 3))) <= 1250
+    monkeypatch.setattr(tasks, "INDEXED_ANYWAY", 0)
+    monkeypatch.setattr(tasks, "index_ranges", None)
+    whole = fill(redis_client, "orders", BURSTS)
+    assert max(sizes(redis_client, tasks.split(wire, whole, 3))) <= 1250
 
 
 def test_bursts_are_split_where_scripts_are_not_allowed(wire, redis_client, monkeypatch) -> None:
-    monkeypatch.setattr(splitting, "_COUNTED_ANYWAY", 0)
-    monkeypatch.setattr(density, "_PROBE", b"no script")
-    monkeypatch.setattr(counting, "_WALK", b"no script")
-    piece = fill(redis_client, "orders", BURSTS)
-    assert max(sizes(redis_client, splitting.split(wire, piece, 3))) <= 1250
+    monkeypatch.setattr(tasks, "INDEXED_ANYWAY", 0)
+    monkeypatch.setattr(tasks, "_PROBE", b"no script")
+    monkeypatch.setattr(ranges, "_WALK", b"no script")
+    whole = fill(redis_client, "orders", BURSTS)
+    assert max(sizes(redis_client, tasks.split(wire, whole, 3))) <= 1250
 
 
 def test_small_streams_share_a_task_and_a_large_one_has_several(wire, redis_client) -> None:
     large = fill(redis_client, "large", STEADY)
-    small = [Piece(f"small:{n}", "0-0", "9-9", 10) for n in range(50)]
-    planned = plan(wire, [*small, large], most_entries=1000)
-    loads = [sum(piece.entries for piece in task.pieces) for task in planned]
+    small = [EntryRange(f"small:{n}", "0-0", "9-9", 10) for n in range(50)]
+    planned = plan_tasks(wire, [*small, large], max_entries=1000)
+    loads = [sum(part.entries for part in task.ranges) for task in planned]
     assert len(planned) == 4
     assert sum(loads) == 3500
     assert max(loads) <= 1100
 
 
 def test_a_few_entries_are_one_task(wire) -> None:
-    pieces = [Piece(f"s:{n}", "0-0", "9-9", 100) for n in range(10)]
-    assert len(plan(wire, pieces)) == 1
-    assert len(plan(wire, pieces, least=3)) == 3
-    assert plan(wire, []) == []
+    parts = [EntryRange(f"s:{n}", "0-0", "9-9", 100) for n in range(10)]
+    assert len(plan_tasks(wire, parts)) == 1
+    assert len(plan_tasks(wire, parts, min_tasks=3)) == 3
+    assert plan_tasks(wire, []) == []
 
 
 HIDDEN = [
@@ -164,14 +165,14 @@ HIDDEN = [
 def test_a_burst_within_a_millisecond_is_found_and_cut_without_counting(
     wire, redis_client, monkeypatch, known, count
 ) -> None:
-    """As in a stream too large to be counted, where a look at each bin ends before the burst."""
-    monkeypatch.setattr(splitting, "_COUNTED_ANYWAY", 0)
-    monkeypatch.setattr(density, "_MOST_ENTRIES", 8)
-    monkeypatch.setattr(splitting, "walk", None)
-    piece = fill(redis_client, "orders", HIDDEN)
+    """As in a stream too large to be counted, where a look at each part ends before the burst."""
+    monkeypatch.setattr(tasks, "INDEXED_ANYWAY", 0)
+    monkeypatch.setattr(tasks, "_MOST_ENTRIES", 8)
+    monkeypatch.setattr(tasks, "index_ranges", None)
+    whole = fill(redis_client, "orders", HIDDEN)
     if not known:
-        piece = piece._replace(entries=None)
-    found = sizes(redis_client, splitting.split(wire, piece, count))
+        whole = whole._replace(entries=None)
+    found = sizes(redis_client, tasks.split(wire, whole, count))
     assert len(found) == count
     assert max(found) < 1.5 * len(HIDDEN) / count
 
@@ -182,36 +183,36 @@ def test_a_burst_in_a_stream_too_large_to_be_counted_is_cut(wire, redis_client, 
     begin, burst = 1_700_000_000_000, 120_000
     ids = [f"{begin + 1_000_000 * n + 900 * k}-0" for n in range(128) for k in range(1000)]
     ids += [f"{begin + 100_950_000}-{n}" for n in range(burst)]
-    ids.sort(key=parts)
-    found = sizes(redis_client, splitting.split(wire, fill(redis_client, "orders", ids), count))
+    ids.sort(key=parse)
+    found = sizes(redis_client, tasks.split(wire, fill(redis_client, "orders", ids), count))
     assert max(found) < 1.25 * len(ids) / count
 
 
 @pytest.mark.parametrize("ids", [STEADY, BURST, HIDDEN], ids=["steady", "burst", "hidden"])
-def test_a_piece_of_unknown_size_is_split_like_any_other(
+def test_a_range_of_unknown_size_is_split_like_any_other(
     wire, redis_client, monkeypatch, ids
 ) -> None:
     monkeypatch.setattr(tasks, "WORTH_A_TASK", 100)
-    piece = fill(redis_client, "orders", ids)._replace(entries=None)
-    planned = plan(wire, [piece._replace(at_most=len(ids))], most_entries=len(ids) // 4)
-    pieces = sorted((p for task in planned for p in task.pieces), key=lambda p: parts(p.until))
-    found = sizes(redis_client, pieces)
+    whole = fill(redis_client, "orders", ids)._replace(entries=None)
+    planned = plan_tasks(wire, [whole._replace(at_most=len(ids))], max_entries=len(ids) // 4)
+    parts = sorted((p for task in planned for p in task.ranges), key=lambda p: parse(p.until))
+    found = sizes(redis_client, parts)
     assert sum(found) == len(ids)
     assert 4 <= len(found) <= 5
     assert max(found) < 1.5 * len(ids) / 4
 
 
 def test_a_small_part_of_a_large_stream_is_one_task(wire, redis_client) -> None:
-    piece = fill(redis_client, "orders", STEADY)._replace(entries=None, at_most=1_000_000)
-    [task] = plan(wire, [piece._replace(after=STEADY[-11])], most_entries=100)
-    assert sizes(redis_client, task.pieces) == [10]
+    whole = fill(redis_client, "orders", STEADY)._replace(entries=None, at_most=1_000_000)
+    [task] = plan_tasks(wire, [whole._replace(after=STEADY[-11])], max_entries=100)
+    assert sizes(redis_client, task.ranges) == [10]
 
 
-def test_large_pieces_of_unknown_size_weigh_what_they_have(wire, redis_client) -> None:
+def test_large_parts_of_unknown_size_weigh_what_they_have(wire, redis_client) -> None:
     large = fill(redis_client, "large", STEADY)._replace(entries=None)
     small = [fill(redis_client, f"s:{n}", STEADY[:100])._replace(entries=None) for n in range(10)]
-    planned = plan(wire, [*small, large], least=4)
-    loads = [sum(sizes(redis_client, [piece])[0] for piece in task.pieces) for task in planned]
+    planned = plan_tasks(wire, [*small, large], min_tasks=4)
+    loads = [sum(sizes(redis_client, [part])[0] for part in task.ranges) for task in planned]
     assert sum(loads) == 4000
     assert max(loads) < 1500
 
@@ -219,22 +220,22 @@ def test_large_pieces_of_unknown_size_weigh_what_they_have(wire, redis_client) -
 def test_entries_with_numbers_instead_of_times_are_split_by_their_numbers(
     wire, redis_client, monkeypatch
 ) -> None:
-    monkeypatch.setattr(splitting, "walk", None)
-    piece = fill(redis_client, "orders", [f"0-{n}" for n in range(1, 3001)])
-    pieces = splitting.split(wire, piece._replace(entries=None, after="0-1000"), 4)
-    assert max(sizes(redis_client, pieces)) <= 510
+    monkeypatch.setattr(tasks, "index_ranges", None)
+    whole = fill(redis_client, "orders", [f"0-{n}" for n in range(1, 3001)])
+    parts = tasks.split(wire, whole._replace(entries=None, after="0-1000"), 4)
+    assert max(sizes(redis_client, parts)) <= 510
 
 
 def test_a_look_takes_few_large_entries_at_a_time(wire, redis_client, monkeypatch) -> None:
     """A script copies entries with their data, and Redis serves nobody meanwhile."""
-    monkeypatch.setattr(density, "_CALL_BYTES", 20_000)
+    monkeypatch.setattr(tasks, "_CALL_BYTES", 20_000)
     pipeline = redis_client.pipeline(transaction=False)
     for number in range(400):
         pipeline.xadd("orders", {"data": "x" * 1000}, id=f"{1000 + number}-0")
     pipeline.execute()
     replies = []
-    monkeypatch.setattr(density, "ask", recording(replies))
-    found = density.density_of(wire, Piece("orders", "0-0", "1399-0"))
+    monkeypatch.setattr(tasks, "ask", recording(replies))
+    found = tasks.take_sample(wire, EntryRange("orders", "0-0", "1399-0"))
     looked = [sum(entries for entries, _, _ in reply) for [reply] in replies[1:]]
     assert max(looked) <= 20
     assert found.total == 400

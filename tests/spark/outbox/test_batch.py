@@ -11,7 +11,7 @@ from tests.spark.outbox.rows import fill, fill_at_once, ids, message, numbered, 
 from conquiet import Message
 from conquiet.errors import ConquietError
 from conquiet.spark.outbox.options import OutboxOptions
-from conquiet.spark.outbox.select import Stretch, statement
+from conquiet.spark.outbox.statement import RowRange, statement
 from conquiet.sql import Outbox
 from conquiet.sql.log import OutboxLog, Position
 
@@ -125,14 +125,14 @@ def test_S11_a_batch_ends_below_a_transaction_that_still_runs(postgres, database
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"typs": "a"}, "knows no option typs"),
+        ({"typs": "a"}, "has no option 'typs'"),
         ({"table": "drop table"}, "a-z, 0-9"),
         ({"table": "nowhere"}, "no table nowhere"),
         ({"since": "yesterday"}, "2026-01-31T00:00:00Z"),
         ({"since": "2026-01-31T00:00:00"}, "in which zone"),
         ({"startingOffsets": "first"}, "812-40017"),
         ({"startingOffsets": "latest"}, "is empty"),
-        ({"minPartitions": "0"}, "from 1 on"),
+        ({"minPartitions": "0"}, "whole number, 1 or more"),
         ({"failOnDataLoss": "maybe"}, "true or false"),
         ({"urlEnv": "DATABASE"}, "one of the options"),
         ({"table": "outbox_events", "startingOffsets": "1-1"}, "since="),
@@ -192,8 +192,8 @@ def test_ranges_and_stretches_are_read_by_an_index_from_their_beginning(postgres
     fill_at_once(postgres, range(50))
     options = OutboxOptions.of({"url": "postgresql://x/y"})
     end = Position(9_999_999, 1)
-    ids = statement(options, Stretch(upto=end, above="10", to="20"), postgresql=True)
-    positions = statement(options, Stretch(after=Position(1, 1), upto=end), postgresql=True)
+    ids = statement(options, RowRange(upto=end, above="10", to="20"), postgresql=True)
+    positions = statement(options, RowRange(after=Position(1, 1), upto=end), postgresql=True)
     with postgres.begin() as connection:
         connection.execute(text("SET LOCAL enable_seqscan = off"))
         connection.execute(text("SET LOCAL enable_bitmapscan = off"))

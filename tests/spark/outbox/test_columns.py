@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conquiet.spark.outbox.columns import attributes, plain_maps, published, times
+from conquiet.spark.outbox.rows import attributes, plain_maps, published, times
 
 names = st.text("abcdefghijklmnopqrstuvwxyz0123456789", min_size=1, max_size=8)
 texts = st.text(max_size=12)

@@ -16,9 +16,8 @@ from sqlalchemy import text
 from tests.spark.outbox.rows import fill, fill_at_once, message, numbered
 
 from conquiet.spark import register
-from conquiet.spark.outbox.loss import DataLost
-from conquiet.spark.outbox.source import OutboxSource
-from conquiet.spark.outbox.stream import OutboxStreamReader
+from conquiet.spark.outbox.source import OutboxSource, OutboxStreamReader
+from conquiet.spark.progress import DataLoss
 from conquiet.sql import Outbox
 
 ALL = ReadAllAvailable()
@@ -109,10 +108,10 @@ def test_what_cleanup_took_from_a_planned_batch_is_an_error(stream, url, engine)
     start = first.initialOffset()
     end = first.latestOffset(start, ALL)
     forget(engine, 3, 4)
-    with pytest.raises(DataLost, match=r"2 rows of outbox between .* are gone"):
+    with pytest.raises(DataLoss, match=r"2 rows of outbox between .* are gone"):
         ids(first, start, end)  # noticed by the task
     again = stream(url)
-    with pytest.raises(DataLost, match="failOnDataLoss=false"):
+    with pytest.raises(DataLoss, match="failOnDataLoss=false"):
         again.partitions(start, end)  # noticed when the batch is planned again
 
 
@@ -159,7 +158,7 @@ def test_a_position_of_another_database_is_an_error(stream, url, engine):
     fill(engine, [1])
     reader = stream(url)
     ahead = {"position": "999999999-999999999", "rows": 5}
-    with pytest.raises(DataLost, match="restored from a backup"):
+    with pytest.raises(DataLoss, match="restored from a backup"):
         reader.latestOffset(ahead, ALL)
 
 

@@ -21,7 +21,7 @@ def test_effects_in_redis_happen_once_though_a_task_dies_after_the_commit(
     make = redis_shop(redis_url, notes=tmp_path, dies_at=30, lease=1.0)
 
     def run() -> dict[str, int]:
-        counted = SparkWorker(make, orders(spark, 0, ROWS), slice_rows=10).run().collect()
+        counted = SparkWorker(make, orders(spark, 0, ROWS), batch_size=10).run().collect()
         return {row["outcome"]: row["count"] for row in counted}
 
     with pytest.raises(Exception, match="Python worker exited unexpectedly"):

@@ -26,7 +26,7 @@ def test_a_frame_takes_effect_once_however_often_it_is_run(spark, database_url) 
     engine = create_tables(database_url)
     frame = orders(spark, 0, ROWS)
     registry = CollectorRegistry()
-    first = SparkWorker(shop(database_url), frame, slice_rows=30, registry=registry)
+    first = SparkWorker(shop(database_url), frame, batch_size=30, registry=registry)
     assert counts_of(first.run()) == {"handled": ROWS}
     assert counts_of(SparkWorker(shop(database_url), frame).run()) == {"skipped": ROWS}
     assert sales(engine) == list(range(ROWS))
@@ -65,7 +65,7 @@ def test_without_dead_letters_a_failure_fails_the_job_and_nothing_is_lost(
 ) -> None:
     engine = create_tables(database_url)
     with pytest.raises(Exception, match=r"sell id=e--1 source=/web failed 2 times"):
-        SparkWorker(shop(database_url), orders(spark, -1, 20, 1), tries=2).run()
+        SparkWorker(shop(database_url), orders(spark, -1, 20, 1), max_attempts=2).run()
     SparkWorker(shop(database_url), orders(spark, 0, 20)).run()
     assert sales(engine) == list(range(20))
 
@@ -91,7 +91,7 @@ def test_a_database_that_dies_in_the_middle_is_waited_for(
     dying = threading.Thread(target=die_and_return)
     dying.start()
     make = shop(private_postgres.url, redis_url=redis_url)
-    counts = counts_of(SparkWorker(make, orders(spark, 0, 2000), slice_rows=2).run())
+    counts = counts_of(SparkWorker(make, orders(spark, 0, 2000), batch_size=2).run())
     dying.join()
     assert sales(engine) == list(range(2000))
     assert outbox_size(engine) == 2000
@@ -112,7 +112,7 @@ def test_a_stream_whose_python_worker_was_killed_goes_on_where_it_was(
         worker = SparkWorker(
             router,
             frame,
-            slice_rows=20,
+            batch_size=20,
             checkpoint=str(tmp_path / "checkpoint"),
             trigger={"availableNow": True},
         )
@@ -132,7 +132,7 @@ def test_a_stream_whose_python_worker_was_killed_goes_on_where_it_was(
 def test_order_holds_by_key(spark, database_url, tmp_path: Path) -> None:
     engine = create_tables(database_url)
     shuffled = orders(spark, 0, ROWS).orderBy("event_id")
-    SparkWorker(shop(database_url), shuffled, by_key=True, slice_rows=7).run()
+    SparkWorker(shop(database_url), shuffled, by_key=True, batch_size=7).run()
     with engine.connect() as connected:
         rows = connected.execute(sa.text("SELECT key, id FROM sales ORDER BY place")).all()
     for key in range(5):
@@ -152,8 +152,8 @@ def test_what_cannot_work_is_refused_before_anything_runs(spark) -> None:
     frame = orders(spark, 0, 1)
     with pytest.raises(ConfigError, match="a function that makes a router"):
         SparkWorker(Router(), frame)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="slice_rows=0"):
-        SparkWorker(Router, frame, slice_rows=0)
+    with pytest.raises(ConfigError, match="batch_size=0"):
+        SparkWorker(Router, frame, batch_size=0)
     with pytest.raises(ConfigError, match="patience='long'"):
         SparkWorker(Router, frame, patience="long")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="columns such as type and data"):

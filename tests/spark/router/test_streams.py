@@ -73,10 +73,12 @@ def test_without_dead_letters_a_failure_ends_the_query_and_a_restart_goes_on(
     engine = create_tables(database_url)
     publish(redis_client, 1, -2, 3)
 
-    def run(make, tries):
+    def run(make, max_attempts):
         place, trigger = str(tmp_path / "checkpoint"), {"availableNow": True}
         events = log(spark, redis_url)
-        return SparkWorker(make, events, tries=tries, checkpoint=place, trigger=trigger).run()
+        return SparkWorker(
+            make, events, max_attempts=max_attempts, checkpoint=place, trigger=trigger
+        ).run()
 
     with pytest.raises(Exception, match=r"sell id=e--2 source=/web failed 2 times"):
         run(shop(database_url), 2)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from conquiet.spark import appending, session, upserting
+from conquiet.spark import appending, session, upsert_batches_into
 
 ROWS_PER_BATCH = 200
 
@@ -17,7 +17,7 @@ def main(url: str, folder: str) -> None:
     spark.sparkContext.setLogLevel("OFF")
     sinks = [
         appending(f"{folder}/delta", format="delta"),
-        upserting("events", ["event_id"], url=url),
+        upsert_batches_into("events", ["event_id"], url=url),
         appending(f"{folder}/parquet", format="parquet", partition_by=["type"]),
     ]
 

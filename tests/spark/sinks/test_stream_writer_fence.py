@@ -15,9 +15,9 @@ from tests.faults.proxy import Proxy
 from conquiet.errors import StoreError
 from conquiet.redis.connection import Database
 from conquiet.redis.entry import from_fields
-from conquiet.spark.log.writer_fence import Attempt, Lane, NotRepeatable, Superseded, session_for
-from conquiet.spark.log.writer_options import WriteOptions
-from conquiet.spark.log.writer_rows import Entries, RowEncoder
+from conquiet.spark.log.encoder import Entries, RowEncoder
+from conquiet.spark.log.lane import Attempt, Lane, NotRepeatable, Superseded, connect_to
+from conquiet.spark.log.options import WriteOptions
 
 ROWS = 50
 SLICE_ROWS = 10
@@ -48,7 +48,7 @@ class Writing:
         rows = RowEncoder(list(columns), options, f"q-{batch}-{partition}-")
         [entries] = rows.encode(pa.record_batch(columns))
         self.slices = list(entries.slices(SLICE_ROWS, 1_000_000))
-        self.session = session_for(Database(client), "orders")
+        self.session = connect_to(Database(client), "orders")
         attempt = Attempt("q", run, batch, partition, task)
         self.lane = Lane(self.session, "orders", attempt, options, named=ids is not None)
         self.left = iter(self.slices)
@@ -118,7 +118,7 @@ def test_of_two_attempts_that_look_at_the_same_time_one_adds(redis_client, optio
 
 def test_rows_in_another_order_are_told_by_their_ids(redis_client, options) -> None:
     Writing(redis_client, options).step(2)
-    with pytest.raises(NotRepeatable, match="the next goes by the ids"):
+    with pytest.raises(NotRepeatable, match="the next compares the ids"):
         Writing(redis_client, options, IDS[::-1], task=2).finish()
     assert len(ids_in(redis_client)) == 2 * SLICE_ROWS
     Writing(redis_client, options, IDS[::-1], task=3).finish()

@@ -16,9 +16,9 @@ from conquiet.message import Message
 from conquiet.redis import Topic
 from conquiet.redis.entry import to_fields
 from conquiet.spark.columns import ARROW_SCHEMA
-from conquiet.spark.log.rows import RowBuilder
-from conquiet.spark.log.writer_options import WriteOptions
-from conquiet.spark.log.writer_rows import RowEncoder
+from conquiet.spark.log.decoder import RowBuilder
+from conquiet.spark.log.encoder import RowEncoder
+from conquiet.spark.log.options import WriteOptions
 
 URL = {"url": "redis://localhost"}
 
@@ -179,7 +179,7 @@ def test_pieces_have_few_enough_rows_and_bytes() -> None:
     ("columns", "options", "said"),
     [
         (["type", "source"], {}, "option topic"),
-        (["type", "source", "prize"], {"topic": "t"}, "columns prize are none"),
+        (["type", "source", "prize"], {"topic": "t"}, "has no columns prize"),
         (["type"], {"topic": "t"}, "needs a source"),
         (["source"], {"topic": "t"}, "needs a type"),
     ],
@@ -192,7 +192,7 @@ def test_a_frame_that_cannot_be_written_is_refused(columns, options, said) -> No
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"partitions": "0"}, "option partitions='0'"),
+        ({"partitions": "0"}, "partitions='0': must be a whole number"),
         ({"denseIds": "maybe"}, "true or false"),
         ({"topic": ""}, "a topic needs a name"),
         ({"writeId": ""}, "writeId is empty"),

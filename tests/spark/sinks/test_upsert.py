@@ -192,7 +192,7 @@ def test_every_simple_type_arrives(base):
         ({"orderBy": "when"}, "orderBy=when"),
         ({"table": "nowhere"}, r"CREATE TABLE nowhere \(id (bigint|INTEGER)"),
         ({"keys": "state"}, "CREATE UNIQUE INDEX"),
-        ({"key": "id"}, "knows no option key"),
+        ({"key": "id"}, "has no option 'key'"),
         ({"query": "q"}, "Give the option batch"),
         ({"batch": "1"}, "give the option query"),
         ({"table": "orders; drop"}, "a-z, 0-9"),
@@ -217,7 +217,7 @@ def test_a_stream_goes_by_its_checkpoint_and_by_no_name_that_outlives_it(base):
     options = {"url": base.url, "table": "orders", "keys": "id", "query": "q"}
     schema = from_arrow_schema(frame((1, "a", 1)).schema)
     for given in (options, options | {"batch": "0"}):
-        with pytest.raises(ConfigError, match="a stream is known by its checkpoint"):
+        with pytest.raises(ConfigError, match="a stream is identified by its checkpoint"):
             UpsertSink(given).streamWriter(schema, False)
 
 
@@ -340,7 +340,7 @@ def test_a_frame_and_a_stream_on_spark(spark, database_url, tmp_path: Path):
 
 
 def test_foreach_batch_writes_each_batch_once(spark, sqlite_url, tmp_path: Path):
-    from conquiet.spark import upserting
+    from conquiet.spark import upsert_batches_into
 
     base = sqlite_base(sqlite_url)
     base.run(ORDERS)
@@ -351,7 +351,7 @@ def test_foreach_batch_writes_each_batch_once(spark, sqlite_url, tmp_path: Path)
         query = (
             spark.readStream.schema(rows.schema)
             .parquet(str(tmp_path / "in"))
-            .writeStream.foreachBatch(upserting("orders", ["id"], url=sqlite_url))
+            .writeStream.foreachBatch(upsert_batches_into("orders", ["id"], url=sqlite_url))
             .option("checkpointLocation", str(tmp_path / "checkpoint"))
             .trigger(availableNow=True)
             .start()

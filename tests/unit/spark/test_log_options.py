@@ -8,7 +8,7 @@ import pytest
 
 from conquiet.errors import ConfigError
 from conquiet.spark.log.options import READ_OPTIONS, ReadOptions
-from conquiet.spark.log.payload import schema_of
+from conquiet.spark.payload import schema_of
 
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "spark.md"
 PLAIN = {"url": "redis://host", "streams": "orders"}

@@ -10,9 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from conquiet.spark.columns import ARROW_SCHEMA
-from conquiet.spark.log.arrays import columns_of
+from conquiet.spark.log.decoder import RowBuilder, columns_of
 from conquiet.spark.log.resp import locate
-from conquiet.spark.log.rows import RowBuilder
 
 COLUMNS = frozenset(ARROW_SCHEMA.names)
 

@@ -1,20 +1,19 @@
-"""Connection: from the options of a query to a client of Redis, once per process.
+"""Connect to Redis from a query's options, once per process, and repeat commands after an outage.
 
     redis://user:secret@host:6379/0      also rediss:// and unix://, with redis-py's parameters
     redis+cluster://host:7000,host:7001  rediss+cluster:// with TLS
     redis+sentinel://user:secret@host:26379,host:26380/service/0?sentinel_password=…
 
-What travels to the executors is a `RedisAddress`: never a client, and with `urlFile` or `urlEnv`
-no secret either.
+The executors get an `Address` and never a client.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+import time
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -22,57 +21,22 @@ import redis
 from redis.connection import parse_url
 from redis.sentinel import Sentinel
 
-from conquiet.errors import ConfigError
+from conquiet.errors import ConfigError, StoreError
+from conquiet.redis.wire import TROUBLE, Command, Wire
+from conquiet.spark.options import Address
+
+logger = logging.getLogger("conquiet.spark")
+
 
 _SECONDS = 30.0
-"""For a reply, unless the URL says socket_timeout=…: nobody waits for ever for a silent server."""
+"""How long to wait for a reply, unless the URL has socket_timeout=…"""
 
 _scheme = re.compile(r"(rediss?)\+(cluster|sentinel)://", re.IGNORECASE)
 _secret = re.compile(r"(?<=://)[^/@\s]*@|(password=)[^&\s]+", re.IGNORECASE)
 
 
-@dataclass(frozen=True, slots=True)
-class RedisAddress:
-    """Where a Redis is; can be pickled, and shows no secret."""
-
-    url: str | None = field(default=None, repr=False)
-    url_file: str | None = None
-    url_env: str | None = None
-
-    @classmethod
-    def of(cls, options: Mapping[str, str]) -> RedisAddress:
-        """From the options `url`, `urlFile` and `urlEnv`, of which one is needed."""
-        known = {str(name).lower(): value for name, value in options.items()}
-        given = cls(known.get("url"), known.get("urlfile"), known.get("urlenv"))
-        if sum(bool(item) for item in (given.url, given.url_file, given.url_env)) != 1:
-            raise ConfigError(
-                "say where Redis is, by one of the options url (redis://host:6379/0),"
-                " urlFile (a file that holds it) and urlEnv (a variable that holds it)"
-            )
-        return given
-
-    def resolve(self) -> str:
-        """The URL itself, read here and now: the file and the variable are those of this host."""
-        if self.url:
-            return self.url
-        if self.url_env:
-            found = os.environ.get(self.url_env, "")
-            where = f"the environment variable {self.url_env} of this host"
-        else:
-            found, where = self._from_file(), f"the file {self.url_file} of this host"
-        if not found.strip():
-            raise ConfigError(f"{where} should hold the URL of Redis, and is missing or empty")
-        return found.strip()
-
-    def _from_file(self) -> str:
-        try:
-            return Path(str(self.url_file)).read_text()
-        except OSError as error:
-            raise ConfigError(f"urlFile cannot be read on this host: {error}") from error
-
-
 def redacted(text: str) -> str:
-    """A text without the secrets of the URLs in it.
+    """Return a text without the secrets of the URLs in it.
 
     >>> redacted("redis://app:pa55@host/0?sentinel_password=s3cret")
     'redis://***@host/0?sentinel_password=***'
@@ -81,14 +45,13 @@ def redacted(text: str) -> str:
 
 
 # --- clients --------------------------------------------------------------------------------
-
 _clients: dict[tuple[int, str], Any] = {}
 
 
-def client_of(address: RedisAddress) -> Any:
-    """The client of this process for an address; its replies are bytes."""
-    # By process: Spark forks its workers, and a socket must not be shared with a parent.
-    # By the URL itself: in a file it may change, and the next task then takes the new one.
+def client_of(address: Address) -> Any:
+    """Return this process's client for an address; its replies are bytes."""
+    # The key has the process: Spark forks its workers, and a socket must not be shared with a
+    # parent. It has the URL: one in a file may change, and the next task then uses the new one.
     key = os.getpid(), address.resolve()
     client = _clients.get(key)
     if client is None:
@@ -97,14 +60,14 @@ def client_of(address: RedisAddress) -> Any:
 
 
 def disconnect() -> None:
-    """Close the clients of this process; whoever needs one again gets a new one."""
+    """Close the clients of this process; the next call of `client_of` connects again."""
     mine = [key for key in list(_clients) if key[0] == os.getpid()]
     for key in mine:
         _clients.pop(key).close()
 
 
 def pool_of(client: Any, stream: str) -> Any:
-    """The connections to the server, or in a cluster to the node, that holds a stream."""
+    """Return the connections to the server, or in a cluster to the node, that holds a stream."""
     if not isinstance(client, redis.RedisCluster):
         return client.connection_pool
     node = client.get_node_from_key(stream)  # type: ignore[no-untyped-call]
@@ -112,14 +75,14 @@ def pool_of(client: Any, stream: str) -> Any:
 
 
 def connect(url: str) -> Any:
-    """A new client of a server, a cluster, or the master that sentinels name."""
+    """Return a new client of a server, a cluster, or the master that sentinels name."""
     try:
         return _connect(url)
     except (ValueError, TypeError) as error:
-        told = redacted(str(error))
-        if "port" in told.lower():  # what was taken for one may be a part of the password
-            told = "its port is no number; write / # ? in a password as %2F %23 %3F"
-        raise ConfigError(f"the URL of Redis cannot be used: {told}") from None
+        reason = redacted(str(error))
+        if "port" in reason.lower():  # the text taken for a port may be a part of the password
+            reason = "its port is no number; write / # ? in a password as %2F %23 %3F"
+        raise ConfigError(f"the URL of Redis cannot be used: {reason}") from None
 
 
 def _connect(url: str) -> Any:
@@ -130,13 +93,13 @@ def _connect(url: str) -> Any:
         return _cluster(scheme, rest) if kind == "cluster" else _sentinel(scheme, rest)
     client = redis.Redis.from_url(url, **_settings(url))
     pool = client.connection_pool
-    pool.connection_class(**pool.connection_kwargs)  # connects to nothing, but knows its parameters
+    pool.connection_class(**pool.connection_kwargs)  # checks the parameters, connects to nothing
     return client
 
 
 def _settings(url: str) -> dict[str, Any]:
-    """What every connection gets unless its URL says otherwise."""
-    # RESP2: no message that nobody asked for may stand between the replies of a range.
+    """Return the settings of every connection, unless its URL has others."""
+    # RESP2 has no push messages, which could come between the replies of a range.
     own: dict[str, Any] = {"protocol": 2, "decode_responses": False}
     if "socket_timeout" not in urlsplit(url).query:
         own["socket_timeout"] = _SECONDS
@@ -170,7 +133,7 @@ def _sentinel(scheme: str, rest: str) -> Any:
 
 
 def _hosts(scheme: str, rest: str) -> tuple[list[tuple[str, int]], dict[str, Any], str]:
-    """The hosts of a URL with several, its other settings, and its path."""
+    """Return the hosts of a URL with several, its other settings, and its path."""
     place, _, query = rest.partition("?")
     place, _, path = place.partition("/")
     user, _, hosts = place.rpartition("@")
@@ -189,3 +152,28 @@ def _hosts(scheme: str, rest: str) -> tuple[list[tuple[str, int]], dict[str, Any
 
 def _with_tls(scheme: str, settings: dict[str, Any]) -> dict[str, Any]:
     return settings | {"ssl": True} if scheme == "rediss" else settings
+
+
+PAUSES_SECONDS = (0.1, 0.5, 2.0)
+"""Pauses between attempts, while a server restarts or fails over."""
+
+
+def ask(wire: Wire, commands: Sequence[tuple[bytes, Command]]) -> list[Any]:
+    """Return a reply for each command, an exception where Redis refused it; retry after an outage.
+
+    The commands must be safe to repeat.
+    """
+    trouble: Any = None
+    for pause in (*PAUSES_SECONDS, None):
+        try:
+            replies = wire.send(commands)
+        except TROUBLE as error:
+            trouble = error
+        else:
+            trouble = next((reply for reply in replies if isinstance(reply, TROUBLE)), None)
+            if trouble is None:
+                return replies
+        if pause is not None:
+            logger.warning("Redis does not answer; retrying in %g s: %s", pause, trouble)
+            time.sleep(pause)
+    raise StoreError(f"Redis cannot be reached: {trouble}") from trouble

@@ -1,55 +1,76 @@
-"""Options of the format `conquiet` for reading, with the names that Kafka's source has for them."""
+"""Options of the format `conquiet`, for reading and writing; reading uses the names of Kafka's."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from json import JSONDecodeError, loads
 
 from conquiet.errors import ConfigError
-from conquiet.spark.log.bounds import Bounds
-from conquiet.spark.log.connection import RedisAddress
+from conquiet.redis.topic import Topic
+from conquiet.spark.log.offsets import Bounds
+from conquiet.spark.options import SET_BY_SPARK, URL_ENV, URL_FILE, Address, Option, Options
+
+_REDIS = "Redis", "redis://host:6379/0"
+_DAY_SECONDS = 24 * 60 * 60
 
 READ_OPTIONS = {
-    "url": (
+    "url": Option(
         "",
         "where Redis is: `redis://`, `rediss://`, `unix://`, `redis+cluster://`,"
         " `redis+sentinel://`",
     ),
-    "urlFile": ("", "a file, on driver and executors, that holds the URL"),
-    "urlEnv": ("", "an environment variable, on driver and executors, that holds the URL"),
-    "streams": ("", "names and patterns (`events:*`), by commas or as a JSON list"),
-    "startingOffsets": (
+    "urlFile": URL_FILE,
+    "urlEnv": URL_ENV,
+    "streams": Option("", "names and patterns (`events:*`), by commas or as a JSON list"),
+    "startingOffsets": Option(
         "latest; in a batch earliest",
         "`earliest`, `latest`, a time (ISO 8601), or JSON with an id, a time or one of these"
         " words per stream; the entry with that id is read",
     ),
-    "startingTimestamp": ("", "milliseconds since 1970, for all streams"),
-    "endingOffsets": ("latest", "batch only; the entry with that id is not read"),
-    "endingTimestamp": ("", "batch only; milliseconds since 1970, for all streams"),
-    "maxOffsetsPerTrigger": ("none", "entries per micro-batch, exactly, over all streams"),
-    "minPartitions": ("none", "tasks at least, even if they are small"),
-    "maxRecordsPerPartition": ("2000000", "about how many entries a task reads at most"),
-    "failOnDataLoss": (
+    "startingTimestamp": Option("", "milliseconds since 1970, for all streams"),
+    "endingOffsets": Option("latest", "batch only; the entry with that id is not read"),
+    "endingTimestamp": Option("", "batch only; milliseconds since 1970, for all streams"),
+    "maxOffsetsPerTrigger": Option("none", "entries per micro-batch, exactly, over all streams"),
+    "minPartitions": Option("none", "tasks at least, even if they are small"),
+    "maxRecordsPerPartition": Option("2000000", "about how many entries a task reads at most"),
+    "failOnDataLoss": Option(
         "true",
         "fail when entries are gone before they were read; else warn and count",
     ),
-    "readerName": ("none", "registers the position, so that trimming keeps what is not read"),
-    "mirrorGroup": ("none", "a group whose lag in XINFO GROUPS shows that of the query (Redis 7)"),
-    "discoverySeconds": ("5", "how often patterns are looked up again"),
-    "dataType": ("binary", "`string` if data is text"),
-    "schema": ("", "DDL of JSON data; `data` is then a struct"),
-    "types": ("", "by commas: events of other types are left out, before their data is parsed"),
+    "readerName": Option("none", "registers the position, so that trimming keeps unread entries"),
+    "mirrorGroup": Option(
+        "none", "a group whose lag in XINFO GROUPS shows that of the query (Redis 7)"
+    ),
+    "discoverySeconds": Option("5", "how often patterns are looked up again"),
+    "dataType": Option("binary", "`string` if data is text"),
+    "schema": Option("", "DDL of JSON data; `data` is then a struct"),
+    "types": Option(
+        "", "by commas: events of other types are left out, before their data is parsed"
+    ),
 }
-"""Option → default and meaning."""
+
+WRITE_OPTIONS = {
+    "url": Option("", "where Redis is, as for reading; or `urlFile`, or `urlEnv`"),
+    "urlFile": URL_FILE,
+    "urlEnv": URL_ENV,
+    "topic": Option("", "where events go; else the column `topic`, else the column `stream`"),
+    "partitions": Option("1", "streams of a topic, among which the key of an event chooses"),
+    "source": Option("", "for rows that have no `source`"),
+    "type": Option("", "for rows that have no `type`"),
+    "denseIds": Option("false", "entry ids 0-1, 0-2, … instead of times (Redis 7)"),
+    "writeId": Option("", "batch only: a name; rows written under it are not written again"),
+    "sliceRows": Option("2000", "rows per EXEC at most"),
+    "sliceBytes": Option("1000000", "bytes per EXEC, about, at most"),
+    "fenceSeconds": Option("2592000", "how long Redis remembers which rows a query has written"),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """What a query asks for; can be pickled."""
+    """The checked options of a query that reads; can be pickled."""
 
-    address: RedisAddress
+    address: Address
     streams: tuple[str, ...]
     start: Bounds
     end: Bounds
@@ -63,35 +84,70 @@ class ReadOptions:
     types: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, options: Mapping[str, str], *, streaming: bool) -> ReadOptions:
-        given = {str(name).lower(): value for name, value in options.items()}
-        _refuse_unknown(given)
-        if streaming and ("endingoffsets" in given or "endingtimestamp" in given):
+    def of(cls, given: Mapping[str, str], *, streaming: bool) -> ReadOptions:
+        options = Options(given, READ_OPTIONS, "the format 'conquiet', for reading,")
+        ends = (options.text("endingOffsets"), options.text("endingTimestamp"))
+        if streaming and ends != (None, None):
             raise ConfigError("endingOffsets is for batches: a stream has no end")
         default = "latest" if streaming else "earliest"
         return cls(
-            address=RedisAddress.of(given),
-            streams=_streams(given.get("streams", "")),
-            start=_bounds(given, "startingOffsets", "startingTimestamp", default, "earliest"),
-            end=_bounds(given, "endingOffsets", "endingTimestamp", "latest", "latest"),
-            max_per_trigger=_whole(given, "maxOffsetsPerTrigger", 1),
-            min_partitions=_whole(given, "minPartitions", 0) or 0,
-            max_per_partition=_whole(given, "maxRecordsPerPartition", 1),
-            fail_on_data_loss=_flag(given, "failOnDataLoss", True),
-            reader_name=given.get("readername", ""),
-            mirror_group=given.get("mirrorgroup", ""),
-            discovery_seconds=_seconds(given, "discoverySeconds", 5.0),
-            types=tuple(name.strip() for name in given.get("types", "").split(",") if name.strip()),
+            address=options.address(*_REDIS),
+            streams=_streams(options.text("streams") or ""),
+            start=_bounds(options, "startingOffsets", "startingTimestamp", default, "earliest"),
+            end=_bounds(options, "endingOffsets", "endingTimestamp", "latest", "latest"),
+            max_per_trigger=options.whole("maxOffsetsPerTrigger"),
+            min_partitions=options.whole("minPartitions", least=0) or 0,
+            max_per_partition=options.whole("maxRecordsPerPartition"),
+            fail_on_data_loss=options.flag("failOnDataLoss", True),
+            reader_name=options.text("readerName") or "",
+            mirror_group=options.text("mirrorGroup") or "",
+            discovery_seconds=options.seconds("discoverySeconds", 5.0),
+            types=options.names("types"),
         )
 
 
-def _refuse_unknown(given: Mapping[str, str]) -> None:
-    known = {name.lower(): name for name in READ_OPTIONS}
-    for name in given:
-        if name not in known:
-            near = get_close_matches(name, known, 1)
-            advice = f"; did you mean {known[near[0]]}?" if near else ""
-            raise ConfigError(f"the format 'conquiet' has no option {name!r} for reading{advice}")
+@dataclass(frozen=True)
+class WriteOptions:
+    """The checked options of a query that writes; can be pickled."""
+
+    address: Address
+    topic: str | None = None
+    partitions: int = 1
+    source: str | None = None
+    type: str | None = None
+    write_id: str | None = None
+    dense_ids: bool = False
+    slice_rows: int = 2_000
+    slice_bytes: int = 1_000_000
+    fence_seconds: int = 30 * _DAY_SECONDS
+
+    @classmethod
+    def of(cls, given: Mapping[str, str]) -> WriteOptions:
+        options = Options(
+            given, WRITE_OPTIONS, "the format 'conquiet', for writing,", ignored=SET_BY_SPARK
+        )
+        made = cls(
+            options.address(*_REDIS),
+            topic=options.text("topic"),
+            partitions=options.whole("partitions") or cls.partitions,
+            source=options.text("source"),
+            type=options.text("type"),
+            write_id=options.text("writeId"),
+            dense_ids=options.flag("denseIds", False),
+            slice_rows=options.whole("sliceRows") or cls.slice_rows,
+            slice_bytes=options.whole("sliceBytes") or cls.slice_bytes,
+            fence_seconds=options.whole("fenceSeconds") or cls.fence_seconds,
+        )
+        if made.write_id == "":  # as from an unset variable; the rows would be written again
+            raise ConfigError("option writeId is empty: give a name, or leave it out")
+        if made.topic is not None:
+            Topic(made.topic, made.partitions)  # refuses an empty name
+        return made
+
+    @property
+    def entry_id(self) -> bytes:
+        """The id argument of XADD: by the clock, or the last id plus one."""
+        return b"0-*" if self.dense_ids else b"*"
 
 
 def _streams(text: str) -> tuple[str, ...]:
@@ -99,7 +155,7 @@ def _streams(text: str) -> tuple[str, ...]:
     if text.lstrip().startswith("["):
         try:
             names = [str(name) for name in loads(text)]
-        except (JSONDecodeError, TypeError):  # then it is a pattern such as [ab]*
+        except (JSONDecodeError, TypeError):  # a pattern such as [ab]*
             names = []
     names = names or [name.strip() for name in text.split(",")]
     names = [name for name in names if name]
@@ -108,42 +164,10 @@ def _streams(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _bounds(given: Mapping[str, str], name: str, stamp: str, default: str, others: str) -> Bounds:
-    text, moment = given.get(name.lower()), given.get(stamp.lower())
+def _bounds(options: Options, name: str, stamp: str, default: str, others: str) -> Bounds:
+    text, moment = options.text(name), options.text(stamp)
     if text is not None and moment is not None:
         raise ConfigError(f"give {name} or {stamp}, not both")
     if moment is not None:
-        milliseconds = _whole(given, stamp, 0)
-        return Bounds.of(name, str(milliseconds), others)
+        return Bounds.of(name, str(options.whole(stamp, least=0)), others)
     return Bounds.of(name, text if text is not None else default, others)
-
-
-def _whole(given: Mapping[str, str], name: str, least: int) -> int | None:
-    text = given.get(name.lower())
-    if text is None:
-        return None
-    try:
-        number = int(text)
-    except ValueError:
-        number = least - 1
-    if number < least:
-        raise ConfigError(f"{name}={text!r:.60}: must be a whole number, {least} or more")
-    return number
-
-
-def _seconds(given: Mapping[str, str], name: str, default: float) -> float:
-    text = given.get(name.lower())
-    try:
-        seconds = default if text is None else float(text)
-    except ValueError:
-        seconds = -1.0
-    if not seconds >= 0:
-        raise ConfigError(f"{name}={text!r:.60}: must be a number of seconds")
-    return seconds
-
-
-def _flag(given: Mapping[str, str], name: str, default: bool) -> bool:
-    text = given.get(name.lower(), str(default)).lower()
-    if text not in ("true", "false"):
-        raise ConfigError(f"{name}={text!r:.60}: must be true or false")
-    return text == "true"

@@ -1,58 +1,61 @@
-"""Planner: decides what the next micro-batch of a query holds."""
+"""Plan the micro-batches of a query: where each ends, and which tasks read it."""
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from threading import Thread
+from typing import Any, NamedTuple
 
-from conquiet.spark.log.ahead import Ahead
-from conquiet.spark.log.connection import client_of
-from conquiet.spark.log.counting import Walk
-from conquiet.spark.log.limiting import Limited, limited
+from conquiet.errors import ConfigError
+from conquiet.redis import ids
+from conquiet.redis.topic import beside
+from conquiet.redis.wire import Command, Wire
+from conquiet.spark.log.connection import ask, client_of
 from conquiet.spark.log.losses import Losses
-from conquiet.spark.log.offsets import START, Position, entries_between
+from conquiet.spark.log.offsets import START, Position, Positions, entries_between
 from conquiet.spark.log.options import ReadOptions
-from conquiet.spark.log.piece import BEGINNING, Piece, parts
-from conquiet.spark.log.standing import Standing
+from conquiet.spark.log.ranges import BEGINNING, EntryRange, RangeIndex, index_ranges
 from conquiet.spark.log.streams import Streams, StreamState
-from conquiet.spark.log.tasks import LogPartition, plan
+from conquiet.spark.log.tasks import LogPartition, plan_tasks
 
-Positions = dict[str, Position]
+logger = logging.getLogger("conquiet.spark")
 
 
 class Planner:
-    """One per query, in a process of its own."""
+    """Plans one query, in a process that Spark keeps for it."""
 
     def __init__(self, options: ReadOptions) -> None:
         client = client_of(options.address)
         self._options = options
         self._streams = Streams(client, options.streams, options.discovery_seconds)
-        self._standing = Standing(client, options.reader_name, options.mirror_group)
+        self._registration = Registration(client, options.reader_name, options.mirror_group)
         self._present: Positions | None = None
-        """The end that is not to be passed (Trigger.AvailableNow)."""
+        """The end that the query must not pass (Trigger.AvailableNow)."""
         self._starts: Positions = {}
         self._ends: Positions = {}
-        self._ways: dict[str, Walk] = {}
+        self._indexes: dict[str, RangeIndex] = {}
         self._lengths: dict[str, int] = {}
-        """What was planned last, and what was counted for it."""
-        self._ahead: Ahead | None = None
+        """The last plan: its bounds, the indexes made for it, and the lengths of its streams."""
+        self._prefetch: Prefetch | None = None
         self._losses = Losses(options)
         self.newest: Positions = {}
 
     def initial(self) -> Positions:
-        """Where a query begins that has no checkpoint yet."""
+        """Return where a query without a checkpoint begins."""
         states = self._streams.states(self._streams.names())
         start = {name: self._options.start.position(name, state) for name, state in states.items()}
-        self._standing.tell(start)
+        self._registration.update(start)
         return start
 
     def stop_at_present(self) -> None:
-        """Behave from now on as if nothing were added any more."""
+        """Ignore entries that are added from now on."""
         states = self._streams.states(self._streams.names())
         self._present = {name: state.end for name, state in states.items()}
 
     def next(self, start: Mapping[str, Position], limit: int | None) -> Positions:
-        """The end of the next micro-batch."""
+        """Return the end of the next micro-batch."""
         names = sorted({*self._streams.names(), *start})
         states = self._streams.states(names)
         self.newest = {name: state.end for name, state in states.items()}
@@ -66,13 +69,13 @@ class Planner:
                 end = self._end(name, states[name])
                 ends[name] = end if end is not None and end.is_after(begin) else begin
         # Spark asks for the next batch when the last one is committed: all up to here is done.
-        self._standing.tell(starts)
-        # One that has nothing to read is not mentioned before it begins.
+        self._registration.update(starts)
+        # A stream without entries gets no offset before its first entry.
         begun = {name for name, at in ends.items() if name in start or at.id != BEGINNING}
-        self._ways = {}
+        self._indexes = {}
         if limit is not None:
-            ends, self._ways = self._limited(starts, ends, limit)
-        # A stream that is gone keeps its place.
+            ends, self._indexes = self._limit(starts, ends, limit)
+        # A stream that is gone keeps its position.
         kept = {
             name: at._replace(is_gone=at.is_gone or name in missing)
             for name, at in start.items()
@@ -83,63 +86,232 @@ class Planner:
         self._ends = self._losses.counted(reached, start, missing)
         return self._ends
 
-    def _limited(self, starts: Positions, ends: Positions, limit: int) -> Limited:
-        """Where the batch ends; then the end of the next is looked for while this one is read."""
+    def _limit(self, starts: Positions, ends: Positions, limit: int) -> LimitedEnds:
+        """Return where a limited batch ends, and look for the end of the next one meanwhile."""
         wire = self._streams.wire
-        found = self._ahead.found(starts, ends, limit) if self._ahead is not None else None
-        found = found or limited(wire, starts, ends, limit)
-        self._ahead = Ahead(wire, found.ends, ends, limit) if found.ways else None
+        prefetch = self._prefetch
+        found = prefetch.result(starts, ends, limit) if prefetch is not None else None
+        found = found or limit_ends(wire, starts, ends, limit)
+        self._prefetch = Prefetch(wire, found.ends, ends, limit) if found.indexes else None
         return found
 
     def _end(self, name: str, state: StreamState) -> Position | None:
-        """How far a stream may be read now; None if not at all."""
+        """Return how far a stream may be read now; None if not at all."""
         if self._present is None:
             return state.end
         last = self._present.get(name)
         return last if last is None or state.end.is_after(last) else state.end
 
     def partitions(self, start: Positions, end: Positions) -> list[LogPartition]:
-        """The tasks that read from one offset to another."""
-        starts, ways = self._starts, self._ways
+        """Return the tasks that read from one offset to another."""
+        starts, indexes = self._starts, self._indexes
         if end != self._ends:  # planned before the query was restarted
             states = self._streams.states(end)
             self._losses.notice_again(start, end, states)
             self._lengths = {name: state.length for name, state in states.items()}
-            starts, ways = {}, {}
-        pieces = []
+            starts, indexes = {}, {}
+        ranges = []
         begins: Positions = {}
         for name, to in end.items():
             given = start.get(name, START)
             begin = starts.get(name, given)
-            if parts(to.id) < parts(given.id):  # it begins anew
+            if ids.parse(to.id) < ids.parse(given.id):  # the stream was created again
                 begin = Position(BEGINNING, begin.added if begin.id == BEGINNING else None)
             if to.is_after(begin):
                 entries, length = entries_between(begin, to), self._lengths.get(name)
-                pieces.append(Piece(name, begin.id, to.id, entries, at_most=length))
+                ranges.append(EntryRange(name, begin.id, to.id, entries, at_most=length))
                 begins[name] = begin._replace(lost=to.lost)
         least, most = self._options.min_partitions, self._options.max_per_partition
-        tasks = plan(self._streams.wire, pieces, least, most, ways)
-        self._look_again(tasks, begins, end)
+        tasks = plan_tasks(self._streams.wire, ranges, least, most, indexes)
+        self._check_splits(tasks, begins, end)
         return tasks
 
-    def _look_again(self, tasks: Sequence[LogPartition], begins: Positions, end: Positions) -> None:
-        """Parts of a piece begin with what was there when it was split: a trim just before that
-        would be seen by none of them."""
-        parts_of = Counter(piece.stream for task in tasks for piece in task.pieces)
-        split = {name: begins[name] for name, count in parts_of.items() if count > 1}
+    def _check_splits(
+        self, tasks: Sequence[LogPartition], begins: Positions, end: Positions
+    ) -> None:
+        """Look for losses in ranges that were split.
+
+        Each part begins with the entries that existed when it was split: none of them would notice
+        a trim just before that.
+        """
+        parts = Counter(one.stream for task in tasks for one in task.ranges)
+        split = {name: begins[name] for name, count in parts.items() if count > 1}
         if split:
             self._losses.notice_again(split, end, self._streams.states(split))
 
-    def done(self, end: Positions) -> None:
-        """All up to here is committed."""
-        self._standing.tell({name: at for name, at in end.items() if at.id != BEGINNING})
+    def commit(self, end: Positions) -> None:
+        """Register that all entries up to here are committed."""
+        self._registration.update({name: at for name, at in end.items() if at.id != BEGINNING})
 
 
 def _begin(start: Position | None, state: StreamState) -> Position:
-    """Where to go on in a stream, given how far the query has come in it."""
-    if start is None or parts(state.last_id) < parts(start.id):
+    """Return where to go on in a stream, given how far the query has read it."""
+    if start is None or ids.parse(state.last_id) < ids.parse(start.id):
         return state.beginning
-    if not state.length or parts(state.first_id) > parts(start.id):
-        # Nothing up to there is left, so that much is known to be added before what is left.
+    if not state.length or ids.parse(state.first_id) > ids.parse(start.id):
+        # No entry up to there exists, so the entries that were removed are those added before.
         return Position(start.id, state.removed)
     return start._replace(is_gone=False)
+
+
+# --- limits ---------------------------------------------------------------------------------
+
+
+class LimitedEnds(NamedTuple):
+    """The ends of a limited batch, and the indexes that were made to find them."""
+
+    ends: Positions
+    indexes: dict[str, RangeIndex]
+
+
+def limit_ends(
+    wire: Wire, starts: Mapping[str, Position], ends: Mapping[str, Position], limit: int
+) -> LimitedEnds:
+    """Return the ends of a batch of exactly `limit` entries.
+
+    Each stream gets a share of it in proportion to its backlog, and none starves.
+    """
+    backlog = _backlog(wire, starts, ends, limit)
+    if sum(backlog.values()) <= limit:
+        return LimitedEnds(dict(ends), {})
+    shares = _shares(backlog, limit, starts)
+    cut = {name: share for name, share in shares.items() if share < backlog[name]}
+    wanted = [
+        (EntryRange(name, starts[name].id, ends[name].id, backlog[name]), share)
+        for name, share in cut.items()
+    ]
+    result = dict(ends)
+    indexes = {index.range.stream: index for index in index_ranges(wire, wanted)}
+    for name, index in indexes.items():
+        start = starts[name]
+        if index.end != ends[name].id:
+            added = None if start.added is None else start.added + index.entries
+            result[name] = Position(index.end, added) if index.entries else start
+    return LimitedEnds(result, indexes)
+
+
+def _backlog(
+    wire: Wire, starts: Mapping[str, Position], ends: Mapping[str, Position], limit: int
+) -> dict[str, int]:
+    """Return how many entries each stream has; if uncounted, not beyond the limit plus one."""
+    backlog: dict[str, int] = {}
+    unknown: list[EntryRange] = []
+    for name, end in ends.items():
+        start = starts[name]
+        entries = entries_between(start, end) if end.is_after(start) else 0
+        if entries is None:
+            unknown.append(EntryRange(name, start.id, end.id))
+        else:
+            backlog[name] = entries
+    for index in index_ranges(wire, [(one, limit + 1) for one in unknown]):
+        backlog[index.range.stream] = index.entries
+    return backlog
+
+
+def _shares(
+    backlog: Mapping[str, int], limit: int, starts: Mapping[str, Position]
+) -> dict[str, int]:
+    """Share the limit: one entry for each stream, and the rest in proportion to the backlog.
+
+    What rounding leaves over goes to the streams that lost most by it.
+    """
+    busy = {name: entries - 1 for name, entries in backlog.items() if entries}
+    left = limit - len(busy)
+    if left <= 0:  # the streams that were read longest ago
+        turns = sorted(busy, key=lambda name: (ids.parse(starts[name].id), name))
+        return dict.fromkeys(backlog, 0) | dict.fromkeys(turns[:limit], 1)
+    exact = {name: left * entries / sum(busy.values()) for name, entries in busy.items()}
+    shares = {name: int(share) for name, share in exact.items()}
+    left -= sum(shares.values())
+    for name in sorted(exact, key=lambda name: shares[name] - exact[name])[:left]:
+        shares[name] += 1
+    return dict.fromkeys(backlog, 0) | {name: share + 1 for name, share in shares.items()}
+
+
+class Prefetch:
+    """Looks for the end of the next limited batch, in a thread, while the last one is read.
+
+    Redis walks through the entries of a limited batch to find its end, which takes about as long
+    as reading them; without this, the tasks would be idle meanwhile.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        starts: Mapping[str, Position],
+        ends: Mapping[str, Position],
+        limit: int,
+    ) -> None:
+        self._asked = (starts, ends, limit)
+        self._found: LimitedEnds | None = None
+        self._thread = Thread(target=self._look, args=(wire,), daemon=True)
+        self._thread.start()
+
+    def _look(self, wire: Wire) -> None:
+        try:
+            self._found = limit_ends(wire, *self._asked)
+        except Exception:  # noqa: BLE001 - the planner then looks itself, and reports the error
+            self._found = None
+
+    def result(
+        self, starts: Mapping[str, Position], ends: Mapping[str, Position], limit: int
+    ) -> LimitedEnds | None:
+        """Return the end, unless the bounds have changed or more entries could be read."""
+        self._thread.join()
+        there, then, least = self._asked
+        if self._found is None or limit != least or self._found.ends == then:
+            return None
+        is_same = _places(starts) == _places(there) and then.keys() == ends.keys()
+        if not is_same or any(ids.parse(ends[name].id) < ids.parse(then[name].id) for name in then):
+            return None
+        return self._found
+
+
+def _places(positions: Mapping[str, Position]) -> dict[str, tuple[str, int | None]]:
+    """A trim past a position changes how many entries are known to be before it."""
+    return {name: (at.id, at.added) for name, at in positions.items()}
+
+
+# --- positions in Redis ---------------------------------------------------------------------
+
+
+class Registration:
+    """Writes a query's positions to Redis: under a reader's name for trims, in a group for lag."""
+
+    def __init__(self, client: Any, reader: str, group: str) -> None:
+        self._wire = Wire(client)
+        self._reader = reader
+        self._group = group.encode()
+        self._written: Positions = {}
+
+    def update(self, positions: Mapping[str, Position]) -> None:
+        """Register that entries up to these positions are done."""
+        changed = {
+            stream: position
+            for stream, position in positions.items()
+            if self._written.get(stream) != position
+        }
+        if not changed or not (self._reader or self._group):
+            return
+        commands: list[tuple[bytes, Command]] = []
+        for stream, position in changed.items():
+            key = stream.encode()
+            if self._reader:
+                readers = beside(stream, "conquiet:readers:").encode()
+                commands.append((readers, (b"HSET", readers, self._reader, position.id)))
+            if self._group and position.added is not None:
+                if stream not in self._written:
+                    create = (b"XGROUP", b"CREATE", key, self._group, position.id)
+                    commands.append((key, create))
+                at = (position.id.encode(), b"ENTRIESREAD", position.added)
+                commands.append((key, (b"XGROUP", b"SETID", key, self._group, *at)))
+        self._send(commands)
+        self._written.update(changed)
+
+    def _send(self, commands: list[tuple[bytes, Command]]) -> None:
+        for (_, command), reply in zip(commands, ask(self._wire, commands), strict=True):
+            if not isinstance(reply, Exception) or str(reply).startswith("BUSYGROUP"):
+                continue
+            if command[0] == b"HSET":
+                raise ConfigError(f"the position of the reader cannot be registered: {reply}")
+            logger.warning("the position is not mirrored in group %r: %s", self._group, reply)

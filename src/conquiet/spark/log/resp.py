@@ -1,14 +1,13 @@
-"""The reply to an XRANGE, seen as an array of bytes: where each value of each entry lies.
+"""Locate the values of all entries in the bytes of an XRANGE reply.
 
     *2 ⏎  *2 ⏎ $15 ⏎ 1700000000000-0 ⏎ *4 ⏎ $2 ⏎ id ⏎ $1 ⏎ 7 ⏎ $4 ⏎ data ⏎ $2 ⏎ {} ⏎  *2 ⏎ …
 
 Line ends are found in one pass over all bytes. Then the entries of one shape (the same fields in
 the same order) are a table of lines, of which whole columns are checked and cut at once.
 
-A value may hold a line end of its own, which then is taken for one of the reply. So nothing is
-believed: the bytes between the values must be those of the shape, and every declared length that
-of its line. What passes is exactly what a sequential reader would have found. What does not pass
-is `None` here, and goes to a sequential reader.
+A value may contain a line end, which is then taken for one of the reply. So everything is checked:
+the bytes between the values must be those of the shape, and every declared length that of its line.
+The result is exactly that of a sequential parser, or None, and then a sequential parser is used.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Numbers: TypeAlias = NDArray[np.int64]
 _CR, _LF, _STAR, _ZERO = b"\r\n*0"
 _MOST_SHAPES = 32
 _MOST_DIGITS = 9
-"""Of a declared length: Redis holds no value of a gigabyte."""
+"""Digits of a declared length: a value in Redis is smaller than a gigabyte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +32,7 @@ class Group:
 
     names: tuple[bytes, ...]
     rows: Numbers
-    """Which entries of the reply these are."""
+    """Their places among the entries of the reply."""
     starts: Numbers
     """Where each value begins, by column: the id first, then the fields."""
     ends: Numbers
@@ -41,7 +40,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A reply whose every value was found."""
+    """A reply, all of whose values were located."""
 
     buffer: NDArray[np.uint8]
     count: int
@@ -49,7 +48,7 @@ class Table:
 
 
 def locate(buffer: NDArray[np.uint8], count: int, start: int) -> Table | None:
-    """The values of `count` entries that begin at `start`; None if it takes a closer look."""
+    """Locate the values of `count` entries that begin at `start`; None if that failed a check."""
     if count == 0:
         return Table(buffer, 0, [])
     ends = np.flatnonzero(buffer[start:] == _LF)
@@ -69,7 +68,7 @@ def locate(buffer: NDArray[np.uint8], count: int, start: int) -> Table | None:
 
 
 class _Shape:
-    """What stands between the values of an entry, byte for byte."""
+    """The bytes between the values of an entry."""
 
     def __init__(self, names: tuple[bytes, ...]) -> None:
         self.names = names
@@ -84,7 +83,7 @@ class _Shape:
 
     @classmethod
     def at(cls, buffer: NDArray[np.uint8], start: int, ends: Numbers) -> _Shape | None:
-        """The shape of the entry that begins here, read line by line."""
+        """Return the shape of the entry that begins here, read line by line."""
         try:
             id_length, at = _length(buffer, start + 4)
             strings, at = _length(buffer, at + id_length + 2)
@@ -102,7 +101,7 @@ class _Shape:
 
 
 def _length(buffer: NDArray[np.uint8], at: int) -> tuple[int, int]:
-    """The number in a line such as `$15`, and where the next line begins."""
+    """Return the number in a line such as `$15`, and where the next line begins."""
     line = buffer[at + 1 : at + 2 + _MOST_DIGITS + 1].tobytes()
     digits, found, _ = line.partition(b"\r\n")
     if not found or not digits.isdigit():
@@ -121,7 +120,7 @@ class _Reply:
         self.words: Any = np.ndarray((len(buffer) - 7,), dtype="<u8", buffer=buffer, strides=(1,))
 
     def by_shape(self, count: int) -> list[Group] | None:
-        """Entries of different shapes, each among its like."""
+        """Group entries by their shapes."""
         heads = self._heads(count)
         if heads is None:
             return None
@@ -143,7 +142,7 @@ class _Reply:
         return groups
 
     def _heads(self, count: int) -> Numbers | None:
-        """The line with which each entry begins, found by walking from one to the next."""
+        """Return the line with which each entry begins, found from one entry to the next."""
         starts = np.concatenate(([self.start], self.ends[:-1] + 1))
         stars = np.flatnonzero(self.buffer[starts] == _STAR)
         strings = np.full(len(starts), -1)
@@ -162,7 +161,7 @@ class _Reply:
     def group(
         self, shape: _Shape, rows: Numbers, heads: Numbers, likely: NDArray[np.bool_] | None = None
     ) -> Group | None:
-        """Those of the entries that have the shape; None if a length is not as declared."""
+        """Return the entries that have the shape; None if a length is not as declared."""
         if likely is not None:
             rows, heads = rows[likely], heads[likely]
         if len(heads) * shape.lines == len(self.ends):  # all of the reply: a table as it is
@@ -188,7 +187,7 @@ class _Reply:
         return Group(shape.names, rows, starts, ends)
 
     def _equal(self, at: Numbers, wanted: bytes) -> NDArray[np.bool_]:
-        """Whether these bytes stand there."""
+        """Whether the wanted bytes are at each of these places."""
         at = np.minimum(at, len(self.words) - 1 - max(0, len(wanted) - 8))
         if len(wanted) < 8:
             mask = (1 << 8 * len(wanted)) - 1
@@ -200,9 +199,9 @@ class _Reply:
         return np.asarray(differences == 0)
 
     def _numbers(self, starts: Numbers, ends: Numbers) -> Numbers:
-        """The decimal numbers that stand there; -1 for what is too long or nothing.
+        """Parse the decimal numbers between starts and ends; -1 for one that is too long or empty.
 
-        What is no number comes out as another: the checks around refuse it by its value.
+        Bytes that are no digits give a wrong number, which the checks of the caller refuse.
         """
         widths = ends - starts
         good = (widths > 0) & (widths <= _MOST_DIGITS)

@@ -1,4 +1,4 @@
-"""Streams: which there are, and what Redis says about each."""
+"""Streams of a query: find them by name or pattern, and ask Redis for the state of each."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import redis
 
 from conquiet.errors import StoreError
 from conquiet.redis.wire import Wire, pairs
-from conquiet.spark.log.asking import ask
+from conquiet.spark.log.connection import ask
 from conquiet.spark.log.offsets import Position
-from conquiet.spark.log.piece import BEGINNING
+from conquiet.spark.log.ranges import BEGINNING
 
 logger = logging.getLogger("conquiet.spark")
 
@@ -25,20 +25,20 @@ _GLOB = frozenset("*?[")
 
 @dataclass(frozen=True, slots=True)
 class StreamState:
-    """A stream as XINFO describes it; what older servers do not count is None."""
+    """A stream as XINFO describes it; fields that older servers do not report are None."""
 
     length: int
     first_id: str
     """`0-0` if it is empty."""
     last_id: str
-    """The largest id ever added, be the entry there or not."""
+    """The largest id ever added, whether or not the entry still exists."""
     added: int | None = None
     deleted_id: str | None = None
-    """The largest id that was ever deleted by XDEL; trimming does not count."""
+    """The largest id that XDEL ever deleted; trimming does not count."""
 
     @property
     def removed(self) -> int | None:
-        """How many entries were ever trimmed or deleted."""
+        """Count the entries that were ever trimmed or deleted."""
         return None if self.added is None else self.added - self.length
 
     @property
@@ -51,7 +51,7 @@ class StreamState:
 
 
 class Streams:
-    """The streams that a query names, by name or by pattern."""
+    """Finds the streams that a query names, and their states."""
 
     def __init__(self, client: Any, named: Sequence[str], discovery_seconds: float) -> None:
         self.wire = Wire(client)
@@ -63,7 +63,7 @@ class Streams:
         self._looked_at: float | None = None
 
     def names(self) -> list[str]:
-        """All of them that are known now; patterns are looked up again every few seconds."""
+        """Return all names; patterns are looked up again every `discovery_seconds`."""
         if self._patterns:
             now = time.monotonic()
             if self._looked_at is None or now - self._looked_at >= self._discovery_seconds:
@@ -79,7 +79,7 @@ class Streams:
                     self._client.scan_iter(match=pattern, count=_SCAN_COUNT, _type="stream")
                 )
         except (redis.RedisError, OSError) as error:
-            raise StoreError(f"Redis cannot be asked for its streams: {error}") from error
+            raise StoreError(f"the streams of Redis cannot be listed: {error}") from error
         names = []
         for key in found:
             try:
@@ -89,7 +89,7 @@ class Streams:
         return names
 
     def states(self, names: Iterable[str]) -> dict[str, StreamState]:
-        """What is known of each stream that exists."""
+        """Return the state of each stream that exists."""
         wanted = list(names)
         states: dict[str, StreamState] = {}
         for at in range(0, len(wanted), _AT_ONCE):
@@ -100,12 +100,12 @@ class Streams:
                 if not isinstance(reply, Exception):
                     states[name] = _state(pairs(reply))
                 elif "no such key" not in str(reply).lower():
-                    raise StoreError(f"stream {name!r} cannot be looked at: {reply}") from reply
+                    raise StoreError(f"stream {name!r} cannot be read: {reply}") from reply
         return states
 
 
 def is_pattern(name: str) -> bool:
-    """Whether a name is a glob of Redis.
+    """Whether a name is a glob pattern of Redis.
 
     >>> is_pattern("orders:{0}"), is_pattern("orders:*")
     (False, True)

@@ -1,4 +1,4 @@
-"""The sink `conquiet`: events to Redis Streams, each once, though Spark may try more than once."""
+"""Write events to Redis Streams, each once, though Spark may run a task more than once."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from pyspark.sql.datasource import (
 from conquiet.errors import ConfigError
 from conquiet.redis.connection import Database
 from conquiet.spark.log.connection import client_of
-from conquiet.spark.log.writer_fence import Attempt, Lane, session_for
-from conquiet.spark.log.writer_options import WriteOptions
-from conquiet.spark.log.writer_rows import Entries, RowEncoder
+from conquiet.spark.log.encoder import Entries, RowEncoder
+from conquiet.spark.log.lane import Attempt, Lane, connect_to
+from conquiet.spark.log.options import WriteOptions
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -30,7 +30,7 @@ _BATCH_ID = "streaming.sql.batchId"
 
 
 def batch_writer(options: Mapping[str, str], schema: Any, overwrite: bool) -> DataSourceArrowWriter:
-    """What `df.write.format("conquiet")` writes with."""
+    """Return the writer of `df.write.format("conquiet")`."""
     if overwrite:
         raise ConfigError(
             "mode('overwrite') is refused: a log is appended to; delete the streams yourself, then"
@@ -42,25 +42,25 @@ def batch_writer(options: Mapping[str, str], schema: Any, overwrite: bool) -> Da
 def stream_writer(
     options: Mapping[str, str], schema: Any, overwrite: bool
 ) -> DataSourceStreamArrowWriter:
-    """What `df.writeStream.format("conquiet")` writes with."""
+    """Return the writer of `df.writeStream.format("conquiet")`."""
     if overwrite:
         raise ConfigError("outputMode('complete') is refused: a log is appended to; use 'append'")
     made = WriteOptions.of(options)
     if made.write_id is not None:
-        raise ConfigError("option writeId is for batches; a stream is known by its checkpoint")
+        raise ConfigError("option writeId is for batches; a stream is identified by its checkpoint")
     return _StreamWriter(made, schema.names)
 
 
 @dataclass(slots=True)
 class Added(WriterCommitMessage):
-    """What a task tells the driver: how many rows it offered."""
+    """The result of a task: how many rows it offered."""
 
     rows: int
 
 
 class _BatchWriter(DataSourceArrowWriter):
     def __init__(self, options: WriteOptions, columns: list[str]) -> None:
-        RowEncoder(columns, options)  # refuses on the driver what no task could write
+        RowEncoder(columns, options)  # refuses on the driver a frame that no task could write
         self._options = options
         self._columns = columns
         self._job = uuid.uuid4().hex  # one writer is made per job, and copied into its tasks
@@ -92,8 +92,8 @@ def _write(
         for batch in batches:
             offered += batch.num_rows
             for entries in rows.encode(batch):
-                for piece in entries.slices(options.slice_rows, options.slice_bytes):
-                    task.add(piece)
+                for part in entries.slices(options.slice_rows, options.slice_bytes):
+                    task.add(part)
         task.finish()
     finally:
         task.close()
@@ -101,22 +101,22 @@ def _write(
 
 
 class _Task:
-    """The lanes of one task. One slice is on its way while the next is made."""
+    """The lanes of one task. One slice is in flight while the next is encoded."""
 
     def __init__(self, attempt: Attempt, options: WriteOptions, named: bool) -> None:
         self._attempt = attempt
         self._options = options
         self._named = named
-        self._home = Database(client_of(options.address))
-        self._sessions: dict[str, Any] = {}
+        self._database = Database(client_of(options.address))
+        self._connections: dict[str, Any] = {}
         self._lanes: dict[str, Lane] = {}
-        self._under_way: tuple[Lane, Entries] | None = None
+        self._in_flight: tuple[Lane, Entries] | None = None
 
     def add(self, entries: Entries) -> None:
         self._settle()
         lane = self._lane(entries.stream)
         if lane.offer(entries):
-            self._under_way = (lane, entries)
+            self._in_flight = (lane, entries)
 
     def finish(self) -> None:
         self._settle()
@@ -124,13 +124,13 @@ class _Task:
             lane.close()
 
     def close(self) -> None:
-        for session in self._sessions.values():
-            session.close()
+        for connection in self._connections.values():
+            connection.close()
 
     def _settle(self) -> None:
-        if self._under_way is None:
+        if self._in_flight is None:
             return
-        (lane, entries), self._under_way = self._under_way, None
+        (lane, entries), self._in_flight = self._in_flight, None
         while not lane.confirm():
             if not lane.offer(entries):
                 return
@@ -138,17 +138,17 @@ class _Task:
     def _lane(self, stream: str) -> Lane:
         lane = self._lanes.get(stream)
         if lane is None:
-            # One connection is enough, since one slice is under way; in a cluster, one per stream.
-            name = stream if self._home.is_cluster else ""
-            if name not in self._sessions:
-                self._sessions[name] = session_for(self._home, stream)
-            session = self._sessions[name]
-            lane = Lane(session, stream, self._attempt, self._options, self._named)
+            # One slice is in flight, so one connection is enough; in a cluster, one per stream.
+            name = stream if self._database.is_cluster else ""
+            if name not in self._connections:
+                self._connections[name] = connect_to(self._database, stream)
+            connection = self._connections[name]
+            lane = Lane(connection, stream, self._attempt, self._options, self._named)
             self._lanes[stream] = lane
         return lane
 
 
-# --- who writes -----------------------------------------------------------------------------
+# --- attempts -------------------------------------------------------------------------------
 
 
 def _stream_attempt() -> Attempt:
@@ -157,8 +157,8 @@ def _stream_attempt() -> Attempt:
     run = task.getLocalProperty(_RUN_ID)
     if query is None or batch is None or run is None:
         raise ConfigError(
-            "this version of Spark does not tell its tasks which micro-batch they write, so that a"
-            " repeated one could not be recognised; use foreachBatch and option writeId"
+            "this version of Spark does not say to its tasks which micro-batch they write, so a"
+            " repeated one cannot be recognised; use foreachBatch and option writeId"
         )
     return Attempt(query, run, int(batch), task.partitionId(), task.taskAttemptId())
 

@@ -1,46 +1,62 @@
-"""OutboxOptions: what a query may say about the outbox that it reads."""
+"""Options of the format `conquiet-outbox`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 
 from conquiet.errors import ConfigError
 from conquiet.events.source import TOPIC
 from conquiet.events.table import EVENTS_TABLE
-from conquiet.spark.address import Address
+from conquiet.spark.options import (
+    DATABASE,
+    SET_BY_SPARK,
+    URL_ENV,
+    URL_FILE,
+    Address,
+    Option,
+    Options,
+)
 from conquiet.sql.log import Position
 from conquiet.sql.tables import OUTBOX_TABLE, checked_name
 
 EARLIEST, LATEST = "earliest", "latest"
 
-OPTIONS = {
-    "url": "where the database is: postgresql://USER@HOST/NAME or sqlite:////PATH/FILE",
-    "urlFile": "instead of url: a file, on every host, that holds it",
-    "urlEnv": "instead of url: an environment variable, on every host, that holds it",
-    "table": f"name of the table ({OUTBOX_TABLE}); one named {EVENTS_TABLE} has domain events",
-    "topic": "only rows of this topic; of domain events, which have none: the stream to name",
-    "types": "only events of these types, with commas between",
-    "since": "only rows created at this time or later, as 2026-01-31T00:00:00Z",
-    "until": "only rows created before this time",
-    "startingOffsets": "earliest, latest (of a stream) or a position such as 812-40017; reads"
-    " behind it",
-    "endingOffsets": "of a batch: latest, or the last position to read",
-    "maxOffsetsPerTrigger": "of a stream: how many rows a micro-batch has at most; exact",
-    "minPartitions": "into how many tasks a read is cut at least (1)",
-    "failOnDataLoss": "of a stream: whether rows that cleanup took from a planned batch are an"
-    " error (true) or a warning (false)",
-    "dataType": "binary, or string if data is text",
-    "schema": "DDL of JSON data; data is then a struct, as of the log",
-    "delivery": "whether attributes tell of the relay: publishedat, attempts, lasterror (false)",
+OUTBOX_OPTIONS = {
+    "url": Option("", f"where the database is: {DATABASE[1]}"),
+    "urlFile": URL_FILE,
+    "urlEnv": URL_ENV,
+    "table": Option(
+        OUTBOX_TABLE, f"name of the table; one named `{EVENTS_TABLE}` has domain events"
+    ),
+    "topic": Option(
+        "", "only rows of this topic; of domain events, which have none: the stream to name"
+    ),
+    "types": Option("", "by commas: only events of these types"),
+    "since": Option("", "only rows created at this time or later, as 2026-01-31T00:00:00Z"),
+    "until": Option("", "only rows created before this time"),
+    "startingOffsets": Option(
+        EARLIEST,
+        "`earliest`, `latest` (of a stream) or a position such as 812-40017; reads the rows after"
+        " it",
+    ),
+    "endingOffsets": Option(LATEST, "batch only; `latest`, or the last position to read"),
+    "maxOffsetsPerTrigger": Option("none", "rows per micro-batch, exactly"),
+    "minPartitions": Option("1", "tasks at least"),
+    "failOnDataLoss": Option(
+        "true",
+        "stream only: fail when cleanup took rows of a planned batch; else warn and count",
+    ),
+    "dataType": Option("binary", "`string` if data is text"),
+    "schema": Option("", "DDL of JSON data; `data` is then a struct, as of the log"),
+    "delivery": Option("false", "add attributes of the relay: publishedat, attempts, lasterror"),
 }
-"""Every option and what it means; the table in the documentation is made of it."""
 
 
 @dataclass(frozen=True)
 class OutboxOptions:
-    """The options of a query, checked."""
+    """The checked options of a query; can be pickled."""
 
     address: Address
     table: str = OUTBOX_TABLE
@@ -52,33 +68,34 @@ class OutboxOptions:
     ending: str = LATEST
     max_rows: int | None = None
     min_partitions: int = 1
-    fail_on_loss: bool = True
+    fail_on_data_loss: bool = True
     delivery: bool = False
 
     @classmethod
     def of(cls, given: Mapping[str, str]) -> OutboxOptions:
-        known = {str(name).lower(): str(value) for name, value in given.items()}
-        _refuse_unknown(known)
-        table = known.get("table", OUTBOX_TABLE)
+        options = Options(
+            given, OUTBOX_OPTIONS, "the format 'conquiet-outbox'", ignored=SET_BY_SPARK
+        )
+        table = options.text("table") or OUTBOX_TABLE
         checked_name(table)
         return cls(
-            Address.of(known),
-            table,
-            known.get("topic"),
-            tuple(filter(None, (name.strip() for name in known.get("types", "").split(",")))),
-            _moment(known, "since"),
-            _moment(known, "until"),
-            _offset(known, "startingOffsets", EARLIEST),
-            _offset(known, "endingOffsets", LATEST),
-            _count(known, "maxOffsetsPerTrigger"),
-            _count(known, "minPartitions") or 1,
-            _switch(known, "failOnDataLoss", default=True),
-            _switch(known, "delivery", default=False),
+            address=options.address(*DATABASE),
+            table=table,
+            topic=options.text("topic"),
+            types=options.names("types"),
+            since=options.moment("since"),
+            until=options.moment("until"),
+            starting=_offset(options, "startingOffsets", EARLIEST),
+            ending=_offset(options, "endingOffsets", LATEST),
+            max_rows=options.whole("maxOffsetsPerTrigger"),
+            min_partitions=options.whole("minPartitions") or 1,
+            fail_on_data_loss=options.flag("failOnDataLoss", True),
+            delivery=options.flag("delivery", False),
         )
 
     @property
     def has_domain_events(self) -> bool:
-        """Whether the table is laid out as `outbox_events`: told by its name, as relays do."""
+        """Whether the table has the layout of `outbox_events`: by its name, as relays decide."""
         return self.table.rpartition(".")[2] == EVENTS_TABLE
 
     @property
@@ -90,35 +107,12 @@ class OutboxOptions:
 
     @property
     def stream(self) -> str:
-        """What domain events have in the column `stream`."""
+        """The value of the column `stream` for domain events."""
         return self.topic or TOPIC
 
 
-def _refuse_unknown(known: Mapping[str, str]) -> None:
-    # Spark adds `path` for load(path); a misspelt filter would read too much without a word.
-    wrong = set(known) - {name.lower() for name in OPTIONS} - {"path"}
-    if wrong:
-        raise ConfigError(
-            f"conquiet-outbox knows no option {', '.join(sorted(wrong))};"
-            f" it has {', '.join(OPTIONS)}"
-        )
-
-
-def _moment(known: Mapping[str, str], name: str) -> datetime | None:
-    text = known.get(name.lower())
-    if text is None:
-        return None
-    try:
-        moment = datetime.fromisoformat(text)
-    except ValueError:
-        raise ConfigError(f"{name}={text!r:.60}: write a time as 2026-01-31T00:00:00Z") from None
-    if moment.tzinfo is None:
-        raise ConfigError(f"{name}={text!r:.60}: say in which zone, as 2026-01-31T00:00:00Z")
-    return moment.astimezone(UTC)
-
-
-def _offset(known: Mapping[str, str], name: str, default: str) -> str:
-    text = known.get(name.lower(), default)
+def _offset(options: Options, name: str, default: str) -> str:
+    text = options.text(name) or default
     if text not in (EARLIEST, LATEST):
         try:
             Position.parse(text)
@@ -128,19 +122,3 @@ def _offset(known: Mapping[str, str], name: str, default: str) -> str:
                 " log, such as 812-40017"
             ) from None
     return text
-
-
-def _count(known: Mapping[str, str], name: str) -> int | None:
-    text = known.get(name.lower())
-    if text is None:
-        return None
-    if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"{name}={text!r:.40}: write a whole number from 1 on")
-    return int(text)
-
-
-def _switch(known: Mapping[str, str], name: str, *, default: bool) -> bool:
-    text = known.get(name.lower(), str(default)).lower()
-    if text not in ("true", "false"):
-        raise ConfigError(f"{name}={text!r:.40}: write true or false")
-    return text == "true"

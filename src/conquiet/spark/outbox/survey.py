@@ -1,11 +1,12 @@
-"""Survey: where an outbox begins and ends, and how a read of it is cut into tasks.
+"""Survey an outbox on the driver: where it ends, and how a read of it is cut into tasks.
 
-positions   of the log: exact counts by one scan of the index on (xid, id); for streams
-ids         by a sample of the table; for batches, which need no exact count
+Streams are cut by positions of the log, with exact counts by one scan of the index on (xid, id).
+Batches need no exact count and are cut by ids, from a sample of the table.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -14,11 +15,16 @@ from sqlalchemy import Connection, Row, text
 from sqlalchemy.exc import SQLAlchemyError
 
 from conquiet.errors import ConfigError, StoreError
+from conquiet.spark.database import Database
 from conquiet.spark.outbox.options import OutboxOptions
-from conquiet.spark.outbox.select import Stretch
+from conquiet.spark.outbox.statement import RowRange
+from conquiet.spark.progress import DataLoss
 from conquiet.sql import dialect
 from conquiet.sql.log import Horizon, OutboxLog, Position
 from conquiet.sql.tables import checked_name
+
+logger = logging.getLogger("conquiet.spark")
+
 
 ROWS_PER_TASK = 100_000
 SAMPLE_ROWS = 20_000
@@ -27,11 +33,11 @@ _FINE_GRAIN_ROWS = 500
 
 
 class Survey:
-    """Asks the database before anything is read; lives on the driver."""
+    """Queries the database before rows are read; lives on the driver."""
 
     def __init__(self, options: OutboxOptions) -> None:
         self.options = options
-        self.database = options.address.resolve()
+        self.database = Database.of(options.address)
         self.engine = dialect.engine(self.database.url, pool_pre_ping=True)
         schema, table = checked_name(options.table)
         self._name = f"{schema}.{table}" if schema else table
@@ -43,28 +49,28 @@ class Survey:
     # --- positions ----------------------------------------------------------------------------
 
     def horizon(self) -> Horizon:
-        """How far the log can be read, and who holds it up."""
+        """Return how far the log can be read, and which transaction holds it up."""
         return OutboxLog(self.engine, self.options.table).horizon()
 
     def end(self) -> Position:
-        """The last row that can be read now."""
+        """Return the position of the last row that can be read now."""
         query = _END if self._postgresql else _SQLITE_END
         found = self._rows(query.format(table=self._name), {})
         return Position(int(found[0].xid), found[0].id) if found else Position()
 
     def reached(self) -> Position:
-        """A position that no row is beyond: to tell this database from another."""
+        """Return a position past all rows, by which a wrong or restored database is noticed."""
         query = _REACHED if self._postgresql else _SQLITE_REACHED
         found = self._rows(query, {"table": self._name.rpartition(".")[2]})
         return Position(int(found[0].xid), found[0].id or 0) if found else Position()
 
     def cut(
         self, after: Position, upto: Position | None = None, limit: int | None = None
-    ) -> list[Stretch]:
-        """Stretches with exact counts behind a position: up to another one, at most `limit` rows.
+    ) -> list[RowRange]:
+        """Return ranges with exact counts after a position, up to another, of `limit` rows at most.
 
-        Rows below the horizon never grow in number, so the same positions are the same rows for
-        as long as nobody deletes any.
+        No row is ever added below the horizon, so the same positions give the same rows until
+        rows are deleted.
         """
         grain = _GRAIN_ROWS if self.options.min_partitions == 1 else _FINE_GRAIN_ROWS
         given: dict[str, Any] = {"id": after.id, "grain": grain}
@@ -83,16 +89,16 @@ class Survey:
 
     # --- ids ----------------------------------------------------------------------------------
 
-    def ranges(self) -> list[Stretch]:
-        """Stretches of about as many rows each, by id."""
+    def ranges(self) -> list[RowRange]:
+        """Return ranges of about the same number of rows, by id."""
         ids, rows = self._sample()
         tasks = max(self.options.min_partitions, round(rows / ROWS_PER_TASK))
         at = sorted({ids[len(ids) * n // tasks] for n in range(1, tasks)} if ids else set())
         borders = [None, *map(str, at), None]
-        return [Stretch(above=a, to=b) for a, b in pairwise(borders)]
+        return [RowRange(above=a, to=b) for a, b in pairwise(borders)]
 
     def _sample(self) -> tuple[list[Any], int]:
-        """Some ids in order, and about how many rows there are."""
+        """Return some ids in order, and about how many rows there are."""
         if not self._postgresql:
             ids = [row.id for row in self._rows(_SQLITE_SAMPLE.format(table=self._name), {})]
             return ids, len(ids)
@@ -113,12 +119,12 @@ class Survey:
             if not self._exists():
                 raise ConfigError(
                     f"{self.database.shown} has no table {self.options.table}; name another by the"
-                    " option table, or make it: conquiet outbox schema"
+                    " option table, or create it: conquiet outbox schema"
                 ) from error
             raise StoreError(f"{self.database.shown}: {reason:.300}") from error
 
     def _exists(self) -> bool:
-        """Whether the table is there; also yes if nobody can tell."""
+        """Whether the table exists; True if that cannot be found out."""
         try:
             with self.engine.connect() as connection:
                 return _has_table(connection, self.options.table)
@@ -133,18 +139,18 @@ def _has_table(connection: Connection, name: str) -> bool:
 
 def _even(
     after: Position, marks: Iterable[tuple[Position, int]], min_partitions: int
-) -> list[Stretch]:
-    """Grains put together to tasks of about the same size."""
+) -> list[RowRange]:
+    """Join grains to ranges of about the same number of rows."""
     marks = list(marks)
     rows = marks[-1][1] if marks else 0
     tasks = max(min_partitions, round(rows / ROWS_PER_TASK))
-    stretches: list[Stretch] = []
+    ranges: list[RowRange] = []
     start, done = after, 0
     for position, count in marks:
-        if count * tasks >= rows * (len(stretches) + 1) or count == rows:
-            stretches.append(Stretch(start, position, rows=count - done))
+        if count * tasks >= rows * (len(ranges) + 1) or count == rows:
+            ranges.append(RowRange(start, position, rows=count - done))
             start, done = position, count
-    return stretches
+    return ranges
 
 
 _END = """
@@ -174,3 +180,33 @@ SELECT 0 AS xid, id, n FROM (
 _SIZE = "SELECT reltuples::float8 AS rows FROM pg_class WHERE oid = CAST(:table AS regclass)"
 _SAMPLE = "SELECT id FROM {table} TABLESAMPLE SYSTEM (:percent) ORDER BY id"
 _SQLITE_SAMPLE = "SELECT id FROM {table} ORDER BY id"
+
+
+def report_lost(
+    options: OutboxOptions, after: Position | None, upto: Position | None, rows: int
+) -> None:
+    """Raise `DataLoss` for rows that were planned and are gone, or warn if that is allowed."""
+    loss = (
+        f"{rows} rows of {options.table} between {after} and {upto} were counted and are gone:"
+        " cleanup was faster than this query"
+    )
+    if options.fail_on_data_loss:
+        raise DataLoss(
+            f"{loss}; keep published rows for longer (retention), or go on without them by"
+            " option failOnDataLoss=false"
+        )
+    logger.warning("%s; failOnDataLoss=false: the query goes on without them", loss)
+
+
+def report_ahead(options: OutboxOptions, start: Position, end: Position) -> None:
+    """Raise `DataLoss` for a position that this database has not reached, or warn."""
+    loss = (
+        f"the query is at {start} of {options.table}, but its log ends at {end}: this is"
+        " another database, or it was restored from a backup"
+    )
+    if options.fail_on_data_loss:
+        raise DataLoss(
+            f"{loss}; start with a new checkpoint, or wait until it has grown past that by option"
+            " failOnDataLoss=false"
+        )
+    logger.warning("%s; failOnDataLoss=false: nothing is read until it has grown past that", loss)

@@ -1,4 +1,4 @@
-"""PostgresTarget: staging in unlogged tables by ADBC, then one INSERT … ON CONFLICT."""
+"""Upsert into PostgreSQL: stage in unlogged tables by ADBC, then one INSERT … ON CONFLICT."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from psycopg import errors
 from pyspark.sql.types import StructType
 
 from conquiet.errors import ConfigError, StoreError
-from conquiet.spark.adbc import connected, ingest
-from conquiet.spark.address import Database
-from conquiet.spark.upsert.columns import create_table, staging_columns
-from conquiet.spark.upsert.options import UpsertOptions
+from conquiet.spark.database import Database, connected, ingest
 from conquiet.spark.upsert.target import (
     FENCES,
-    Fence,
+    QueryBatch,
     UnfitRows,
     UpsertFailed,
+    UpsertOptions,
+    create_table,
+    describe_duplicate,
     listed,
     on_conflict,
     quoted,
+    staging_columns,
 )
 from conquiet.sql.tables import checked_name
 from conquiet.sql.tls import advised
 
 _PREFIX = "conquiet_stage"
 _DEADLOCKS = 3
-"""How often a batch is tried again that lost a deadlock: its transaction is the whole batch."""
+"""How often a batch is retried that lost a deadlock: its transaction is the whole batch."""
 
 
 class PostgresTarget:
@@ -44,7 +45,7 @@ class PostgresTarget:
         self._schema, self._table = checked_name(options.table)
         self._prefix = f"{self._schema}." if self._schema else ""
 
-    # --- before -------------------------------------------------------------------------------
+    # --- checks -------------------------------------------------------------------------------
 
     def check(self, schema: StructType) -> None:
         staged = staging_columns(schema, postgresql=True)
@@ -75,10 +76,10 @@ class PostgresTarget:
                 ) from None
             except errors.Error as error:
                 raise ConfigError(
-                    f"the frame does not fit {self.options.table}: {_told(error)}"
+                    f"the frame does not fit {self.options.table}: {_one_line(error)}"
                 ) from error
 
-    # --- staging, in tasks --------------------------------------------------------------------
+    # --- tasks --------------------------------------------------------------------------------
 
     def stage(self, batches: Iterator[pa.RecordBatch], marked: str) -> str:
         first = next(batches)
@@ -96,13 +97,15 @@ class PostgresTarget:
             connection.commit()
         return name
 
-    # --- committing, on the driver ------------------------------------------------------------
+    # --- the driver ---------------------------------------------------------------------------
 
-    def apply(self, stages: Sequence[str], columns: Sequence[str], fence: Fence | None) -> bool:
+    def apply(
+        self, stages: Sequence[str], columns: Sequence[str], batch: QueryBatch | None
+    ) -> bool:
         for attempt in range(_DEADLOCKS + 1):
             try:
                 with self._connection() as connection:
-                    return self._apply(connection, stages, columns, fence)
+                    return self._apply(connection, stages, columns, batch)
             except errors.DeadlockDetected:
                 if attempt == _DEADLOCKS:
                     raise
@@ -113,22 +116,22 @@ class PostgresTarget:
         connection: psycopg.Connection,
         stages: Sequence[str],
         columns: Sequence[str],
-        fence: Fence | None,
+        batch: QueryBatch | None,
     ) -> bool:
-        fresh = fence is None or self._pass(connection, fence)
+        fresh = batch is None or self._advance_fence(connection, batch)
         if fresh and stages:
             try:
                 self._write(connection, stages, columns)
             except errors.CardinalityViolation:
                 connection.rollback()
-                raise UnfitRows(self._twice(connection, stages)) from None
+                raise UnfitRows(self._duplicate(connection, stages)) from None
             except (errors.DataError, errors.IntegrityError) as error:
-                raise UpsertFailed(f"{self.options.table}: {_told(error)}") from error
+                raise UpsertFailed(f"{self.options.table}: {_one_line(error)}") from error
         self._drop(connection, stages)
         return fresh
 
-    def _pass(self, connection: psycopg.Connection, fence: Fence) -> bool:
-        """Move the fence; whoever comes second waits here, and finds it moved."""
+    def _advance_fence(self, connection: psycopg.Connection, batch: QueryBatch) -> bool:
+        """Advance the fence; a second writer of the batch waits here, and returns False."""
         fences = f"{self._prefix}{FENCES}"
         if connection.execute("SELECT to_regclass(%s)", [fences]).fetchone() == (None,):
             connection.execute("SELECT pg_advisory_xact_lock(hashtext(%s))", [FENCES])
@@ -141,7 +144,7 @@ class PostgresTarget:
             f"INSERT INTO {fences} AS f (query, target, batch) VALUES (%s, %s, %s)"
             " ON CONFLICT (query, target) DO UPDATE SET batch = excluded.batch, applied_at = now()"
             " WHERE f.batch < excluded.batch RETURNING 1",
-            [fence.query, self.options.table, fence.batch],
+            [batch.query, self.options.table, batch.number],
         )
         return moved.fetchone() is not None
 
@@ -150,8 +153,8 @@ class PostgresTarget:
     ) -> None:
         insert = f"{self._insert(columns)} {self._staged(connection, stages, columns)}"
         if self._is_empty(connection):
-            # A row that is looked for before it is inserted costs nearly twice as much. If there
-            # is a key twice after all, here or by another writer, the whole batch is looked for.
+            # Looking for a row before inserting it costs nearly twice as much. If a key is there
+            # twice after all, in the batch or by another writer, the upsert below does it.
             with contextlib.suppress(errors.UniqueViolation), connection.transaction():
                 connection.execute(insert)
                 return
@@ -183,13 +186,13 @@ class PostgresTarget:
     def _union(self, stages: Sequence[str]) -> str:
         return " UNION ALL ".join(f"SELECT * FROM {self._prefix}{name}" for name in stages)
 
-    def _twice(self, connection: psycopg.Connection, stages: Sequence[str]) -> str:
+    def _duplicate(self, connection: psycopg.Connection, stages: Sequence[str]) -> str:
         keys = listed(self.options.keys)
         found = connection.execute(
             f"SELECT {keys}, count(*) FROM ({self._union(stages)}) AS staged"
             f" GROUP BY {keys} HAVING count(*) > 1 LIMIT 1"
         ).fetchone()
-        return twice(self.options, found or ("?", "several"))
+        return describe_duplicate(self.options, found or ("?", "several"))
 
     # --- leftovers ----------------------------------------------------------------------------
 
@@ -216,8 +219,10 @@ class PostgresTarget:
     # --- the database ---------------------------------------------------------------------------
 
     def _types(self, connection: psycopg.Connection) -> dict[str, str]:
-        """The types of the table's columns, without their lengths: a cast to varchar(3) would cut
-        a text without a word, where an assignment refuses it."""
+        """Return the types of the table's columns, without their lengths.
+
+        A cast to varchar(3) would silently cut a text; an assignment refuses it.
+        """
         rows = connection.execute(
             "SELECT attname, format_type(atttypid, -1) FROM pg_attribute"
             " WHERE attrelid = to_regclass(%s) AND attnum > 0 AND NOT attisdropped"
@@ -228,25 +233,17 @@ class PostgresTarget:
 
     @contextlib.contextmanager
     def _connection(self) -> Iterator[psycopg.Connection]:
-        """A connection in a transaction that is committed at the end."""
+        """Yield a connection in a transaction that is committed at the end."""
         try:
             with psycopg.connect(self.database.url, application_name="conquiet-upsert") as open_:
                 yield open_
         except errors.DeadlockDetected:
             raise
         except psycopg.Error as error:
-            raise StoreError(f"{self.database.shown}: {_told(error):.500}") from error
+            raise StoreError(f"{self.database.shown}: {_one_line(error):.500}") from error
 
 
-def twice(options: UpsertOptions, found: Sequence[object]) -> str:
-    key = ", ".join(f"{name}={value!r}" for name, value in zip(options.keys, found, strict=False))
-    return (
-        f"{options.table}: the key {key:.200} is in the batch {found[-1]} times; say which row wins"
-        " by the option orderBy, or drop duplicates before"
-    )
-
-
-def _told(error: psycopg.Error) -> str:
+def _one_line(error: psycopg.Error) -> str:
     return advised(" ".join(str(error).split()))
 
 

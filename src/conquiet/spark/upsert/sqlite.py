@@ -1,7 +1,7 @@
-"""SqliteTarget: staging in files beside the database, then one INSERT … ON CONFLICT.
+"""Upsert into SQLite: stage in files beside the database, then one INSERT … ON CONFLICT.
 
 SQLite has one writer: tasks that staged in the database itself would wait for each other, and for
-the application. Each of them has a file of its own instead, and the driver alone takes the lock.
+the application. Each task has a file of its own instead, and only the driver takes the lock.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ import pyarrow.compute as pc
 from pyspark.sql.types import StructType
 
 from conquiet.errors import ConfigError, StoreError
-from conquiet.spark.adbc import driver, ingest, one_line
-from conquiet.spark.address import Database
-from conquiet.spark.upsert.columns import create_table, staging_columns
-from conquiet.spark.upsert.options import UpsertOptions
-from conquiet.spark.upsert.postgres import twice
+from conquiet.spark.database import Database, driver, ingest, one_line
 from conquiet.spark.upsert.target import (
     FENCES,
-    Fence,
+    QueryBatch,
     UnfitRows,
     UpsertFailed,
+    UpsertOptions,
+    create_table,
+    describe_duplicate,
     listed,
     on_conflict,
     quoted,
+    staging_columns,
 )
 
 BUSY_SECONDS = 60.0
@@ -49,7 +49,7 @@ class SqliteTarget:
         self.options = options
         self._file = Path(str(database.file))
 
-    # --- before -------------------------------------------------------------------------------
+    # --- checks -------------------------------------------------------------------------------
 
     def check(self, schema: StructType) -> None:
         staged = staging_columns(schema, postgresql=False)
@@ -79,7 +79,7 @@ class SqliteTarget:
                     f" UNIQUE INDEX … ON {self.options.table} ({listed(self.options.keys)})"
                 ) from error
 
-    # --- staging, in tasks --------------------------------------------------------------------
+    # --- tasks --------------------------------------------------------------------------------
 
     def stage(self, batches: Iterator[pa.RecordBatch], marked: str) -> str:
         rows = map(stored, batches)
@@ -91,7 +91,7 @@ class SqliteTarget:
                 module.connect(path, autocommit=True) as connection,
                 connection.cursor() as cursor,
             ):
-                # Whoever loses this file writes it again: it need not survive a power cut.
+                # A task that loses this file writes it again: it need not survive a power cut.
                 for setting in ("journal_mode = OFF", "synchronous = OFF"):
                     cursor.execute(f"PRAGMA {setting}")
                     cursor.fetchall()
@@ -106,17 +106,19 @@ class SqliteTarget:
             raise
         return path
 
-    # --- committing, on the driver ------------------------------------------------------------
+    # --- the driver ---------------------------------------------------------------------------
 
-    def apply(self, stages: Sequence[str], columns: Sequence[str], fence: Fence | None) -> bool:
+    def apply(
+        self, stages: Sequence[str], columns: Sequence[str], batch: QueryBatch | None
+    ) -> bool:
         with self._connection() as connection:
-            for path in stages:  # into the private memory of this connection: no lock is held yet
+            for path in stages:  # into a temporary table: no lock is held yet
                 self._collect(connection, path, columns)
             connection.execute("BEGIN IMMEDIATE")
             try:
-                fresh = fence is None or self._pass(connection, fence)
+                fresh = batch is None or self._advance_fence(connection, batch)
                 if fresh and stages:
-                    self._refuse_twice(connection)
+                    self._refuse_duplicates(connection)
                     connection.execute(self._upsert(columns))
                 connection.execute("COMMIT")
             except sqlite3.IntegrityError as error:
@@ -133,7 +135,7 @@ class SqliteTarget:
         connection.execute(f"INSERT INTO temp.{_ROWS} ({names}) SELECT {names} FROM stage.{_ROWS}")
         connection.execute("DETACH stage")
 
-    def _pass(self, connection: sqlite3.Connection, fence: Fence) -> bool:
+    def _advance_fence(self, connection: sqlite3.Connection, batch: QueryBatch) -> bool:
         connection.execute(
             f"CREATE TABLE IF NOT EXISTS {FENCES} (query TEXT, target TEXT, batch INTEGER NOT NULL,"
             " applied_at TEXT NOT NULL DEFAULT CURRENT_TIMESTAMP, PRIMARY KEY (query, target))"
@@ -142,12 +144,12 @@ class SqliteTarget:
             f"INSERT INTO {FENCES} (query, target, batch) VALUES (?, ?, ?)"
             " ON CONFLICT (query, target) DO UPDATE SET batch = excluded.batch,"
             f" applied_at = CURRENT_TIMESTAMP WHERE {FENCES}.batch < excluded.batch",
-            [fence.query, self.options.table, fence.batch],
+            [batch.query, self.options.table, batch.number],
         )
         return moved.rowcount > 0
 
-    def _refuse_twice(self, connection: sqlite3.Connection) -> None:
-        """SQLite itself would take the same key twice, and keep either row."""
+    def _refuse_duplicates(self, connection: sqlite3.Connection) -> None:
+        """Raise for a key that is there twice: SQLite would keep either row."""
         if self.options.order_by:
             return
         keys = listed(self.options.keys)
@@ -155,7 +157,7 @@ class SqliteTarget:
             f"SELECT {keys}, count(*) FROM temp.{_ROWS} GROUP BY {keys} HAVING count(*) > 1 LIMIT 1"
         ).fetchone()
         if found is not None:
-            raise UnfitRows(twice(self.options, found))
+            raise UnfitRows(describe_duplicate(self.options, found))
 
     def _upsert(self, columns: Sequence[str]) -> str:
         names, rows = listed(columns), f"temp.{_ROWS}"
@@ -196,10 +198,10 @@ class SqliteTarget:
 
     def _columns(self, connection: sqlite3.Connection) -> list[str]:
         schema, _, table = self.options.table.rpartition(".")
-        told = connection.execute(
+        found = connection.execute(
             "SELECT name FROM pragma_table_info(?, ?)", [table, schema or "main"]
         )
-        return [name for (name,) in told.fetchall()]
+        return [name for (name,) in found.fetchall()]
 
     @contextlib.contextmanager
     def _connection(self) -> Iterator[sqlite3.Connection]:
@@ -215,7 +217,7 @@ class SqliteTarget:
 
 
 def stored(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Values as SQLite and SQLAlchemy keep them: times as text in UTC, decimals as text."""
+    """Convert values as SQLAlchemy stores them in SQLite: times and decimals as text."""
     return pa.RecordBatch.from_arrays(
         [_stored(column) for column in batch.columns], names=batch.schema.names
     )

@@ -1,25 +1,35 @@
-"""Target: what an upsert asks of a database; one class for each of the two.
+"""Upsert targets: tables with a key, in one class for each of the two databases.
 
-    task      stage     rows into a place of their own, which nobody reads
-    driver    apply     one transaction: is this batch new? then staged rows into the table, by key
-    driver    sweep     what tasks and drivers that died have left
+    task      stage     put rows into a place of their own, which no other task reads
+    driver    apply     in one transaction: if this batch is new, move staged rows into the table
+    driver    sweep     delete staged rows that dead tasks and drivers have left
 
-The fence is the row of (query, table) in `conquiet_upserts`: its batch moves in the transaction
+The fence is the row of (query, table) in `conquiet_upserts`: its batch changes in the transaction
 that writes the rows, so a batch is in the table and counted, or neither.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import pyarrow as pa
 from pyspark.sql.types import StructType
 
-from conquiet.errors import ConquietError, PermanentError
-from conquiet.spark.upsert.options import UpsertOptions
+from conquiet.errors import ConfigError, ConquietError, PermanentError
+from conquiet.spark.database import Database
+from conquiet.spark.options import (
+    DATABASE,
+    SET_BY_SPARK,
+    URL_ENV,
+    URL_FILE,
+    Address,
+    Option,
+    Options,
+)
+from conquiet.sql.tables import checked_name
 
 FENCES = "conquiet_upserts"
 """The table that holds the last batch of each query, for each table that it writes to."""
@@ -30,18 +40,77 @@ class UpsertFailed(ConquietError):
 
 
 class UnfitRows(PermanentError):
-    """Rows that cannot be written by key: no value in the key, or the same key twice."""
+    """Rows cannot be written by key: the key has no value, or is there twice."""
+
+
+# --- options --------------------------------------------------------------------------------
+
+UPSERT_OPTIONS = {
+    "url": Option("", f"where the database is: {DATABASE[1]}"),
+    "urlFile": URL_FILE,
+    "urlEnv": URL_ENV,
+    "table": Option("", "the table to write to; it must exist"),
+    "keys": Option("", "by commas: the columns of its key; a unique index must have them"),
+    "orderBy": Option(
+        "",
+        "by commas: of rows with the same key, the one that is highest in these columns wins,"
+        " within a batch and against the table; without it, a key twice in a batch is an error",
+    ),
+    "query": Option("", "frame only: whose batch it is, to write it once"),
+    "batch": Option(
+        "", "frame only, with `query`: the number of the batch; lower ones are ignored from then on"
+    ),
+}
 
 
 @dataclass(frozen=True)
-class Fence:
-    """Which batch of which query; batches are numbered upwards."""
+class UpsertOptions:
+    """The checked options of a write; can be pickled."""
+
+    address: Address
+    table: str
+    keys: tuple[str, ...]
+    order_by: tuple[str, ...] = ()
+    query: str | None = None
+    batch: int | None = None
+
+    @classmethod
+    def of(cls, given: Mapping[str, str], columns: Sequence[str]) -> UpsertOptions:
+        options = Options(
+            given, UPSERT_OPTIONS, "the format 'conquiet-upsert'", ignored=SET_BY_SPARK
+        )
+        for name in ("table", "keys"):
+            if not options.text(name):
+                meaning = UPSERT_OPTIONS[name].meaning
+                raise ConfigError(f"conquiet-upsert needs the option {name}: {meaning}")
+        table = str(options.text("table"))
+        checked_name(table)
+        keys, order = options.names("keys"), options.names("orderBy")
+        for option, names in (("keys", keys), ("orderBy", order)):
+            missing = [name for name in names if name not in columns]
+            if missing:
+                raise ConfigError(
+                    f"{option}={', '.join(missing)}: the frame has no such column; it has"
+                    f" {', '.join(columns)}"
+                )
+        query, batch = options.text("query") or None, options.whole("batch", least=0)
+        if batch is not None and query is None:
+            raise ConfigError(f"batch={batch}: give the option query too")
+        return cls(options.address(*DATABASE), table, keys, order, query, batch)
+
+
+# --- targets --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class QueryBatch:
+    """A batch of a query; batches are numbered upwards."""
 
     query: str
-    batch: int
+    number: int
 
     def mark(self, table: str) -> str:
-        """What the staged rows of a query for a table are marked with."""
+        """Return the mark in the names of the query's staged rows for a table."""
         return mark(f"{self.query}\0{table}")
 
 
@@ -53,23 +122,25 @@ class Target(Protocol):
     """A table with a key in one of the databases."""
 
     def check(self, schema: StructType) -> None:
-        """Raise what to change if the frame does not fit the table."""
+        """Raise an error that says what to change if the frame does not fit the table."""
 
     def stage(self, batches: Iterator[pa.RecordBatch], marked: str) -> str:
-        """Put rows aside; gives the name of the place."""
+        """Stage rows; return the name of the place."""
 
-    def apply(self, stages: Sequence[str], columns: Sequence[str], fence: Fence | None) -> bool:
-        """Write staged rows, once; whether they were new."""
+    def apply(
+        self, stages: Sequence[str], columns: Sequence[str], batch: QueryBatch | None
+    ) -> bool:
+        """Write staged rows, once; return whether they were new."""
 
     def drop(self, stages: Sequence[str]) -> None:
-        """Throw staged rows away."""
+        """Delete staged rows."""
 
     def sweep(self, marked: str, *, older_than: float | None = None) -> None:
-        """Throw away what has the mark, or only what is older than some seconds."""
+        """Delete staged rows with this mark, or only those older than some seconds."""
 
 
 def target_of(options: UpsertOptions) -> Target:
-    database = options.address.resolve()
+    database = Database.of(options.address)
     if database.is_postgresql:
         from conquiet.spark.upsert.postgres import PostgresTarget
 
@@ -82,7 +153,7 @@ def target_of(options: UpsertOptions) -> Target:
 def check_rows(
     batches: Iterator[pa.RecordBatch], options: UpsertOptions
 ) -> Iterator[pa.RecordBatch]:
-    """The same batches; a row that has no key, or nothing to be ordered by, is an error."""
+    """Yield the batches; raise for a row with NULL in the key or in orderBy."""
     for batch in batches:
         for names, what in ((options.keys, "key"), (options.order_by, "orderBy")):
             for name in names:
@@ -94,8 +165,11 @@ def check_rows(
         yield batch
 
 
+# --- SQL ------------------------------------------------------------------------------------
+
+
 def quoted(name: str) -> str:
-    """A name of SQL, whatever is in it."""
+    """Return any text as a name of SQL."""
     return '"' + name.replace('"', '""') + '"'
 
 
@@ -104,7 +178,7 @@ def listed(names: Sequence[str], prefix: str = "") -> str:
 
 
 def on_conflict(options: UpsertOptions, columns: Sequence[str], table: str) -> str:
-    """What happens to a row whose key is there: replaced, unless the one there is higher."""
+    """Return the clause that replaces a row with the same key, unless that row is higher."""
     others = [name for name in columns if name not in options.keys]
     if not others:
         return f"ON CONFLICT ({listed(options.keys)}) DO NOTHING"
@@ -113,5 +187,68 @@ def on_conflict(options: UpsertOptions, columns: Sequence[str], table: str) -> s
     if not options.order_by:
         return clause
     there, new = listed(options.order_by, f"{table}."), listed(options.order_by, "excluded.")
-    # A row in the table with NULL there came from somebody else, and yields.
+    # A row in the table with NULL there was not written by an upsert, and is replaced.
     return f"{clause} WHERE (({there}) <= ({new})) IS NOT FALSE"
+
+
+def describe_duplicate(options: UpsertOptions, found: Sequence[object]) -> str:
+    """Return the error for a key that a batch has more than once: its values, then the count."""
+    key = ", ".join(f"{name}={value!r}" for name, value in zip(options.keys, found, strict=False))
+    return (
+        f"{options.table}: the key {key:.200} is in the batch {found[-1]} times; say which row wins"
+        " by the option orderBy, or drop duplicates before"
+    )
+
+
+_SIMPLE = (
+    (pa.types.is_boolean, "boolean", "INTEGER"),
+    (lambda kind: pa.types.is_int8(kind) or pa.types.is_int16(kind), "smallint", "INTEGER"),
+    (pa.types.is_int32, "integer", "INTEGER"),
+    (pa.types.is_int64, "bigint", "INTEGER"),
+    (pa.types.is_float32, "real", "REAL"),
+    (pa.types.is_float64, "double precision", "REAL"),
+    (lambda kind: pa.types.is_string(kind) or pa.types.is_large_string(kind), "text", "TEXT"),
+    (lambda kind: pa.types.is_binary(kind) or pa.types.is_large_binary(kind), "bytea", "BLOB"),
+    (pa.types.is_date32, "date", "TEXT"),
+    (pa.types.is_decimal, "numeric", "TEXT"),
+    (pa.types.is_timestamp, "timestamptz", "TEXT"),
+)
+
+
+def staging_columns(schema: StructType | pa.Schema, *, postgresql: bool) -> dict[str, str]:
+    """Return name and SQL type of each staged column; those of the table may differ."""
+    return {field.name: _type(field, postgresql) for field in _arrow(schema)}
+
+
+def _arrow(schema: StructType | pa.Schema) -> pa.Schema:
+    if isinstance(schema, pa.Schema):
+        return schema
+    from pyspark.sql.pandas.types import to_arrow_schema
+
+    return to_arrow_schema(schema, timezone="UTC")
+
+
+def _type(field: pa.Field, postgresql: bool) -> str:
+    kind = field.type
+    if pa.types.is_timestamp(kind) and kind.tz is None and postgresql:
+        return "timestamp"
+    for fits, on_postgresql, on_sqlite in _SIMPLE:
+        if fits(kind):
+            return on_postgresql if postgresql else on_sqlite
+    raise ConfigError(
+        f"column {field.name!r} has the type {kind}, which an upsert cannot write; make it text"
+        f" before: withColumn({field.name!r}, to_json({field.name!r}))"
+    )
+
+
+def create_table(options: UpsertOptions, schema: StructType, *, postgresql: bool) -> str:
+    """Return the statement that creates a table for a frame."""
+    columns = staging_columns(schema, postgresql=postgresql)
+    lines = [f"{_name(name)} {kind}" for name, kind in columns.items()]
+    keys = ", ".join(map(_name, options.keys))
+    return f"CREATE TABLE {options.table} ({', '.join(lines)}, PRIMARY KEY ({keys}))"
+
+
+def _name(name: str) -> str:
+    plain = name.isidentifier() and name.islower() and name.isascii()
+    return name if plain else quoted(name)

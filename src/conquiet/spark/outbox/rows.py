@@ -1,4 +1,4 @@
-"""Columns: what a database answered, as record batches in the columns of the event log."""
+"""Read a range of an outbox in a task, by ADBC, as record batches in the columns of the log."""
 
 from __future__ import annotations
 
@@ -11,11 +11,57 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from pyspark.sql.types import StructType
 
+from conquiet.errors import StoreError
 from conquiet.events.check import canonical
 from conquiet.spark.columns import ARROW_SCHEMA, MALFORMED
+from conquiet.spark.database import Database, connected, one_line
 from conquiet.spark.outbox.options import OutboxOptions
-from conquiet.spark.outbox.select import DOMAIN_SOURCE
+from conquiet.spark.outbox.statement import DOMAIN_SOURCE, RowRange, statement
+from conquiet.spark.outbox.survey import report_lost
+from conquiet.spark.payload import finisher
+
+BATCH_ROWS = 10_000
+"""Rows of SQLite per record batch; PostgreSQL's driver counts bytes."""
+
+
+def fetch_rows(
+    options: OutboxOptions, row_range: RowRange, schema: StructType
+) -> Iterator[pa.RecordBatch]:
+    """Yield the events of a range; report a loss if it has fewer rows than were counted."""
+    finish = finisher(schema)
+    database = Database.of(options.address)
+    query = statement(options, row_range, postgresql=database.is_postgresql)
+    rows = 0
+    for answer in _answers(database, query):
+        rows += answer.num_rows
+        if answer.num_rows:
+            found = events(answer, options)
+            yield finish(dict(zip(found.schema.names, found.columns, strict=True)))
+    if row_range.rows is not None and not options.filters and rows < row_range.rows:
+        report_lost(options, row_range.after, row_range.upto, row_range.rows - rows)
+
+
+def _answers(database: Database, query: str) -> Iterator[pa.RecordBatch]:
+    with connected(database) as connection, connection.cursor() as cursor:
+        if not database.is_postgresql:
+            cursor.adbc_statement.set_options(**{"adbc.sqlite.query.batch_rows": str(BATCH_ROWS)})
+        cursor.execute(query)
+        with cursor.fetch_record_batch() as reader:
+            yield from _read(reader, database)
+
+
+def _read(reader: pa.RecordBatchReader, database: Database) -> Iterator[pa.RecordBatch]:
+    while True:
+        try:
+            answer = reader.read_next_batch()
+        except StopIteration:
+            return
+        except (OSError, pa.ArrowException) as error:  # the server failed half-way
+            raise StoreError(f"{database.shown}: {one_line(error):.500}") from error
+        yield answer
+
 
 _TIME = ARROW_SCHEMA.field("time").type
 _JSON = "application/json"
@@ -31,7 +77,7 @@ _SEAM = f'"{_TOKEN}",'
 
 
 def events(answer: pa.RecordBatch, options: OutboxOptions) -> pa.RecordBatch:
-    """The rows that `select.statement` asked for as events."""
+    """Convert the rows of a `statement` to events."""
     given = {name: answer.column(name) for name in answer.schema.names}
     columns = _domain(given, options) if options.has_domain_events else _generic(given)
     columns["entry_time"] = times(given["created_at"])
@@ -78,7 +124,7 @@ def _as(column: pa.Array | None, field: pa.Field, rows: int) -> pa.Array:
 
 
 def _nulled(column: pa.Array) -> pa.Array:
-    """An empty text is an attribute that is not there."""
+    """Replace empty texts, which mean no value, by null."""
     column = column if column.type == pa.string() else column.cast(pa.string())
     empty = pc.equal(column, "")
     if not pc.any(empty).as_py():
@@ -87,10 +133,8 @@ def _nulled(column: pa.Array) -> pa.Array:
 
 
 # --- times ----------------------------------------------------------------------------------
-
-
 def times(column: pa.Array) -> pa.Array:
-    """Times of the database or of attributes, in UTC; a text that is no time is null."""
+    """Convert times of the database or of attributes to UTC; an invalid time is null."""
     if not pa.types.is_string(column.type):
         return column.cast(_TIME)
     for read in (_zoned, _unzoned):
@@ -106,7 +150,7 @@ def _zoned(column: pa.Array) -> pa.Array:
 
 
 def _unzoned(column: pa.Array) -> pa.Array:
-    """SQLite's own, which are UTC and do not say so."""
+    """Convert times of SQLite, which are in UTC without a zone."""
     return pc.assume_timezone(column.cast(pa.timestamp("us")), "UTC")
 
 
@@ -119,16 +163,14 @@ def _time(text: str | None) -> datetime | None:
 
 
 # --- JSON -----------------------------------------------------------------------------------
-
-
 def attributes(column: pa.Array) -> pa.Array:
-    """JSON objects as maps of texts."""
+    """Convert JSON objects to maps of texts."""
     found = plain_maps(column)
     return _parsed_maps(column) if found is None else found
 
 
 def _of_aggregates(types: pa.Array) -> pa.Array:
-    """What every row of `outbox_events` has, in the order in which JSONB keeps names."""
+    """Return the attributes of every row of `outbox_events`, in the order of names in JSONB."""
     rows = len(types)
     turns = pa.array(np.arange(2 * rows).reshape(2, rows).T.ravel())
     values = pa.concat_arrays([pa.repeat("1.0", rows), types.cast(pa.string())]).take(turns)
@@ -139,11 +181,11 @@ def _of_aggregates(types: pa.Array) -> pa.Array:
 
 
 def plain_maps(column: pa.Array) -> pa.Array | None:
-    """The maps by looking at quotation marks alone; None where that is not enough.
+    """Convert JSON objects by their quotation marks alone; None where that is not enough.
 
-    It is, if no character is escaped and every value is a text: then names and values stand
-    between the quotation marks in turn, four of which make an attribute. No object of Python is
-    made for any of them.
+    It is enough if no character is escaped and every value is a text: names and values are then
+    between quotation marks in turn, four of which make an attribute. No object of Python is made
+    for any of them.
     """
     _, at, content = column.buffers()
     if content is None or column.null_count:
@@ -156,16 +198,16 @@ def plain_maps(column: pa.Array) -> pa.Array | None:
     counts = np.searchsorted(marks, rows).astype(np.int32)
     if (counts % 4).any():
         return None
-    # Pieces in turn: name, what is between it and its value, value, what is before the next name.
+    # In turn: name, the text before its value, value, the text before the next name.
     borders = marks.copy()
     borders[0::2] += 1
     borders = np.append(borders, borders[-1:])
-    pieces = pa.StringArray.from_buffers(len(marks), pa.py_buffer(borders), content)
-    between = pieces.take(pa.array(np.arange(1, len(marks), 4)))
+    texts = pa.StringArray.from_buffers(len(marks), pa.py_buffer(borders), content)
+    between = texts.take(pa.array(np.arange(1, len(marks), 4)))
     if len(between) and not pc.all(pc.is_in(between, _BETWEEN)).as_py():
         return None
-    names = pieces.take(pa.array(np.arange(0, len(marks), 4)))
-    values = pieces.take(pa.array(np.arange(2, len(marks), 4)))
+    names = texts.take(pa.array(np.arange(0, len(marks), 4)))
+    values = texts.take(pa.array(np.arange(2, len(marks), 4)))
     return pa.MapArray.from_arrays(pa.array(counts // 4), names, values)
 
 
@@ -192,14 +234,14 @@ def _attributes(joined: bytes) -> list[dict[str, str]]:
 
 
 def _text(value: Any) -> str:
-    """A value in the form in which the log has it."""
+    """Return a value in the form that the log has."""
     if isinstance(value, bool):
         return "true" if value else "false"
     return value if isinstance(value, str) else str(value)
 
 
 def published(column: pa.Array) -> tuple[pa.Array, pa.Array]:
-    """Payloads byte for byte as the relay publishes them, and what is wrong with the others."""
+    """Return payloads byte for byte as the relay publishes them, and the errors of the others."""
     rows = len(column)
     try:
         data = [canonical(one) for joined in _joined(column, _SEAM) for one in _whole_ones(joined)]
@@ -222,15 +264,15 @@ def _published(text: str) -> tuple[bytes, str | None]:
 
 
 def _whole_ones(joined: bytes) -> list[Any]:
-    """The documents, or none if one of them goes on behind its seam: SQLite takes any text."""
+    """Return the documents, or none if one goes on past its seam: SQLite takes any text."""
     values = _values.decode(joined)
     return values[::2] if all(seam == _TOKEN for seam in values[1::2]) else []
 
 
 def _joined(column: pa.Array, seam: str = "") -> Iterator[bytes]:
-    """The documents of a column as arrays of JSON: few calls of the parser.
+    """Yield the documents of a column as arrays of JSON, for few calls of the parser.
 
-    Not one array for all: thousands of objects at a time keep Python's garbage collector busy.
+    Not as one array: thousands of objects at a time keep Python's garbage collector busy.
     """
     for start in range(0, len(column), _DOCUMENTS):
         part = column.slice(start, _DOCUMENTS)

@@ -1,12 +1,12 @@
-"""Select: the rows of a stretch of an outbox as SQL, in the same columns whatever the table.
+"""Build the SQL that reads a range of an outbox, with the same columns for every table.
 
     entry_id, created_at, stream, key, event_id, type, source, subject, time, content_type,
     attributes (a JSON object of those that have no column), data
 
-Of `outbox_events`, aggregate_type alone instead of attributes, unless more of them are wanted.
+`outbox_events` has aggregate_type instead of attributes, unless `delivery` asks for more.
 
 Every value is text, except data: ADBC guesses the types of SQLite from the rows it sees first, so
-nothing may be NULL there. What is empty means "not there".
+nothing may be NULL there. An empty text means that there is no value.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _COLUMNED = ("id", "type", "source", "subject", "time", "datacontenttype")
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """A piece of an outbox, for one task: positions of the log, or ids; bounds may be open."""
+class RowRange:
+    """A range of rows for one task, by positions of the log or by ids; bounds may be open."""
 
     after: Position | None = None
     upto: Position | None = None
@@ -38,13 +38,13 @@ class Stretch:
     """How many rows it must have, if that is known."""
 
 
-def statement(options: OutboxOptions, stretch: Stretch, *, postgresql: bool) -> str:
-    """The query for a stretch; numbers and checked names alone are written into it."""
-    where = [*_bounds(options, stretch, postgresql), *_filters(options, postgresql)]
+def statement(options: OutboxOptions, row_range: RowRange, *, postgresql: bool) -> str:
+    """Return the query for a range; only numbers, quoted texts and checked names go into it."""
+    where = [*_bounds(options, row_range, postgresql), *_filters(options, postgresql)]
     columns = _columns(options, postgresql)
     # A range of ids must be read by the index on ids: the one on (xid, id) would be read from its
     # beginning for each of them.
-    by_position = stretch.above is None and stretch.to is None and postgresql
+    by_position = row_range.above is None and row_range.to is None and postgresql
     order = "xid, id" if by_position and not options.has_domain_events else "id"
     shown = ", ".join(f"{expression} AS {name}" for name, expression in columns.items())
     return (
@@ -58,9 +58,7 @@ def _table(options: OutboxOptions) -> str:
     return f"{schema}.{table}" if schema else table
 
 
-# --- what is read ---------------------------------------------------------------------------
-
-
+# --- columns --------------------------------------------------------------------------------
 def _columns(options: OutboxOptions, postgresql: bool) -> dict[str, str]:
     if options.has_domain_events:
         return _domain_columns(options, postgresql)
@@ -113,7 +111,7 @@ def _domain_columns(options: OutboxOptions, postgresql: bool) -> dict[str, str]:
 
 
 def _with_delivery(rest: str, options: OutboxOptions, postgresql: bool, attempts: str) -> str:
-    """What the relay left in a row, as more attributes; a NULL is no attribute."""
+    """Add what the relay wrote into a row as attributes; a NULL is no attribute."""
     if options.delivery and postgresql:
         moment = """to_char(o.published_at AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"')"""
         rest = (
@@ -129,19 +127,17 @@ def _with_delivery(rest: str, options: OutboxOptions, postgresql: bool, attempts
     return f"{rest}::text" if postgresql else rest
 
 
-# --- which rows -----------------------------------------------------------------------------
-
-
-def _bounds(options: OutboxOptions, stretch: Stretch, postgresql: bool) -> list[str]:
+# --- conditions -----------------------------------------------------------------------------
+def _bounds(options: OutboxOptions, row_range: RowRange, postgresql: bool) -> list[str]:
     where = []
-    if stretch.after is not None:
-        where.append(_beyond(stretch.after, ">", postgresql))
-    if stretch.upto is not None:
-        where.append(_beyond(stretch.upto, "<=", postgresql))
-    if stretch.above is not None:
-        where.append(f"o.id > {_id(stretch.above, options)}")
-    if stretch.to is not None:
-        where.append(f"o.id <= {_id(stretch.to, options)}")
+    if row_range.after is not None:
+        where.append(_beyond(row_range.after, ">", postgresql))
+    if row_range.upto is not None:
+        where.append(_beyond(row_range.upto, "<=", postgresql))
+    if row_range.above is not None:
+        where.append(f"o.id > {_id(row_range.above, options)}")
+    if row_range.to is not None:
+        where.append(f"o.id <= {_id(row_range.to, options)}")
     return where
 
 
@@ -178,5 +174,5 @@ def _moment(moment: datetime, postgresql: bool) -> str:
 
 
 def quoted(text: str) -> str:
-    """A literal of SQL; COPY takes no parameters."""
+    """Return a literal of SQL; COPY takes no parameters."""
     return "'" + text.replace("\0", "").replace("'", "''") + "'"

@@ -1,4 +1,4 @@
-"""Payload: the data of events as it is, as text, or as the struct that a schema describes."""
+"""Payloads: the data of events as bytes, as text, or as the struct that a schema describes."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from conquiet.errors import ConfigError
 from conquiet.spark.columns import ARROW_SCHEMA, MALFORMED
 
 RAW = "_raw"
-"""The data of an entry that does not fit a schema, as it is; null for the others."""
+"""The bytes of data that does not fit the schema; null for other rows."""
 
 JSON_COMMENT = "json"
-"""A string column with this comment takes any JSON value, as the text that it is."""
+"""A string column with this comment takes any JSON value, as its text."""
 
 Columns = dict[str, pa.Array]
 
 
 def schema_of(options: Mapping[str, str]) -> str:
-    """The type of the column `data`, as DDL."""
+    """Return the type of the column `data`, as DDL."""
     given = {str(name).lower(): value for name, value in options.items()}
     kind = given.get("datatype", "binary").lower()
     fields = given.get("schema", "").strip()
@@ -37,7 +37,7 @@ def schema_of(options: Mapping[str, str]) -> str:
 
 
 def columns_ddl(data: str) -> str:
-    """The columns of a source of events, if `data` has this type."""
+    """Return the columns of a source of events whose `data` has this type, as DDL."""
     columns = [
         *(f"{field.name} {_ddl(field)}" for field in ARROW_SCHEMA if field.name != "data"),
         *([f"{RAW} BINARY"] if data.startswith("STRUCT") else []),
@@ -68,7 +68,7 @@ def has_text(schema: types.StructType) -> bool:
 
 
 def finisher(schema: types.StructType) -> Callable[[Columns], pa.RecordBatch]:
-    """Puts columns together as Spark asked for them, data as its type says."""
+    """Return a function that assembles columns as Spark asked for them, and converts data."""
     target = to_arrow_schema(schema, timezone="UTC")
     read: Callable[[Columns], Columns] = dict
     if has_struct(schema):
@@ -85,7 +85,7 @@ def finisher(schema: types.StructType) -> Callable[[Columns], pa.RecordBatch]:
 
 
 class _Json(str):
-    """JSON that is not looked into."""
+    """JSON that is not parsed further."""
 
 
 def _as_json(kind: type, value: Any) -> _Json:
@@ -93,7 +93,7 @@ def _as_json(kind: type, value: Any) -> _Json:
 
 
 def as_text(columns: Columns) -> Columns:
-    """Data as a string; what is no UTF-8 is malformed, and is given as base64."""
+    """Convert data to text; data that is not UTF-8 is malformed, and given in base64."""
     try:
         return columns | {"data": columns["data"].cast(pa.string())}
     except pa.ArrowInvalid:
@@ -110,9 +110,9 @@ def as_text(columns: Columns) -> Columns:
 
 
 class Payload:
-    """Reads JSON data into the columns of a struct, an entry at a time; a misfit harms no other.
+    """Parses JSON data into the columns of a struct; data that does not fit affects no other row.
 
-    Fields that the schema does not name are passed over, and those that are missing are null.
+    Fields that the schema does not name are ignored, and missing ones are null.
     """
 
     def __init__(self, schema: types.DataType, target: pa.DataType) -> None:
@@ -148,7 +148,7 @@ class Payload:
             return pa.array(made, self._target)
         except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError, ValueError):
             pass
-        for row, value in enumerate(made):  # find those that Arrow cannot hold
+        for row, value in enumerate(made):  # find the values that Arrow cannot hold
             try:
                 pa.array([value], self._target)
             except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError, ValueError) as error:
@@ -180,7 +180,7 @@ _PLAIN: dict[type, Any] = {
 
 
 def _struct(schema: types.StructType) -> Any:
-    """A type for msgspec with the fields of a schema, each of which may be missing or null."""
+    """Return a type for msgspec with the fields of a schema, each optional and nullable."""
     fields = {field.name: _field(field) | None for field in schema}
     return TypedDict("Data", fields, total=False)  # type: ignore[operator]
 

@@ -1,4 +1,4 @@
-"""Rows of a data frame as XADD commands, made by Arrow's functions: no row passes Python.
+"""Encode the rows of a data frame as XADD commands, by functions of Arrow alone.
 
 | column | becomes |
 |---|---|
@@ -8,7 +8,7 @@
 | key | partitionkey, unless it equals the subject |
 | attributes | attributes of those names |
 | data | data, byte for byte; text in UTF-8 |
-| topic, or stream | where it goes, unless the option `topic` says it |
+| topic, or stream | the destination, unless the option `topic` is set |
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from conquiet.codec import SPEC_VERSION
 from conquiet.errors import ConfigError, InvalidMessage
 from conquiet.redis.topic import Topic
 from conquiet.spark.columns import MALFORMED
-from conquiet.spark.log.writer_options import WriteOptions
+from conquiet.spark.log.options import WriteOptions
 
 _ATTRIBUTES = {
     "event_id": "id",
@@ -38,7 +38,7 @@ _ATTRIBUTES = {
 }
 _REQUIRED = ("event_id", "type", "source")
 _OF_THE_READER = {"entry_id", "entry_time", MALFORMED}
-"""What a source adds to say where an event stood; it stands elsewhere once it is written."""
+"""Columns that a source adds for the old place of an event; they are not written."""
 _KNOWN = {*_ATTRIBUTES, *_OF_THE_READER, "attributes", "data", "topic", "stream"}
 _VERSION = "specversion"
 _KEY = _ATTRIBUTES["key"]
@@ -48,14 +48,14 @@ _attribute_name = re.compile(r"[a-z0-9]+")
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """Commands for one stream, in order, in one stretch of memory."""
+    """Commands for one stream, in order, in one block of memory."""
 
     stream: str
     commands: pa.BinaryArray
     identities: pa.BinaryArray
-    """Source and id of each."""
+    """The source and id of each event."""
     counts: pa.Int64Array
-    """How many names and values each has."""
+    """How many names and values each command has."""
 
     def __len__(self) -> int:
         return len(self.commands)
@@ -75,7 +75,7 @@ class Entries:
         return Entries(self.stream, *(column.take(chosen) for column in columns))
 
     def packed(self, start: int = 0, end: int | None = None) -> memoryview:
-        """The commands one after another, as they go over the wire."""
+        """Return the commands one after another, as they go over the wire."""
         part = self.commands.slice(start, None if end is None else end - start)
         if not len(part):
             return memoryview(b"")
@@ -84,7 +84,7 @@ class Entries:
         return memoryview(part.buffers()[2])[first:last]
 
     def slices(self, max_rows: int, max_bytes: int) -> Iterator[Entries]:
-        """In pieces of so many rows and bytes at most; a row is never cut."""
+        """Yield slices of so many rows and bytes at most; a row is never cut."""
         offsets = memoryview(self.commands.buffers()[1]).cast("i")[self.commands.offset :]
         start = 0
         while start < len(self):
@@ -96,13 +96,13 @@ class Entries:
 
 
 class RowEncoder:
-    """Makes commands of the batches of one task; refuses a frame that cannot be written."""
+    """Encodes the batches of one task; refuses a frame that cannot be written."""
 
     def __init__(self, columns: Sequence[str], options: WriteOptions, prefix: str = "") -> None:
         unknown = sorted(set(columns) - _KNOWN)
         if unknown:
             raise ConfigError(
-                f"columns {', '.join(unknown)} are none of an event's; put them into `attributes`,"
+                f"an event has no columns {', '.join(unknown)}; put them into `attributes`,"
                 f" a map of text, or drop them. Known are: {', '.join(sorted(_KNOWN))}"
             )
         if options.topic is None and not {"topic", "stream"} & set(columns):
@@ -117,7 +117,7 @@ class RowEncoder:
         self._rows = 0
 
     def encode(self, batch: pa.RecordBatch) -> Iterator[Entries]:
-        """The commands of a batch, stream by stream."""
+        """Yield the commands of a batch, stream by stream."""
         batch = self._completed(batch)
         self._rows += batch.num_rows
         if not batch.num_rows:
@@ -126,7 +126,7 @@ class RowEncoder:
             part = batch if places is None else batch.take(pa.array(places, pa.int64()))
             yield self._entries(stream, part)
 
-    # --- what a row lacks -------------------------------------------------------------------
+    # --- defaults ---------------------------------------------------------------------------
 
     def _completed(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         columns = {name: batch.column(name) for name in batch.schema.names}
@@ -160,10 +160,10 @@ class RowEncoder:
             f" rows out{f', or set option {name}' if name != 'event_id' else ''}"
         )
 
-    # --- where it goes ----------------------------------------------------------------------
+    # --- destinations ----------------------------------------------------------------------
 
     def _streams(self, batch: pa.RecordBatch) -> Iterator[tuple[str, Sequence[int] | None]]:
-        """Each stream, and the places of its rows; None if it gets them all."""
+        """Yield each stream and the places of its rows; None if it gets them all."""
         if self._options.topic is not None:
             topic = self._topic(self._options.topic)
             if topic.partitions == 1:
@@ -202,9 +202,9 @@ class RowEncoder:
                 counts = pc.add(counts, _append(parts, attribute, value))
         counts = pc.add(counts, _append(parts, _VERSION, pa.scalar(SPEC_VERSION.encode())))
         if "attributes" in names:
-            piece, many = _extensions(batch.column("attributes"), has_key="key" in names)
-            parts.append(piece)
-            counts = pc.add(counts, many)
+            fields, strings = _extensions(batch.column("attributes"), has_key="key" in names)
+            parts.append(fields)
+            counts = pc.add(counts, strings)
         if "data" in names:
             counts = pc.add(counts, _append(parts, "data", batch.column("data")))
         if not isinstance(counts, pa.Array):
@@ -219,7 +219,7 @@ class RowEncoder:
 
 
 def _keys(batch: pa.RecordBatch) -> Any:
-    """What picks the partition of a topic: the key, else the subject, else the id."""
+    """Return what picks the partition of a topic: the key, else the subject, else the id."""
     columns = [batch.column(name) for name in ("key", "subject") if name in batch.schema.names]
     ids = batch.column("event_id").cast(pa.string())
     empty = pa.scalar("", pa.string())
@@ -246,38 +246,38 @@ def _value(column: str, batch: pa.RecordBatch) -> Any:
         subject = batch.column("subject")
         same = pc.fill_null(pc.equal(value, subject), False)
         if "attributes" in batch.schema.names:  # an event that was read with both keeps both
-            told = pc.map_lookup(batch.column("attributes"), pa.scalar(_KEY), "first")
-            same = pc.and_(same, pc.is_null(told))
+            given = pc.map_lookup(batch.column("attributes"), pa.scalar(_KEY), "first")
+            same = pc.and_(same, pc.is_null(given))
         return pc.if_else(same, pa.scalar(None, value.type), value)
     return value
 
 
 def time_text(value: Any) -> Any:
-    """RFC 3339 in UTC, as CloudEvents writes it."""
+    """Return times in RFC 3339 and UTC, as CloudEvents writes them."""
     text = value.cast(pa.timestamp("us")).cast(pa.string()).cast(pa.binary())
     return _joined(pc.binary_replace_slice(text, start=10, stop=11, replacement=b"T"), b"Z")
 
 
 def _append(parts: list[Any], name: str, value: Any) -> Any:
-    """Add one field to the parts of a command; how many strings that is, row by row."""
+    """Add one field to the parts of a command; return how many strings that is, row by row."""
     two = pa.scalar(2, pa.int64())
     head = _bulk(name.encode()) + b"$"
     if isinstance(value, pa.Scalar):
         parts.append(_scalar(head + _bulk(value.as_py())[1:]))
         return two
     value = _binary(value)
-    piece = (_scalar(head), _decimal(pc.binary_length(value)), _scalar(b"\r\n"), value)
+    strings = (_scalar(head), _decimal(pc.binary_length(value)), _scalar(b"\r\n"), value)
     if not value.null_count:
-        parts += (*piece, _scalar(b"\r\n"))
+        parts += (*strings, _scalar(b"\r\n"))
         return two
-    parts.append(pc.fill_null(_joined(*piece, b"\r\n"), b""))
+    parts.append(pc.fill_null(_joined(*strings, b"\r\n"), b""))
     return pc.if_else(pc.is_valid(value), two, pa.scalar(0, pa.int64()))
 
 
 def _extensions(column: Any, *, has_key: bool) -> tuple[Any, Any]:
-    """The fields of a map's attributes, row by row, and how many strings they are.
+    """Return the fields of a map's attributes, row by row, and how many strings they are.
 
-    Sources leave the key there too; where it has its column, that is what is written.
+    Sources leave the key there too; if the frame has a column `key`, that column is written.
     """
     names, values = column.keys, column.items
     elsewhere = {_VERSION} | ({_KEY} if has_key else set())
@@ -286,32 +286,30 @@ def _extensions(column: Any, *, has_key: bool) -> tuple[Any, Any]:
             continue
         if not _attribute_name.fullmatch(name) or name in (*_ATTRIBUTES.values(), "data"):
             raise InvalidMessage(
-                f"attribute {name!r:.60} cannot be written: names consist of a-z and 0-9, and what"
-                " has a column of its own belongs there"
+                f"attribute {name!r:.60} cannot be written: names consist of a-z and 0-9, and an"
+                " attribute that has a column of its own belongs there"
             )
     names, values = _binary(names), _binary(values)
-    pieces = _joined(
+    fields = _joined(
         b"$", _decimal(pc.binary_length(names)), b"\r\n", names,
         b"\r\n$", _decimal(pc.binary_length(values)), b"\r\n", values, b"\r\n",
     )  # fmt: skip
     left_out = pa.array([name.encode() for name in sorted(elsewhere)], pa.binary())
     dropped = pc.or_(pc.is_in(names, left_out), pc.is_null(values))
-    pieces = pc.if_else(dropped, _scalar(b""), pieces)
-    grouped = pa.ListArray.from_arrays(column.offsets, pieces)
+    fields = pc.if_else(dropped, _scalar(b""), fields)
+    grouped = pa.ListArray.from_arrays(column.offsets, fields)
     joined = pc.fill_null(pc.binary_join(grouped, _scalar(b"")), b"")
     kept = pc.if_else(dropped, pa.scalar(0, pa.int64()), pa.scalar(2, pa.int64()))
     return joined, _sums(kept, column.offsets)
 
 
 def _sums(values: Any, offsets: Any) -> Any:
-    """The sum of each stretch between two offsets."""
+    """Return the sums of the values between consecutive offsets."""
     upto = pa.concat_arrays([pa.array([0], pa.int64()), pc.cumulative_sum(values)])
     return pc.subtract(upto.take(offsets[1:]), upto.take(offsets[:-1]))
 
 
 # --- Arrow ----------------------------------------------------------------------------------
-
-
 def _scalar(value: bytes) -> Any:
     return pa.scalar(value, pa.binary())
 
