@@ -31,7 +31,7 @@ from redis import sentinel
 from conquiet.kombu.connection import UNREACHABLE, Commands, background_client, close_idle
 from conquiet.kombu.consumer import Consumer
 from conquiet.kombu.layout import Keys, place_of
-from conquiet.kombu.lease import Lease, keeper
+from conquiet.kombu.lease import Lease
 from conquiet.kombu.options import DEFAULT_LEASE, OptionError
 from conquiet.kombu.publisher import Publisher
 from conquiet.kombu.reader import LONGEST_BLOCK, MOST_AT_ONCE, Delivery, Reader, Subscriber
@@ -143,6 +143,7 @@ class Channel(lists.Channel):  # type: ignore[misc]  # Kombu has no types
             self.topology,
             lambda message: self.priority(self._get_message_priority(message)),
         )
+        self.leases = connection.leases
         self._join()
         try:
             connection.check_server_once(self)
@@ -158,10 +159,11 @@ class Channel(lists.Channel):  # type: ignore[misc]  # Kombu has no types
         # A name that was never used: entries of another consumer must not look like ours.
         name = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(8)}"
         name = f"{self.consumer_id}:{name}" if self.consumer_id else name
-        settlement = self.settlement = Settlement(self.keys, name, keeper.hurry)
+        leases = self.leases
+        settlement = self.settlement = Settlement(self.keys, name, leases.hurry)
 
         def open_lease() -> Lease:
-            client = self.connection.background_client(self)
+            client = leases.client(self._background_client)
             args = (client, self.keys, name, settlement)
             return Lease(*args, self.lease_seconds, self.autoclaim_interval)
 
@@ -172,8 +174,9 @@ class Channel(lists.Channel):  # type: ignore[misc]  # Kombu has no types
             self.keys,
             self.topology,
             settlement,
-            self.priority_steps,
+            leases,
             open_lease,
+            self.priority_steps,
         )
         self.reader = Reader(
             self.commands,
@@ -200,7 +203,7 @@ class Channel(lists.Channel):  # type: ignore[misc]  # Kombu has no types
     def conn_or_acquire(self, client: Any = None) -> Iterator[Any]:
         yield client or self.commands.client
 
-    def background_client(self) -> Any:
+    def _background_client(self) -> Any:
         return background_client(self._get_pool(), self.lease_seconds)
 
     def _get_client(self) -> Any:

@@ -11,7 +11,7 @@ import redis
 from conquiet.kombu import scripts
 from conquiet.kombu.connection import UNREACHABLE, Commands
 from conquiet.kombu.layout import GROUP, Keys, QueueSettings
-from conquiet.kombu.lease import Lease, keeper
+from conquiet.kombu.lease import Lease, Leases
 from conquiet.kombu.settlement import Settlement
 from conquiet.kombu.topology import Topology
 
@@ -33,8 +33,9 @@ class Consumer:
         keys: Keys,
         topology: Topology,
         settlement: Settlement,
-        priority_steps: Iterable[int],
+        leases: Leases,
         open_lease: Callable[[], Lease],
+        priority_steps: Iterable[int],
     ) -> None:
         self.name = name
         self.lease: Lease | None = None
@@ -43,8 +44,9 @@ class Consumer:
         self._keys = keys
         self._topology = topology
         self._settlement = settlement
-        self._priority_steps = priority_steps
+        self._leases = leases
         self._open_lease = open_lease
+        self._priority_steps = priority_steps
         self._subscribed: set[str] = set()
 
     def streams_of(self, queues: Iterable[str]) -> list[str]:
@@ -90,7 +92,7 @@ class Consumer:
             # Another process may have declared the queue.
             self._topology.remember_expires(queue, QueueSettings.decode(settings).expires_ms)
             lease.add(self.streams_of([queue]))
-            keeper.add(lease)
+            self._leases.add(lease)
             self._subscribed.add(queue)
         return lease
 
@@ -133,10 +135,10 @@ class Consumer:
                 error,
             )
         finally:
-            keeper.remove(lease)
+            self._leases.remove(lease)
 
     def settle_after_close(self) -> None:
-        """Send an ack that was recorded after `leave`; the keeper retries if Redis is away."""
+        """Send an ack that was recorded after `leave`; a thread tries again if Redis is away."""
         try:
             self._send()
         except (redis.RedisError, OSError) as error:
@@ -147,7 +149,6 @@ class Consumer:
                 error,
             )
             if self.lease is not None:
-                keeper.remove(self.lease)
+                self._leases.remove(self.lease)
         else:
-            if self.lease is not None:
-                keeper.let_go(self.lease.client)
+            self._leases.close_unused()

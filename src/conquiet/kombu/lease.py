@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ from conquiet.kombu import scripts
 from conquiet.kombu.connection import UNREACHABLE, close_idle
 from conquiet.kombu.layout import BACK, GROUP, Keys
 from conquiet.kombu.settlement import Settlement
+from conquiet.lease import LeaseKeeper
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +32,8 @@ NAMES_KEPT = 86_400.0
 """Seconds that the name of an expired queue is kept; a message to it is dropped meanwhile."""
 
 _LAST_TRIES = 600.0  # seconds after the end in which unconfirmed acks are still sent
+_RETRY_AFTER = 1.0  # seconds
+_SHORTEST_WAIT = 0.001  # seconds
 
 
 class Lease:
@@ -39,8 +43,8 @@ class Lease:
     so that the messages of a dead process are back within `seconds`. A new consumer looks for the
     first time after 0.3: if the server was unreachable for a while, the living renew theirs first.
 
-    It must not refer to its channel, which the keeper would then hold alive. Other threads read
-    `streams` and `expires_ms`, so both are replaced and never changed in place.
+    It must not refer to its channel, which the keeper's thread would then keep alive. That thread
+    reads `streams` and `expires_ms`, so both are replaced and never changed in place.
     """
 
     def __init__(
@@ -100,7 +104,7 @@ class Lease:
     def due(self) -> float:
         """Return the time of the next work, in monotonic seconds."""
         if self.ended:
-            times = [time.monotonic() + 1.0 if self.settlement else 0.0]
+            times = [time.monotonic() + _RETRY_AFTER if self.settlement else 0.0]
         else:
             times = [self._renew_at, self._reap_at, self._sweep_at]
             times += [self._touch_at] if self.expires_ms else []
@@ -135,7 +139,7 @@ class Lease:
             raise
         except redis.RedisError as error:
             logger.warning("%s could not %s, trying again: %s", self.consumer, what, error)
-            self.settlement.postpone(1.0)
+            self.settlement.postpone(_RETRY_AFTER)
 
     def _settle(self) -> None:
         self.settlement.send(self.client)
@@ -184,96 +188,95 @@ class Lease:
         self._renew_at = now + self._renew_every / 4
         # The other consumers may have been as unable to renew their leases as this one.
         self._reap_at = now + 2 * self._renew_every
-        self.settlement.postpone(1.0)
+        self.settlement.postpone(_RETRY_AFTER)
 
 
-class Keeper:
-    """The thread; it lives while there are leases to renew."""
+class Leases:
+    """Renew the leases of one transport one after another, over one client.
+
+    The keeper sees one lease for all of them, so that a server which does not answer is waited for
+    once in a round, and the leases on other servers are renewed in between. The client's
+    connections are closed when the last lease is over; it connects again for a late ack.
+    """
 
     def __init__(self) -> None:
+        self._reset()
+        _groups.add(self)
+
+    def _reset(self) -> None:
+        self._lock = threading.Lock()
         self._leases: set[Lease] = set()
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
-        self._hurried = False
+        self._client: Any = None
+        self._is_hurried = False
+
+    def client(self, create: Callable[[], Any]) -> Any:
+        """Return the client of all leases; the first caller creates it."""
+        if self._client is None:
+            self._client = create()
+        return self._client
 
     def add(self, lease: Lease) -> None:
-        with self._changed:
+        with self._lock:
             self._leases.add(lease)
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(
-                    target=self._keep, name="conquiet-kombu-leases", daemon=True
-                )
-                self._thread.start()
-            self._changed.notify()
+        keeper.add(self, _RETRY_AFTER)
+        keeper.hurry(self)
 
     def remove(self, lease: Lease) -> None:
-        """Its time is over; what was settled and not sent yet still is."""
+        """End a lease; its unconfirmed acks are still sent."""
         lease.end()
         if lease.settlement:
             self.add(lease)
-        else:
-            with self._changed:
-                self._leases.discard(lease)
-                self._changed.notify()
-
-    def let_go(self, client: Any) -> None:
-        """Close its connections, unless another lease needs them; it connects again if it must."""
-        with self._changed:
-            if any(lease.client is client for lease in self._leases):
-                return
-        close_idle(client.connection_pool)
+            return
+        with self._lock:
+            self._leases.discard(lease)
+        keeper.hurry(self)
 
     def hurry(self) -> None:
-        """Something was settled; see to it that it does not wait long."""
-        if not self._hurried:
-            self._hurried = True
-            with self._changed:
-                self._changed.notify()
+        """Send what was settled soon; cheap, since most acks travel with a fetch before that."""
+        if not self._is_hurried:
+            self._is_hurried = True
+            keeper.hurry(self, SETTLE_AFTER)
 
-    def _keep(self) -> None:
-        due = 0.0
-        leases: set[Lease] = set()
-        while True:
-            with self._changed:
-                if self._leases and not self._hurried:
-                    self._changed.wait(max(due - time.monotonic(), 0.001))
-                now, known = time.monotonic(), leases | self._leases
-                self._leases = {lease for lease in self._leases if not lease.is_over(now)}
-                leases = set(self._leases)
-                if not leases:
-                    self._thread = None
-            for lease in known - leases:
-                self.let_go(lease.client)  # whoever closed it could not, while it was in use here
-            if not leases:
+    def close_unused(self) -> None:
+        """Close the idle connections, unless a lease needs them."""
+        with self._lock:
+            if self._leases:
                 return
-            if self._hurried:
-                # Most acks travel with a fetch meanwhile; waking for each would only cost time.
-                time.sleep(SETTLE_AFTER)
-                self._hurried = False
-            self._work(leases)
-            due = min((lease.due() for lease in leases), default=0.0)
+        self.close_idle()
 
-    def _work(self, leases: Iterable[Lease]) -> None:
-        """A server that does not answer is waited for once: other servers' leases must go on."""
-        now, unreachable = time.monotonic(), set()
+    def close_idle(self) -> None:
+        if self._client is not None:
+            close_idle(self._client.connection_pool)
+
+    def renew(self) -> float | None:
+        """Do the work that is due, for the keeper; return the seconds until the next work."""
+        self._is_hurried = False
+        now = time.monotonic()
+        with self._lock:
+            self._leases = {lease for lease in self._leases if not lease.is_over(now)}
+            leases = list(self._leases)
+        if not leases:
+            self.close_idle()  # `remove` could not close the connection that was in use here
+            return None
         for lease in leases:
-            if id(lease.client) in unreachable:
-                continue
             try:
                 lease.work(now)
             except UNREACHABLE as error:
-                unreachable.add(id(lease.client))
                 lease.put_off(error)
-            except Exception:  # whatever it is, the others' leases must go on
-                logger.exception("the lease of %s failed in the background", lease.consumer)
+                break
+            except Exception:  # the other leases must be renewed
+                logger.exception("%s failed in the background", lease.consumer)
+        return max(min(lease.due() for lease in leases) - time.monotonic(), _SHORTEST_WAIT)
 
 
-keeper = Keeper()
+keeper = LeaseKeeper("conquiet-kombu-leases")
+
+_groups: weakref.WeakSet[Leases] = weakref.WeakSet()
 
 
-def _forget() -> None:
-    """In a forked child: the leases are the parent's, and the thread was not copied."""
-    keeper.__init__()  # type: ignore[misc]  # the same object: others hold it
+def _forget_leases_of_parent() -> None:
+    for group in _groups:
+        group._reset()  # also the lock, which a thread of the parent may have held
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_forget_leases_of_parent)

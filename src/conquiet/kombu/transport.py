@@ -14,7 +14,8 @@ from kombu.utils.url import url_to_parts
 from conquiet.errors import ConfigError
 from conquiet.kombu import options
 from conquiet.kombu.channel import Channel, SentinelChannel
-from conquiet.kombu.connection import check_server, close_idle
+from conquiet.kombu.connection import check_server
+from conquiet.kombu.lease import Leases
 
 _LONGEST_POLL = 1.0  # seconds
 _WITHOUT_CREDIT = 0.05  # seconds; an ack by another thread or greenlet frees credit, wakes no poll
@@ -165,7 +166,7 @@ class Transport(lists.Transport):  # type: ignore[misc]  # Kombu has no types
         self._refuse_other_transports(client)
         super().__init__(client, **kwargs)
         self.cycle = Poller()
-        self._background: Any = None
+        self.leases = Leases()
         self._pid = os.getpid()
         self._is_checked = False
 
@@ -188,23 +189,15 @@ class Transport(lists.Transport):  # type: ignore[misc]  # Kombu has no types
             check_server(channel.commands.client)
             self._is_checked = True
 
-    def background_client(self, channel: Any) -> Any:
-        """Return the client by which the leases of all channels are renewed."""
-        if self._background is None:
-            self._background = channel.background_client()
-        return self._background
-
     def start_over_in_child(self) -> None:
-        """Forget the parent's connections after a fork; once, although every channel calls it."""
+        """Leave the poller to the parent after a fork; once, although every channel calls it."""
         if self._pid != os.getpid():
             self._pid = os.getpid()
-            self._background = None
             self.cycle = Poller()
 
     def close_connection(self, connection: Any) -> None:
         super().close_connection(connection)
-        if self._background is not None:
-            close_idle(self._background.connection_pool)  # it connects again for a late ack
+        self.leases.close_idle()  # its client connects again for a late ack
 
     def register_with_event_loop(self, connection: Any, loop: Any) -> None:
         self.cycle.use(loop)

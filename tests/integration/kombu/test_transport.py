@@ -117,20 +117,24 @@ def test_two_channels_of_one_connection_have_their_own_messages(redis_url):
             assert size(connection, "orders") == 2
 
 
+def _keepers():
+    return [thread for thread in threading.enumerate() if thread.name == keeper.name]
+
+
 def test_when_nothing_is_consumed_any_more_the_thread_ends(redis_url):
     with connected(redis_url) as connection:
         put(connection, "orders", "a")
         assert kombu.Queue("orders")(connection.default_channel).get(no_ack=True)
-        assert keeper._thread is not None
-    eventually(lambda: keeper._thread is None)
+        assert len(_keepers()) == 1
+    eventually(lambda: not _keepers())
 
 
 def test_publishing_alone_needs_no_thread_and_no_lease(redis_url, redis_client):
-    eventually(lambda: keeper._thread is None)
+    eventually(lambda: not _keepers())
     with connected(redis_url) as connection:
         put(connection, "orders", "a")
         assert size(connection, "orders") == 1
-        assert keeper._thread is None
+        assert not _keepers()
         assert redis_client.zcard(Keys().leases) == 0
 
 
