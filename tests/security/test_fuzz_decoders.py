@@ -19,9 +19,9 @@ from conquiet.errors import ConquietError, InvalidMessage
 from conquiet.jsonlines import LinesSink, LinesSource
 from conquiet.message import describe
 from conquiet.middleware.dead_letter import replay
-from conquiet.operations.content import shown
+from conquiet.operations.dead_letter_streams import original_fields
 from conquiet.operations.dead_letters import letter_of
-from conquiet.operations.letters_in_stream import original_fields
+from conquiet.operations.streams import decode
 from conquiet.queue import message as queue_message
 from conquiet.redis.consumer import Delivery
 from conquiet.redis.dead_letter import UNREADABLE_TYPE, to_dead_letter
@@ -96,7 +96,7 @@ def test_entries_of_streams(found) -> None:
         assert topic is None or type(topic) is str
         describe(attributes)
     if len(found) % 2 == 0:  # as Redis has them
-        shown("orders", b"1-1", list(found))
+        decode("orders", b"1-1", list(found))
 
 
 class _Stream:
@@ -126,8 +126,8 @@ def test_dead_letters_of_others(attributes, data) -> None:
 @given(st.binary(max_size=60) | values.map(lambda value: json.dumps(value).encode()) | events)
 def test_typed_data(data) -> None:
     message = Message(data, dict(ATTRIBUTES))
-    for decode in DECODERS:
-        error = refusal(decode, message)
+    for each in DECODERS:
+        error = refusal(each, message)
         assert error is None or "t id=1 source=/s" in str(error)
 
 

@@ -13,7 +13,7 @@ from tests.security.hostile import damaged, fuzzed
 
 from conquiet import Message
 from conquiet.errors import ConquietError, SinkUnavailable
-from conquiet.operations.presence import relays
+from conquiet.operations.presence import check_relays
 from conquiet.relay.sinks import HttpSink
 from conquiet.spark.log.decoder import row_of
 from conquiet.spark.log.resp import Table, locate
@@ -96,7 +96,7 @@ def ask(server, answer):
         assert len(outage) < 1_000
     finally:
         sink.close()
-    [health] = relays([server.url], timeout=2)
+    [health] = check_relays([server.url], timeout=2)
     assert len(str(health.detail)) < 70_000
 
 

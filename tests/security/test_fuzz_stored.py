@@ -23,10 +23,9 @@ from conquiet.events.layout import Row as DomainRow
 from conquiet.events.source import EventSource
 from conquiet.kombu.topology import decode_binding, encode_binding
 from conquiet.middleware import JsonSchema
-from conquiet.operations.dead_letters import Wanted
-from conquiet.operations.letters_in_file import FileLetters
-from conquiet.operations.letters_in_kombu import KombuLetters
-from conquiet.operations.tracing import _source
+from conquiet.operations.dead_letter_queues import KombuLetters
+from conquiet.operations.dead_letters import FileLetters, Filter
+from conquiet.operations.trace import _source
 from conquiet.redis.entry import to_fields
 from conquiet.relay.sinks.envelope import pack
 from conquiet.sql.claim import OutboxSource, Row
@@ -164,7 +163,7 @@ def test_dead_letters_in_a_file(found) -> None:
     content = b"\n".join(found)
     with tempfile.NamedTemporaryFile() as file:
         Path(file.name).write_bytes(content)
-        letters = [letter for letter, _ in FileLetters(file.name).scan(Wanted())]
+        letters = [letter for letter, _ in FileLetters(file.name).scan(Filter())]
     assert len(letters) == sum(bool(line.strip()) for line in content.split(b"\n"))
     for letter in letters:
         readable(letter.reason, letter.event_id, letter.attributes, letter.data)

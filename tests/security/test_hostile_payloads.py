@@ -18,8 +18,8 @@ from conquiet.jsonlines import LinesSink, LinesSource
 from conquiet.memory import Store, Transaction
 from conquiet.middleware import JsonSchema
 from conquiet.middleware.dead_letter import replay
-from conquiet.operations.letters_in_kombu import _headers
-from conquiet.operations.letters_in_stream import original_fields
+from conquiet.operations.dead_letter_queues import _headers
+from conquiet.operations.dead_letter_streams import original_fields
 from conquiet.operations.text import whole
 from conquiet.queue import message as queue_message
 from conquiet.redis.dead_letter import UNREADABLE_TYPE

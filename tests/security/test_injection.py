@@ -14,7 +14,7 @@ from tests.unit.sinks.http_receiver import Receiver
 from conquiet import Message
 from conquiet.errors import ConfigError, InvalidMessage
 from conquiet.kombu.layout import Keys
-from conquiet.operations import peek
+from conquiet.operations.streams import peek
 from conquiet.redis import StreamSink, StreamSource
 from conquiet.relay.inspection import Inspection
 from conquiet.relay.search import Search

@@ -11,7 +11,7 @@ from tests.unit.sinks.http_receiver import Receiver
 
 from conquiet import Message, cli
 from conquiet.errors import SinkUnavailable
-from conquiet.operations.presence import relays
+from conquiet.operations.presence import check_relays
 from conquiet.relay.inspection import Inspection
 from conquiet.relay.sinks import HttpSink
 from conquiet.sql import Outbox, engine, schema
@@ -68,7 +68,7 @@ def test_a_webhook_of_another_name(secure_receiver) -> None:
 
 
 def test_the_health_of_a_relay_behind_tls(secure_receiver) -> None:
-    [health] = relays([secure_receiver[0].url])
+    [health] = check_relays([secure_receiver[0].url])
     assert not health.ready
     assert "CERTIFICATE_VERIFY_FAILED" in health.detail["error"]
 

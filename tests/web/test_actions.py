@@ -93,8 +93,8 @@ def test_what_cannot_be_replayed_stays_and_says_why(client, shop) -> None:
     shop.client.xadd("dead", letter)
     page = client.get("/dead-letters/replay", params={"stream": "dead"})
     done = client.post("/dead-letters/replay", data=form_of(page, "/dead-letters/replay"))
-    assert "1 message could not be, and stayed" in done.text
-    assert "does not say where it came from" in done.text
+    assert "1 message could not be, and kept" in done.text
+    assert "its origin is unknown" in done.text
     assert shop.client.xlen("dead") == 1
 
 
@@ -112,12 +112,12 @@ def test_a_time_that_is_none_means_no_letter_rather_than_all(client, shop, ids, 
 def test_dropping_asks_first_and_tells(client, shop, ids) -> None:
     page = client.get("/dead-letters/drop", params={"stream": "dead", "id": ids["published"]})
     assert "Drop 1 dead letter of dead?" in page.text
-    assert "cannot be brought back" in page.text
+    assert "cannot be restored" in page.text
     assert shop.client.xlen("dead") == 3
     form = form_of(page, "/dead-letters/drop")
     assert "1 message dropped." in client.post("/dead-letters/drop", data=form).text
     assert shop.client.xlen("dead") == 2
-    assert "No dead letter fits any more" in client.post("/dead-letters/drop", data=form).text
+    assert "No dead letter matches any more" in client.post("/dead-letters/drop", data=form).text
 
 
 # --- who may ------------------------------------------------------------------------------------

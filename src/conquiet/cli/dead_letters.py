@@ -77,10 +77,10 @@ def _add_wanted(parser: ArgumentParser) -> None:
 def _list(options: Namespace) -> int:
     if options.place is None:
         return _list_places(options)
-    from conquiet.operations import find
+    from conquiet.operations import dead_letters
 
     with _letters(options) as letters:
-        found = find(letters, _wanted(options), options.limit or 100)
+        found = dead_letters.find(letters, _wanted(options), options.limit or 100)
         is_there = bool(found) or letters.exists()
     if options.json:
         print_json([asdict(letter) for letter in found])
@@ -97,10 +97,10 @@ def _list(options: Namespace) -> int:
 
 
 def _list_places(options: Namespace) -> int:
-    from conquiet.operations import letter_streams
+    from conquiet.operations import dead_letters
 
     with redis_at(options.broker) as client:
-        found = letter_streams(client)
+        found = dead_letters.list_streams(client)
     if options.json:
         print_json([{"stream": name, "letters": length} for name, length in found.items()])
     elif not found:
@@ -111,10 +111,10 @@ def _list_places(options: Namespace) -> int:
 
 
 def _show(options: Namespace) -> int:
-    from conquiet.operations import show
+    from conquiet.operations import dead_letters
 
     with _letters(options) as letters:
-        letter = show(letters, options.id)
+        letter = dead_letters.show(letters, options.id)
     if options.json:
         print_json(asdict(letter))
         return OK
@@ -128,12 +128,12 @@ def _show(options: Namespace) -> int:
 
 
 def _replay(options: Namespace) -> int:
-    from conquiet.operations import replay
+    from conquiet.operations import dead_letters
 
     wanted = _chosen(options)
     is_file = options.place.startswith("file:")
     with _letters(options) as letters, Progress("replaying") as progress:
-        outcome = replay(
+        outcome = dead_letters.replay(
             letters,
             wanted,
             to=None if is_file else options.to,
@@ -145,19 +145,21 @@ def _replay(options: Namespace) -> int:
 
 
 def _drop(options: Namespace) -> int:
-    from conquiet.operations import drop
+    from conquiet.operations import dead_letters
 
     wanted = _chosen(options)
     with _letters(options) as letters:
-        going = drop(letters, wanted, limit=options.limit, dry_run=True)
+        going = dead_letters.drop(letters, wanted, limit=options.limit, dry_run=True)
         if options.dry_run or not going.done:
             return _told(going, options, "dropped")
         what = f"delete {len(going.done):,} dead letters of {letters.name} for good"
         if not confirm(what, options.yes):
             return FAILED
         with Progress("dropping", len(going.done)) as progress:
-            # Not what has died since somebody said yes.
-            outcome = drop(letters, wanted, among=frozenset(going.done), tell=progress.tell)
+            # Not letters that arrived after the confirmation.
+            outcome = dead_letters.drop(
+                letters, wanted, among=frozenset(going.done), tell=progress.tell
+            )
     return _told(outcome, options, "dropped")
 
 
@@ -177,9 +179,9 @@ def _told(outcome: Any, options: Namespace, done: str) -> int:
 
 
 def _wanted(options: Namespace) -> Any:
-    from conquiet.operations import Wanted
+    from conquiet.operations.dead_letters import Filter
 
-    return Wanted(
+    return Filter(
         tuple(getattr(options, "ids", ())),
         options.type,
         options.source,
@@ -191,10 +193,10 @@ def _wanted(options: Namespace) -> Any:
 
 def _chosen(options: Namespace) -> Any:
     """Which letters; all of them only if that is said."""
-    from conquiet.operations import Wanted
+    from conquiet.operations.dead_letters import Filter
 
     wanted = _wanted(options)
-    if (wanted == Wanted()) != options.all:
+    if (wanted == Filter()) != options.all:
         raise ConfigError(
             "say which letters: ids, --type, --source, --error, --since or --until; or --all"
         )
@@ -203,39 +205,25 @@ def _chosen(options: Namespace) -> Any:
 
 @contextmanager
 def _letters(options: Namespace) -> Iterator[Any]:
-    """The letters of the place that was named."""
-    kind, colon, rest = options.place.partition(":")
-    if kind == "file" and colon:
-        with ExitStack() as files:
-            yield _of_file(options, files)
+    """Open the place that was named."""
+    from conquiet.operations.dead_letters import open_letters
+
+    if not options.place.startswith("file:"):
+        with redis_at(options.broker) as client:
+            yield open_letters(options.place, client, prefix=options.prefix)
         return
-    with redis_at(options.broker) as client:
-        if kind == "kombu" and colon:
-            from conquiet.operations import KombuLetters
-
-            yield KombuLetters(client, rest, options.prefix)
-        else:
-            from conquiet.operations import StreamLetters
-
-            yield StreamLetters(client, options.place)
+    with ExitStack() as files:
+        to = getattr(options, "to", None)
+        sink = None if to is None else _sink_of(options, to, files)
+        yield open_letters(options.place, sink=sink)
 
 
-def _of_file(options: Namespace, files: ExitStack) -> Any:
-    from conquiet.operations import FileLetters
-    from conquiet.registry import (
-        SinkOptions,
-        connect_sink,
-        file_path,
-        refuse_one_file_for_both,
-    )
+def _sink_of(options: Namespace, to: str, files: ExitStack) -> Any:
+    from conquiet.registry import SinkOptions, connect_sink, refuse_one_file_for_both
 
-    path = file_path(options.place)
-    to = getattr(options, "to", None)
-    if to is None:
-        return FileLetters(path)
     refuse_one_file_for_both(options.place, to)
-    options_of_sink = SinkOptions(needs_stream=True, origin="--to", closing=files)
-    return FileLetters(path, connect_sink(to, options_of_sink).sink)
+    chosen = SinkOptions(broker=options.broker, needs_stream=True, origin="--to", closing=files)
+    return connect_sink(to, chosen).sink
 
 
 _VERBS = (

@@ -292,9 +292,9 @@ def _check_eviction(info: dict[str, Any]) -> Iterator[Check]:
 
 
 def _check_dead_letters(client: Any) -> Check:
-    from conquiet.operations.letters_in_stream import letter_streams
+    from conquiet.operations.dead_letters import list_streams
 
-    found = letter_streams(client)
+    found = list_streams(client)
     if not found:
         return Check("servers", "dead letters", "ok", "no stream holds any")
     some = ", ".join(f"{count:,} in {name}" for name, count in list(found.items())[:5])

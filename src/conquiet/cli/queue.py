@@ -64,10 +64,10 @@ def _min_idle(parser: ArgumentParser, default: timedelta, text: str) -> None:
 
 
 def _stats(options: Namespace) -> int:
-    from conquiet.operations import stream
+    from conquiet.operations.streams import describe
 
     with redis_at(options.broker) as client:
-        found = stream(client, options.stream)
+        found = describe(client, options.stream)
     stuck = sum(
         consumer.pending
         for group in found.groups
@@ -123,10 +123,10 @@ def _print_groups(found: Any) -> None:
 
 
 def _pending(options: Namespace) -> int:
-    from conquiet.operations import pending
+    from conquiet.operations.streams import list_pending
 
     with redis_at(options.broker) as client:
-        found = pending(
+        found = list_pending(
             *(client, options.stream, options.group),
             min_idle=options.min_idle.total_seconds(),
             limit=options.limit,
@@ -143,7 +143,7 @@ def _pending(options: Namespace) -> int:
 
 
 def _claim(options: Namespace) -> int:
-    from conquiet.operations import claim
+    from conquiet.operations.streams import claim
 
     with redis_at(options.broker) as client:
         done = claim(
@@ -168,7 +168,7 @@ def _claim(options: Namespace) -> int:
 
 
 def _peek(options: Namespace) -> int:
-    from conquiet.operations import peek
+    from conquiet.operations.streams import peek
 
     with redis_at(options.broker) as client:
         found = peek(*(client, options.stream, options.start, options.limit), newest=options.newest)

@@ -39,7 +39,7 @@ def _list(options: Namespace) -> int:
     from conquiet.operations import streams
 
     with redis_at(options.broker) as client:
-        found = streams(client, options.pattern)
+        found = streams.survey(client, options.pattern)
     if options.json:
         print_json([asdict(stream) for stream in found])
     elif not found:
@@ -59,7 +59,7 @@ def _lag(options: Namespace) -> int:
     from conquiet.operations import streams
 
     with redis_at(options.broker) as client:
-        found = streams(client, options.pattern)
+        found = streams.survey(client, options.pattern)
     lags = [
         {
             "stream": stream.name,
@@ -97,13 +97,13 @@ def _lag(options: Namespace) -> int:
 
 
 def _trim(options: Namespace) -> int:
-    from conquiet.operations import stream
+    from conquiet.operations.streams import describe
     from conquiet.redis import trim_stream
 
     keep = options.keep.total_seconds() if options.keep else None
     with redis_at(options.broker) as client:
         for name in options.streams:
-            stream(client, name)  # raises if there is none, before anything is deleted
+            describe(client, name)  # raises if there is none, before anything is deleted
         names = ", ".join(options.streams)
         what = f"delete from {names} what every group and reader is done with"
         if not options.dry_run and not confirm(what, options.yes):

@@ -60,7 +60,7 @@ def register(commands: Any, common: ArgumentParser) -> None:
 
 def _run(options: Namespace) -> int:
     from conquiet.config import TABLE, read
-    from conquiet.operations.tracing import WINDOW_SECONDS, trace
+    from conquiet.operations.trace import WINDOW_SECONDS, trace_event
 
     window = options.window.total_seconds() if options.window else WINDOW_SECONDS
     tables = options.table or list(dict.fromkeys(("outbox", "outbox_events", read(TABLE))))
@@ -75,7 +75,7 @@ def _run(options: Namespace) -> int:
                 "nothing to search: give --broker or --database, or set CONQUIET_BROKER_URL or"
                 " CONQUIET_DATABASE_URL"
             )
-        found = trace(
+        found = trace_event(
             options.id,
             client=client,
             engine=engine,

@@ -1,23 +1,29 @@
-"""Dead letters, wherever they lie: find them, look at one, replay them, drop them.
+"""Dead letters in a Redis Stream, a file or a queue of Kombu: find, show, replay and drop them.
 
-    letters ──wanted──▶ found ──replay──▶ published where it came from ──▶ then removed here
+    letters ──filter──▶ found ──replay──▶ published where it came from ──▶ then removed here
                           └────drop───▶ removed
 
-A replayed message keeps its event id, so that an inbox still knows it. Published first and removed
-afterwards: whatever kills a replay, a letter is in one place or in both, never in none.
+A replayed message keeps its event id, so that an inbox still knows it. It is published first and
+removed afterwards: after a crash, a letter is in one place or in both, never in none.
 """
 
 from __future__ import annotations
 
+import fcntl
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
-from typing import Any, Protocol, TypeAlias
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from conquiet.errors import ConquietError, NotFound, StoreError
+from conquiet.codec import from_json
+from conquiet.errors import ConquietError, InvalidMessage, NotFound, StoreError
 from conquiet.middleware import dead_letter
 from conquiet.operations.text import as_text, whole
+from conquiet.sink import Sink
 
 Tell: TypeAlias = Callable[[int], object]
 """Called with the number of letters that are done."""
@@ -25,10 +31,10 @@ Tell: TypeAlias = Callable[[int], object]
 
 @dataclass(frozen=True, slots=True)
 class Letter:
-    """A message that was given up, and why."""
+    """A message that failed for good, and the reason."""
 
     id: str
-    """Its place: an entry id, or the number of a line."""
+    """Its position: an entry id, or the number of a line."""
     event_id: str
     event_type: str
     source: str
@@ -36,23 +42,23 @@ class Letter:
     traceback: str
     attempts: int
     time: str
-    """When it died."""
+    """When it became a dead letter."""
     handler: str
     topic: str
     stream: str
-    """Where it came from, if that is known: the stream and the entry."""
+    """The stream it came from, if that is known; `entry` is the entry there."""
     entry: str
     attributes: Mapping[str, str]
-    """Of the message, as it was."""
+    """The attributes of the message, as it was."""
     data: str
     data_is_base64: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """Which letters: all that is said must hold. `type` and `source` may have * and ?.
+class Filter:
+    """Selects letters that meet all its conditions; `type` and `source` may have * and ?.
 
-    >>> Wanted(type="order.*", error="timeout").type
+    >>> Filter(type="order.*", error="timeout").type
     'order.*'
     """
 
@@ -61,13 +67,13 @@ class Wanted:
     type: str = ""
     source: str = ""
     error: str = ""
-    """A part of the reason or of the traceback, in capitals or not."""
+    """A part of the reason or of the traceback; case does not matter."""
     since: datetime | None = None
     until: datetime | None = None
     after: str = ""
-    """The id of the last letter that was seen: what follows is the next page."""
+    """The id of the last letter of the previous page."""
 
-    def fits(self, letter: Letter) -> bool:
+    def matches(self, letter: Letter) -> bool:
         if self.after and _place(letter.id) <= _place(self.after):
             return False
         if self.ids and letter.id not in self.ids and letter.event_id not in self.ids:
@@ -77,31 +83,31 @@ class Wanted:
         if self.source and not fnmatchcase(letter.source, self.source):
             return False
         text = f"{letter.reason}\n{letter.traceback}".lower()
-        return self.error.lower() in text and self._fits_time(letter.time)
+        return self.error.lower() in text and self._matches_time(letter.time)
 
-    def _fits_time(self, time: str) -> bool:
+    def _matches_time(self, time: str) -> bool:
         if self.since is None and self.until is None:
             return True
         try:
             at = datetime.fromisoformat(time)
-        except ValueError:  # a letter that does not say when is not between two moments
+        except ValueError:  # a letter without a time is not between two moments
             return False
         at = at if at.tzinfo else at.replace(tzinfo=UTC)
         return not (self.since and at < self.since) and not (self.until and at > self.until)
 
 
 class Letters(Protocol):
-    """A place where dead letters lie: a stream, a file, a queue of Kombu."""
+    """A place that holds dead letters: a stream, a file, a queue of Kombu."""
 
     name: str
 
     def exists(self) -> bool:
-        """Whether the place is there at all; a stream comes into being with its first letter."""
+        """Whether the place exists; a stream is created by its first letter."""
 
-    def scan(self, wanted: Wanted) -> Iterator[tuple[Letter, Any]]:
-        """Those that are there now, the oldest first, each with what `send` needs of it.
+    def scan(self, filter_: Filter) -> Iterator[tuple[Letter, Any]]:
+        """Yield the letters there are now, the oldest first, each with the data for `send`.
 
-        May leave out what cannot fit; whoever calls it looks at the others.
+        May skip letters that the filter excludes; callers apply the filter to the others.
         """
 
     def send(self, letter: Letter, raw: Any, to: str | None) -> bool:
@@ -116,7 +122,7 @@ class Letters(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A letter that could not be replayed, and stays."""
+    """A letter that could not be replayed, and is kept."""
 
     id: str
     event_id: str
@@ -125,7 +131,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a replay or a drop did, or in a dry run would do."""
+    """The letters that a replay or a drop processed, or in a dry run would process."""
 
     done: tuple[str, ...]
     """Ids of the letters."""
@@ -133,15 +139,45 @@ class Outcome:
     dry_run: bool
 
 
-def find(letters: Letters, wanted: Wanted | None = None, limit: int = 100) -> list[Letter]:
-    """Up to `limit` letters, the oldest first.
+def open_letters(
+    place: str, client: Any = None, *, prefix: str = "", sink: Sink | None = None
+) -> Letters:
+    """Open a place by its name: a Redis Stream, `file:PATH` or `kombu:QUEUE`.
 
-    >>> from conquiet.operations.letters_in_stream import StreamLetters
-    >>> find(StreamLetters(client, "dead-letters"), Wanted(type="order.*"))
+    `client` is a Redis client, `prefix` the `global_keyprefix` of a Kombu application; `sink`
+    receives the messages that are replayed from a file.
+    """
+    kind, colon, rest = place.partition(":")
+    if colon and kind == "file":
+        from conquiet.registry import file_path
+
+        return FileLetters(file_path(place), sink)
+    if colon and kind == "kombu":
+        from conquiet.operations.dead_letter_queues import KombuLetters
+
+        return KombuLetters(client, rest, prefix)
+    from conquiet.operations.dead_letter_streams import StreamLetters
+
+    return StreamLetters(client, place)
+
+
+def list_streams(client: Any, pattern: str = "*") -> dict[str, int]:
+    """Return the streams that hold dead letters, and their lengths."""
+    from conquiet.operations.dead_letter_streams import list_streams
+
+    return list_streams(client, pattern)
+
+
+def find(letters: Letters, filter_: Filter | None = None, limit: int = 100) -> list[Letter]:
+    """Return up to `limit` letters, the oldest first.
+
+    >>> from conquiet.operations import dead_letters
+    >>> letters = dead_letters.open_letters("dead-letters", client)
+    >>> dead_letters.find(letters, dead_letters.Filter(type="order.*"))
     []
     """
     found: list[Letter] = []
-    for letter, _ in _matching(letters, wanted or Wanted()):
+    for letter, _ in _matching(letters, filter_ or Filter()):
         found.append(letter)
         if len(found) == limit:
             break
@@ -149,47 +185,47 @@ def find(letters: Letters, wanted: Wanted | None = None, limit: int = 100) -> li
 
 
 def show(letters: Letters, id_: str) -> Letter:
-    """One letter by its own id or by its event's; raises `NotFound`."""
-    for letter in find(letters, Wanted((id_,)), 1):
+    """Return one letter by its own id or by its event's; raise `NotFound` if there is none."""
+    for letter in find(letters, Filter((id_,)), 1):
         return letter
     raise NotFound(f"no dead letter {id_!r:.100} in {letters.name}; dead-letters list shows them")
 
 
 def replay(
     letters: Letters,
-    wanted: Wanted,
+    filter_: Filter,
     *,
     to: str | None = None,
     limit: int | None = None,
     dry_run: bool = False,
     tell: Tell | None = None,
 ) -> Outcome:
-    """Send the messages of letters on their way again; what fails stays where it is."""
+    """Publish the messages of letters again; a letter that cannot be published is kept."""
     return _each(
-        letters, wanted, lambda letter, raw: letters.send(letter, raw, to), limit, dry_run, tell
+        letters, filter_, lambda letter, raw: letters.send(letter, raw, to), limit, dry_run, tell
     )
 
 
 def drop(
     letters: Letters,
-    wanted: Wanted,
+    filter_: Filter,
     *,
     among: Collection[str] | None = None,
     limit: int | None = None,
     dry_run: bool = False,
     tell: Tell | None = None,
 ) -> Outcome:
-    """Delete letters for good; `among` those ids only, such as a dry run gave."""
+    """Delete letters for good; only those of the ids `among`, such as a dry run returned."""
 
     def remove(letter: Letter, raw: Any) -> bool:
         return (among is None or letter.id in among) and letters.remove(letter, raw)
 
-    return _each(letters, wanted, remove, limit, dry_run, tell)
+    return _each(letters, filter_, remove, limit, dry_run, tell)
 
 
 def _each(
     letters: Letters,
-    wanted: Wanted,
+    filter_: Filter,
     act: Callable[[Letter, Any], bool],
     limit: int | None,
     dry_run: bool,
@@ -197,14 +233,14 @@ def _each(
 ) -> Outcome:
     done: list[str] = []
     failed: list[Failure] = []
-    for letter, raw in _matching(letters, wanted):
+    for letter, raw in _matching(letters, filter_):
         if limit is not None and len(done) + len(failed) == limit:
             break
         try:
             if dry_run or act(letter, raw):
                 done.append(letter.id)
-        except StoreError as error:  # nothing more will work; what is not done is as it was
-            raise StoreError(f"{error}; {len(done)} letters were done before that") from error
+        except StoreError as error:  # the others would fail too, and are unchanged
+            raise StoreError(f"{error}; {len(done)} letters were processed before that") from error
         except ConquietError as error:
             failed.append(Failure(letter.id, letter.event_id, str(error)))
         if tell is not None:
@@ -212,14 +248,14 @@ def _each(
     return Outcome(tuple(done), tuple(failed), dry_run)
 
 
-def _matching(letters: Letters, wanted: Wanted) -> Iterator[tuple[Letter, Any]]:
-    return ((letter, raw) for letter, raw in letters.scan(wanted) if wanted.fits(letter))
+def _matching(letters: Letters, filter_: Filter) -> Iterator[tuple[Letter, Any]]:
+    return ((letter, raw) for letter, raw in letters.scan(filter_) if filter_.matches(letter))
 
 
 def letter_of(
     id_: str, attributes: Mapping[str, Any], data: bytes, *, time: str = "", extra: str = ""
 ) -> Letter:
-    """A letter of a CloudEvent with the attributes of the `DeadLetter` middleware."""
+    """Build a letter from a CloudEvent with the attributes of the `DeadLetter` middleware."""
     about = {name: str(attributes.get(name, "")) for name in _ABOUT}
     original = {n: str(v) for n, v in attributes.items() if n not in _ABOUT}
     text, is_base64 = as_text(data)
@@ -243,7 +279,7 @@ def letter_of(
     )
 
 
-# As conquiet.redis.dead_letter writes them; that room needs redis-py, a file of letters does not.
+# As conquiet.redis.dead_letter writes them; that room needs redis-py, a file does not.
 STREAM, ENTRY = "deadstream", "deadentry"
 _ABOUT = frozenset(
     (
@@ -254,10 +290,104 @@ _ABOUT = frozenset(
 
 
 def _place(id_: str) -> tuple[int, ...]:
-    """Entry ids and numbers of lines in their order."""
+    """Parse an entry id or the number of a line, for comparison."""
     return tuple(whole(part) for part in id_.split("-"))
 
 
 def _lines(traceback: str) -> str:
-    """The middleware writes line breaks out, since CloudEvents has no control characters."""
+    """Restore line breaks, which the middleware escapes: CloudEvents has no control characters."""
     return traceback if "\n" in traceback else traceback.replace("\\n", "\n")
+
+
+# --- files ----------------------------------------------------------------------------------
+
+
+class _Line(NamedTuple):
+    """The offset of a line in the file, and its text when it was read."""
+
+    offset: int
+    text: bytes
+
+
+class FileLetters:
+    """The letters of a file of JSON lines, as `conquiet worker run --dead-letters` writes it.
+
+    A worker may append to the file at any time, so it is never rewritten: a line that was replayed
+    or dropped is overwritten by spaces, which readers of JSON lines skip. Line numbers stay. `sink`
+    receives replayed messages.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], sink: Sink | None = None) -> None:
+        self.path = Path(path)
+        self.name = f"file {str(self.path)!r}"
+        self._sink = sink
+
+    def exists(self) -> bool:
+        return self.path.exists()
+
+    def scan(self, filter_: Filter) -> Iterator[tuple[Letter, Any]]:
+        try:
+            with self.path.open("rb") as lines:
+                end = os.fstat(lines.fileno()).st_size
+                offset, number = 0, 0
+                while offset < end:
+                    text = lines.readline()
+                    number += 1
+                    if text.strip():
+                        yield _letter(number, text), _Line(offset, text)
+                    offset += len(text)
+        except FileNotFoundError:
+            raise NotFound(f"{self.name}: does not exist") from None
+        except OSError as error:
+            raise StoreError(f"{self.name}: {error.strerror}") from error
+
+    def send(self, letter: Letter, raw: Any, to: str | None) -> bool:
+        if self._sink is None:
+            raise ConquietError(f"line {letter.id}: name the sink with --to")
+        message = dead_letter.replay(from_json(raw.text))
+        for name in (STREAM, ENTRY):
+            message.attributes.pop(name, None)
+        if to is not None:
+            message.topic = to
+        with self._locked() as file:
+            if os.pread(file, len(raw.text), raw.offset) != raw.text:
+                return False
+            [answer] = self._sink.publish([message])
+            if answer is not None:
+                raise ConquietError(f"line {letter.id}: {answer}") from answer
+            _blank(file, raw)
+        return True
+
+    def remove(self, letter: Letter, raw: Any) -> bool:
+        with self._locked() as file:
+            if os.pread(file, len(raw.text), raw.offset) != raw.text:
+                return False
+            _blank(file, raw)
+        return True
+
+    @contextmanager
+    def _locked(self) -> Iterator[int]:
+        """Lock the file against other operators; workers that append are not affected."""
+        try:
+            file = os.open(self.path, os.O_RDWR)
+        except OSError as error:
+            raise StoreError(f"{self.name}: {error.strerror}") from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield file
+        finally:
+            os.close(file)
+
+
+def _blank(file: int, line: _Line) -> None:
+    length = len(line.text.rstrip(b"\r\n"))
+    os.pwrite(file, b" " * length, line.offset)
+    os.fsync(file)
+
+
+def _letter(number: int, text: bytes) -> Letter:
+    try:
+        message = from_json(text)
+    except InvalidMessage as error:
+        return letter_of(str(number), {dead_letter.REASON: f"no dead letter: {error}"}, text)
+    return letter_of(str(number), message.attributes, message.data)

@@ -1,4 +1,4 @@
-"""Presence: which workers and relays are alive, as far as anybody can tell.
+"""Presence: which workers and relays are alive.
 
 A worker is a consumer of a group, and counts as alive while its lease lasts. A relay holds a
 session of PostgreSQL under the name `conquiet-relay`, and answers at its health URL.
@@ -46,7 +46,7 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A connection to PostgreSQL that says it is conquiet's."""
+    """A connection to PostgreSQL whose application name begins with conquiet."""
 
     pid: int
     name: str
@@ -59,7 +59,7 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """What a relay answers at its `/readyz`."""
+    """The answer of a relay at its `/readyz`."""
 
     url: str
     alive: bool
@@ -68,14 +68,14 @@ class Health:
     detail: Mapping[str, Any]
 
 
-def workers(client: Any, pattern: str = "*") -> list[Worker]:
-    """The consumers of all groups of the streams that fit a pattern.
+def list_workers(client: Any, pattern: str = "*") -> list[Worker]:
+    """List the consumers of all groups of the streams that match a pattern.
 
-    >>> from conquiet.operations import workers
-    >>> workers(client, "orders*")
+    >>> from conquiet.operations import presence
+    >>> presence.list_workers(client, "orders*")
     []
     """
-    from conquiet.operations.survey import streams
+    from conquiet.operations import streams
 
     return [
         Worker(
@@ -86,14 +86,14 @@ def workers(client: Any, pattern: str = "*") -> list[Worker]:
             consumer.idle_seconds,
             consumer.pending,
         )
-        for found in streams(client, pattern)
+        for found in streams.survey(client, pattern)
         for group in found.groups
         for consumer in group.consumers
     ]
 
 
-def sessions(engine: Engine) -> list[Session]:
-    """Sessions of relays, and of whoever else calls itself conquiet; none on SQLite."""
+def list_sessions(engine: Engine) -> list[Session]:
+    """List sessions of relays and other processes of conquiet; SQLite has none."""
     from sqlalchemy import text
     from sqlalchemy.exc import SQLAlchemyError
 
@@ -113,8 +113,8 @@ def sessions(engine: Engine) -> list[Session]:
     ]
 
 
-def relays(urls: Iterable[str], timeout: float = _HEALTH_SECONDS) -> list[Health]:
-    """Ask relays how they are: `http://HOST:PORT`, as CONQUIET_OUTBOX_HEALTH has it."""
+def check_relays(urls: Iterable[str], timeout: float = _HEALTH_SECONDS) -> list[Health]:
+    """Ask relays for their health at `http://HOST:PORT`, as CONQUIET_OUTBOX_HEALTH sets it."""
     return [_health(url.rstrip("/"), timeout) for url in urls]
 
 
@@ -134,5 +134,5 @@ def _health(url: str, timeout: float) -> Health:
     except (ValueError, RecursionError):
         detail = None
     if not isinstance(detail, dict):
-        return Health(url, False, False, {"error": f"no relay answers there, but {status}"})
+        return Health(url, False, False, {"error": f"no relay answers there; HTTP status {status}"})
     return Health(url, True, status == 200, detail)

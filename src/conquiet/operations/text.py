@@ -1,4 +1,4 @@
-"""Bytes and moments as text."""
+"""Text of bytes and times."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MOST_DIGITS = 20  # of an unsigned number of 64 bits
 
 
 def as_text(data: bytes) -> tuple[str, bool]:
-    """Bytes as text, and whether it had to be base64."""
+    """Decode bytes as UTF-8, else encode them as base64; say which."""
     try:
         return data.decode(), False
     except UnicodeDecodeError:
@@ -18,17 +18,17 @@ def as_text(data: bytes) -> tuple[str, bool]:
 
 
 def unpaired(text: str) -> str:
-    """A text with every half of a surrogate pair written out: they have no UTF-8."""
+    """Escape unpaired surrogates, which have no UTF-8."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def whole(text: str) -> int:
-    """The number that a text is; 0 for what is none, or longer than anybody counts."""
+    """Read a whole number; 0 if the text is none, or has more than 20 digits."""
     return int(text) if text.isdecimal() and len(text) <= _MOST_DIGITS else 0
 
 
 def moment(milliseconds: float) -> str:
-    """`2026-01-31T12:00:00.000Z`; nothing for what is no time since 1970."""
+    """Format a time as `2026-01-31T12:00:00.000Z`; empty if it is not after 1970."""
     if not 0 < milliseconds < _LATEST_MS:
         return ""
     at = datetime.fromtimestamp(milliseconds / 1000, UTC)

@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from conquiet.errors import ConquietError
-from conquiet.web.letter_places import letter_places
 from conquiet.web.look import Look
 from conquiet.web.stores import Stores
 
 if TYPE_CHECKING:
-    from conquiet.operations.survey import GroupInfo, StreamInfo
+    from conquiet.operations.streams import GroupInfo, StreamInfo
     from conquiet.relay.inspection import Figures
 
 SECONDS = 2.0
@@ -103,8 +102,8 @@ class Pulse:
 
             try:
                 pattern = self._stores.streams
-                found = tuple(streams(self._stores.client, pattern))
-                letters = letter_places(self._stores.client, pattern)
+                found = tuple(streams.survey(self._stores.client, pattern))
+                letters = self._stores.letter_streams()
             except ConquietError as error:
                 troubles["Redis"] = str(error)
         return Sample(time.monotonic(), outbox, found, letters, troubles)

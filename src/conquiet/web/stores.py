@@ -14,6 +14,7 @@ from conquiet.registry import join_cluster, open_database, open_redis
 if TYPE_CHECKING:
     from sqlalchemy import Engine
 
+    from conquiet.operations.dead_letters import Letters
     from conquiet.relay.inspection import Inspection
 
 _CONNECT_SECONDS = 3
@@ -23,6 +24,14 @@ _OF_CLIENTS: dict[str, Any] = {
     "answer_seconds": _ANSWER_SECONDS,
     "client_name": "conquiet-dashboard",
 }
+
+
+_OF_KOMBU = "conquiet:kombu:dead:"
+"""As in `conquiet.kombu.layout`: the key prefix of the application before, the queue after."""
+
+
+def is_of_kombu(stream: str) -> bool:
+    return _OF_KOMBU in stream
 
 
 class Stores:
@@ -113,6 +122,35 @@ class Stores:
         from conquiet.relay.inspection import Inspection
 
         return Inspection(engine, self.table, max_attempts=self._max_attempts)
+
+    def letters(self, stream: str) -> Letters:
+        """Open the dead letters of a stream, which may be that of a queue of Kombu or Celery."""
+        client = self.client
+        from conquiet.operations.dead_letters import open_letters
+
+        if not is_of_kombu(stream):
+            return open_letters(stream, client)
+        prefix, _, queue = stream.partition(_OF_KOMBU)
+        try:
+            return open_letters(f"kombu:{queue}", client, prefix=prefix)
+        except ModuleNotFoundError as error:
+            raise NotFound(
+                f"{stream!r} are dead letters of Celery, which need {error.name}: pip install"
+                " 'conquiet[kombu]' where the dashboard runs"
+            ) from error
+
+    def letter_streams(self) -> dict[str, int]:
+        """Return the streams with dead letters, those of Kombu included, and their lengths."""
+        client = self.client
+        from conquiet.operations.dead_letters import list_streams
+        from conquiet.operations.streams import names_of, wired
+
+        found = list_streams(client, self.streams)
+        with wired(client, f"streams {self.streams!r}") as wire:
+            for name in names_of(wire, self.streams):
+                if is_of_kombu(name):
+                    found[name] = int(wire.call(name.encode(), b"XLEN", name))
+        return {name: count for name, count in sorted(found.items()) if count}
 
     def shown(self) -> list[tuple[str, str]]:
         """Names and addresses, without passwords."""

@@ -189,7 +189,7 @@ def test_dead_letters_of_a_file_go_to_a_stream(tmp_path, told, said, redis_clien
     assert told("dead-letters", "list", f"file:{path}")[0]["event_id"] == "e-1"
     replay = ("dead-letters", "replay", f"file:{path}", "--all")
     _, err = said(*replay, code=1)
-    assert "say where to with --to" in err
+    assert "name the sink with --to" in err
     said(*replay, "--to", f"file:{path}", code=2)
     assert len(told(*replay, "--to", "redis:?stream=orders")["done"]) == 1
     assert redis_client.xlen("orders") == 1
@@ -274,21 +274,21 @@ def test_a_key_that_is_no_stream_is_told_in_one_line(command, said, redis_client
     redis_client.set("orders", "text")
     _, err = said(*command, code=1)
     [line] = err.splitlines()
-    assert "this key holds something else than a stream" in line
+    assert "this key does not hold a stream" in line
 
 
 @pytest.mark.parametrize("command", [*COMMANDS[:5], COMMANDS[6]], ids=[*ids[:5], ids[6]])
 def test_what_is_not_there_is_told_in_one_line(command, said) -> None:
     _, err = said(*command, code=1)
     [line] = err.splitlines()
-    assert "is not there" in line or "no dead letter" in line
+    assert "does not exist" in line or "no dead letter" in line
 
 
 def test_a_group_that_is_not_there_is_told_in_one_line(publish, said) -> None:
     publish(1)
     _, err = said("queue", "pending", "orders", "nobody", code=1)
     assert len(err.splitlines()) == 1
-    assert "group 'nobody' of stream 'orders': is not there" in err
+    assert "group 'nobody' of stream 'orders': does not exist" in err
 
 
 EVERY = [*COMMANDS, ("streams", "list"), ("streams", "lag"), ("dead-letters", "list")]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from conquiet.operations import NotFound, claim, entry, peek, pending
+from conquiet.errors import NotFound
+from conquiet.operations.streams import claim, list_pending, peek, read_entry
 
 
 def test_peek_shows_events_from_either_end(redis_client, publish) -> None:
@@ -17,7 +18,7 @@ def test_peek_shows_events_from_either_end(redis_client, publish) -> None:
     assert [item.event_id for item in peek(redis_client, "orders", limit=2, newest=True)] == [
         *("m-4", "m-3")
     ]
-    assert entry(redis_client, "orders", second.id) == second
+    assert read_entry(redis_client, "orders", second.id) == second
 
 
 def test_peek_shows_whatever_lies_there(redis_client) -> None:
@@ -26,8 +27,8 @@ def test_peek_shows_whatever_lies_there(redis_client) -> None:
     assert (found.is_event, found.data, found.data_is_base64) == (False, "/wA=", True)
     assert found.attributes == {"colour": "blue"}
     with pytest.raises(NotFound, match="no entry 5-2"):
-        entry(redis_client, "queue", "5-2")
-    with pytest.raises(NotFound, match="is not there"):
+        read_entry(redis_client, "queue", "5-2")
+    with pytest.raises(NotFound, match="does not exist"):
         peek(redis_client, "nowhere")
 
 
@@ -35,17 +36,18 @@ def test_pending_by_idle_time_and_consumer(redis_client, publish, source) -> Non
     publish(3)
     source(consumer="a").read(2, 1.0)
     source(consumer="b").read(1, 1.0)
-    found = pending(redis_client, "orders", "billing")
+    found = list_pending(redis_client, "orders", "billing")
     assert [item.consumer for item in found] == ["a", "a", "b"]
     assert found[0].deliveries == 1
-    assert len(pending(redis_client, "orders", "billing", consumer="a", limit=1)) == 1
+    assert len(list_pending(redis_client, "orders", "billing", consumer="a", limit=1)) == 1
     assert (
-        pending(redis_client, "orders", "billing", after=found[0].id, limit=1)[0].id == found[1].id
+        list_pending(redis_client, "orders", "billing", after=found[0].id, limit=1)[0].id
+        == found[1].id
     )
-    assert pending(redis_client, "orders", "billing", after=found[2].id) == []
-    assert pending(redis_client, "orders", "billing", min_idle=3600) == []
-    with pytest.raises(NotFound, match="is not there"):
-        pending(redis_client, "orders", "nobody")
+    assert list_pending(redis_client, "orders", "billing", after=found[2].id) == []
+    assert list_pending(redis_client, "orders", "billing", min_idle=3600) == []
+    with pytest.raises(NotFound, match="does not exist"):
+        list_pending(redis_client, "orders", "nobody")
 
 
 def test_what_a_dead_consumer_holds_is_freed_for_the_living(redis_client, publish, source) -> None:
@@ -64,7 +66,7 @@ def test_what_a_dead_consumer_holds_is_freed_for_the_living(redis_client, publis
 def test_entries_are_handed_to_a_named_consumer(redis_client, publish, source) -> None:
     publish(2)
     source(consumer="dead").read(2, 1.0)
-    [first, _] = pending(redis_client, "orders", "billing")
+    [first, _] = list_pending(redis_client, "orders", "billing")
     done = claim(redis_client, "orders", "billing", min_idle=0, ids=[first.id], to="pod-2")
     assert (done.ids, done.to) == ((first.id,), "pod-2")
     assert [message.id for message in source(consumer="pod-2").read(9, 0.05)] == ["m-0"]

@@ -1,4 +1,4 @@
-"""One event by its id, from the outbox to the log to whoever took it."""
+"""One event by its id, from the outbox to the log to its consumers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from tests.integration.operations.conftest import numbered
 from conquiet.errors import ConfigError, StoreError
 from conquiet.events import Idempotency
 from conquiet.message import new_id
-from conquiet.operations import trace, tracing_log
+from conquiet.operations import log_search
+from conquiet.operations.trace import trace_event
 from conquiet.redis import Readers, StreamSink
 from conquiet.sql import engine as make_engine
 from conquiet.sql import schema
@@ -54,7 +55,7 @@ def test_an_event_is_followed_from_the_outbox_to_its_consumers(shop, source, red
     source(group="mail", consumer="mailer-1").read(9, 1.0)
     source(group="late")
     Readers(redis_client, "orders").register("spark/shop")
-    found = trace(shop.id, client=redis_client, engine=shop.engine)
+    found = trace_event(shop.id, client=redis_client, engine=shop.engine)
     [row] = found.written
     assert (row.table, row.state, row.attempts, row.source) == ("outbox", "published", 1, "/shop")
     [entry] = found.logged
@@ -69,23 +70,23 @@ def test_an_event_is_followed_from_the_outbox_to_its_consumers(shop, source, red
     assert (remembered.subscriber, remembered.state) == ("billing/bill", "done")
     assert found.found
     Readers(redis_client, "orders").advance("spark/shop", entry.id)
-    [entry] = trace(shop.id, client=redis_client, engine=shop.engine).logged
+    [entry] = trace_event(shop.id, client=redis_client, engine=shop.engine).logged
     assert entry.takers[-1].state == "passed"
 
 
 def test_without_a_database_the_time_in_the_id_tells_where_to_look(shop) -> None:
-    found = trace(shop.id, client=shop.client)
+    found = trace_event(shop.id, client=shop.client)
     assert [entry.stream for entry in found.logged] == ["orders"]
     assert found.written == ()
 
 
 def test_an_id_that_tells_no_time_is_searched_for_only_when_asked(redis_client, publish) -> None:
     publish(3)
-    found = trace("m-1", client=redis_client)
+    found = trace_event("m-1", client=redis_client)
     assert not found.found
     assert "--full" in found.notes[0]
-    assert len(trace("m-1", client=redis_client, full=True).logged) == 1
-    assert not trace("m", client=redis_client, full=True).found
+    assert len(trace_event("m-1", client=redis_client, full=True).logged) == 1
+    assert not trace_event("m", client=redis_client, full=True).found
 
 
 def test_an_event_that_nobody_published_says_why(shop) -> None:
@@ -96,7 +97,7 @@ def test_an_event_that_nobody_published_says_why(shop) -> None:
             "attempts": 10, "last_error": "Refused: no", "parked_at": datetime.now(UTC),
         }  # fmt: skip
         connection.execute(insert(outbox_table()).values(**row))
-    found = trace("e-2", client=shop.client, engine=shop.engine)
+    found = trace_event("e-2", client=shop.client, engine=shop.engine)
     [row] = found.written
     assert (row.state, row.last_error, found.logged) == ("parked", "Refused: no", ())
 
@@ -106,10 +107,10 @@ def test_dead_letters_and_inboxes_in_redis_are_part_of_it(redis_client, bury) ->
     bury(1, id=event_id)
     Idempotency(redis_client).check_and_mark_processed("failing", event_id)
     redis_client.set(f"conquiet:inbox:{{shop}}:shop/bill:/shop {event_id}", "processing:x")
-    found = trace(event_id, client=redis_client)
+    found = trace_event(event_id, client=redis_client)
     assert [letter.reason for letter in found.buried] == ["ValueError: no such customer"]
     assert [(item.subscriber, item.state) for item in found.remembered] == [("failing", "done")]
-    found = trace(event_id, client=redis_client, full=True)
+    found = trace_event(event_id, client=redis_client, full=True)
     assert {(item.subscriber, item.state) for item in found.remembered} == {
         ("failing", "done"),
         ("shop/bill", "processing"),
@@ -120,9 +121,9 @@ def test_a_search_that_ends_early_says_so(redis_client, publish, monkeypatch) ->
     event_id = new_id()
     publish(10)
     publish(1, id=event_id)
-    monkeypatch.setattr(tracing_log, "_PAGE", 2)
-    monkeypatch.setattr(tracing_log, "MOST", 4)
-    found = trace(event_id, client=redis_client)
+    monkeypatch.setattr(log_search, "_PAGE", 2)
+    monkeypatch.setattr(log_search, "MOST", 4)
+    found = trace_event(event_id, client=redis_client)
     assert found.logged == ()
     assert [part.stream for part in found.searched] == ["orders"]
 
@@ -131,20 +132,20 @@ def test_what_is_old_is_not_searched(shop) -> None:
     old = datetime.now(UTC) - timedelta(days=1)
     with shop.engine.begin() as connection:
         connection.execute(outbox_table().update().values(published_at=old))
-    assert trace(shop.id, client=shop.client, engine=shop.engine).logged == ()
-    assert trace(shop.id, client=shop.client, engine=shop.engine, full=True).logged != ()
+    assert trace_event(shop.id, client=shop.client, engine=shop.engine).logged == ()
+    assert trace_event(shop.id, client=shop.client, engine=shop.engine, full=True).logged != ()
 
 
 def test_an_outbox_that_cannot_be_searched_does_not_end_the_trace(shop) -> None:
     with shop.engine.begin() as connection:
         connection.exec_driver_sql("ALTER TABLE outbox RENAME COLUMN last_error TO gone")
-    found = trace(shop.id, client=shop.client, engine=shop.engine)
+    found = trace_event(shop.id, client=shop.client, engine=shop.engine)
     assert [entry.stream for entry in found.logged] == ["orders"]
     assert "outbox could not be searched" in found.notes[0]
 
 
 def test_a_trace_needs_somewhere_to_look(tmp_path) -> None:
-    with pytest.raises(ConfigError, match="a Redis or a database"):
-        trace("e-1")
+    with pytest.raises(ConfigError, match="a Redis client or a database"):
+        trace_event("e-1")
     with pytest.raises(StoreError, match=r"127\.0\.0\.1"):
-        trace("e-1", engine=make_engine("postgresql://u:top-secret@127.0.0.1:1/d"))
+        trace_event("e-1", engine=make_engine("postgresql://u:top-secret@127.0.0.1:1/d"))

@@ -1,4 +1,4 @@
-"""Dead letters: why messages were given up; replay them, or drop them, one or by filter."""
+"""Dead letters: the reasons of failed messages; replay or drop them, one or by filter."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from conquiet.errors import ConfigError, NotFound
-from conquiet.operations.dead_letters import Letters, Outcome, Wanted, drop, find, replay, show
+from conquiet.operations.dead_letters import Filter, Letters, Outcome, drop, find, replay, show
 from conquiet.web import words
 from conquiet.web.forms import Form, action, asked, asked_entry, clean
-from conquiet.web.letter_places import is_of_kombu, letter_places, letters_of
 from conquiet.web.notes import Note, go
 from conquiet.web.place import link
 from conquiet.web.rendering import page
+from conquiet.web.stores import is_of_kombu
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -43,13 +43,13 @@ def routes(app: Dashboard) -> list[BaseRoute]:
 
 
 def _place(app: Dashboard, stream: str) -> Letters:
-    return letters_of(app.stores.client, stream)
+    return app.stores.letters(stream)
 
 
-def wanted_of(said: Mapping[str, str]) -> Wanted:
-    """Which letters an address or a form asks for."""
+def filter_of(said: Mapping[str, str]) -> Filter:
+    """Read the filter of an address or a form."""
     id_ = said.get("id", "")
-    return Wanted(
+    return Filter(
         (id_,) if id_ else (),
         said.get("type", "").strip(),
         said.get("source", "").strip(),
@@ -60,8 +60,7 @@ def wanted_of(said: Mapping[str, str]) -> Wanted:
 
 
 def _moment(text: str) -> datetime | None:
-    """As a browser's field for a time gives it, in UTC; what is no time is not left out: all
-    letters would be meant."""
+    """Parse a browser's time field, in UTC; raise if it is no time: no filter selects all."""
     if not text:
         return None
     try:
@@ -73,13 +72,13 @@ def _moment(text: str) -> datetime | None:
 
 def _letters(request: Request) -> Response:
     app: Dashboard = request.app
-    places = letter_places(app.stores.client, app.stores.streams)
+    places = app.stores.letter_streams()
     name = asked(request, "stream") or next(iter(places), "")
     said = {word: asked(request, word) for word in _FILTER}
     after = asked_entry(request, "after")
     rows = []
     if name:
-        rows = find(_place(app, name), replace(wanted_of(said), after=after), _PAGE + 1)
+        rows = find(_place(app, name), replace(filter_of(said), after=after), _PAGE + 1)
     return page(
         request,
         "letters.html",
@@ -116,11 +115,11 @@ def _ask(verb: str) -> Callable[[Request], Response]:
         name = asked(request, "stream")
         said = {word: asked(request, word) for word in ("id", *_FILTER)}
         if not said["id"] and not said["until"]:
-            # What dies after the question was asked is not what was asked about.
+            # Not letters that arrive after the question was asked.
             said["until"] = datetime.now(UTC).isoformat(timespec="milliseconds")
-        place, wanted = _place(app, name), wanted_of(said)
+        place, chosen = _place(app, name), filter_of(said)
         act = replay if verb == "replay" else drop
-        count = len(act(place, wanted, limit=MOST, dry_run=True).done)
+        count = len(act(place, chosen, limit=MOST, dry_run=True).done)
         return page(
             request,
             "confirm.html",
@@ -135,7 +134,7 @@ def _ask(verb: str) -> Callable[[Request], Response]:
             to=link(request, f"/dead-letters/{verb}"),
             back=link(request, "/dead-letters", stream=name),
             fields={"stream": name, **said},
-            sample=find(place, wanted, _SHOWN),
+            sample=find(place, chosen, _SHOWN),
             offers_stream=verb == "replay",
         )
 
@@ -144,8 +143,8 @@ def _ask(verb: str) -> Callable[[Request], Response]:
 
 _CONSEQUENCES = {
     "replay": "Each message goes back to the stream it came from, with the same event id, and"
-    " leaves the dead letters. What cannot be sent stays.",
-    "drop": "They are deleted for good, and cannot be brought back.",
+    " leaves the dead letters. A letter that cannot be sent is kept.",
+    "drop": "They are deleted for good and cannot be restored.",
 }
 
 
@@ -153,14 +152,14 @@ def _replay(request: Request, form: Form) -> Response:
     app: Dashboard = request.app
     place = _place(app, _named(form))
     to = clean(form.get("to", "").strip()) or None
-    outcome = replay(place, wanted_of(form), to=to, limit=MOST)
-    return _told(request, form, outcome, "sent again")
+    outcome = replay(place, filter_of(form), to=to, limit=MOST)
+    return _report(request, form, outcome, "sent again")
 
 
 def _drop(request: Request, form: Form) -> Response:
     app: Dashboard = request.app
-    outcome = drop(_place(app, _named(form)), wanted_of(form), limit=MOST)
-    return _told(request, form, outcome, "dropped")
+    outcome = drop(_place(app, _named(form)), filter_of(form), limit=MOST)
+    return _report(request, form, outcome, "dropped")
 
 
 def _named(form: Form) -> str:
@@ -170,15 +169,15 @@ def _named(form: Form) -> str:
     return name
 
 
-def _told(request: Request, form: Form, outcome: Outcome, what: str) -> Response:
+def _report(request: Request, form: Form, outcome: Outcome, what: str) -> Response:
     text = f"{words.plural(len(outcome.done), 'message')} {what}."
     if outcome.failed:
         first = outcome.failed[0]
         text += (
-            f" {words.plural(len(outcome.failed), 'message')} could not be, and stayed; the first:"
+            f" {words.plural(len(outcome.failed), 'message')} could not be, and kept; the first:"
             f" {first.why}"
         )
     elif not outcome.done:
-        text = "No dead letter fits any more; nothing was done."
+        text = "No dead letter matches any more; nothing was done."
     is_bad = bool(outcome.failed) or not outcome.done
     return go(request, link(request, "/dead-letters", stream=_named(form)), Note(text, is_bad))

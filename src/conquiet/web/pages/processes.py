@@ -25,7 +25,7 @@ _SELF = "conquiet-dashboard"
 
 @dataclass(frozen=True)
 class Relays:
-    """Signs of life of relays."""
+    """The health answers and database sessions of relays."""
 
     answers: tuple[Health, ...] = ()
     sessions: tuple[Session, ...] = ()
@@ -34,13 +34,13 @@ class Relays:
 
 def look_at(stores: Stores) -> Look[Relays]:
     def take() -> Relays:
-        from conquiet.operations import relays, sessions
+        from conquiet.operations.presence import check_relays, list_sessions
 
-        answers = tuple(relays(stores.relays))
+        answers = tuple(check_relays(stores.relays))
         if not stores.has_database:
             return Relays(answers)
         try:
-            found = [one for one in sessions(stores.engine) if one.name != _SELF]
+            found = [one for one in list_sessions(stores.engine) if one.name != _SELF]
         except ConquietError as error:
             return Relays(answers, trouble=str(error))
         return Relays(answers, tuple(found))

@@ -1,4 +1,4 @@
-"""Streams: their groups, what is pending for whom, and the entries themselves."""
+"""Streams: their groups, pending entries and contents."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _streams(request: Request) -> Response:
 
 def _part(request: Request) -> str:
     app: Dashboard = request.app
-    assert app.stores.client is not None  # says what to do if none was named
+    assert app.stores.client is not None  # raises if there is none
     sample = app.pulse.sample()
     if sample.streams is None:
         raise StoreError(sample.troubles.get("Redis", "Redis does not answer"))
@@ -59,11 +59,11 @@ def _part(request: Request) -> str:
 def _stream(request: Request) -> Response:
     app: Dashboard = request.app
     client = app.stores.client
-    from conquiet.operations import peek, stream
+    from conquiet.operations.streams import describe, peek
     from conquiet.redis import ids
 
     name, before = asked(request, "name"), asked_entry(request, "before")
-    found = stream(client, name)
+    found = describe(client, name)
     start = ids.before(before) if before else None
     entries = peek(client, name, start, _PAGE + 1, newest=True)
     return page(
@@ -81,17 +81,17 @@ def _stream(request: Request) -> Response:
 def _group(request: Request) -> Response:
     app: Dashboard = request.app
     client = app.stores.client
-    from conquiet.operations import pending, stream
+    from conquiet.operations.streams import describe, list_pending
 
     name, group_name = asked(request, "stream"), asked(request, "name")
     after = asked_entry(request, "after")
-    found = stream(client, name)
+    found = describe(client, name)
     for group in found.groups:
         if group.name == group_name:
             break
     else:
         raise NotFound(f"stream {name!r} has no group {group_name!r}")
-    rows = pending(client, name, group_name, limit=_PAGE + 1, after=after or None)
+    rows = list_pending(client, name, group_name, limit=_PAGE + 1, after=after or None)
     return page(
         request,
         "group.html",
@@ -108,8 +108,8 @@ def _group(request: Request) -> Response:
 def _entry(request: Request) -> Response:
     app: Dashboard = request.app
     client = app.stores.client
-    from conquiet.operations import entry
+    from conquiet.operations.streams import read_entry
 
     name, id_ = asked(request, "stream"), asked_entry(request, "id")
-    found = entry(client, name, id_)
+    found = read_entry(client, name, id_)
     return page(request, "entry.html", f"Entry {id_}", at="/streams", entry=found)

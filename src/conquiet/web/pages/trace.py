@@ -1,4 +1,4 @@
-"""Trace: one event by its id, from the outbox to the log to whoever took it."""
+"""Trace: one event by its id, from the outbox to the log to its consumers."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def routes(app: Dashboard) -> list[BaseRoute]:
 
 
 def _trace(request: Request) -> Response:
-    from conquiet.operations import trace
+    from conquiet.operations.trace import trace_event
 
     app: Dashboard = request.app
     stores = app.stores
     id_, full = asked(request, "id").strip(), asked(request, "full") == "1"
     found = None
     if id_:
-        found = trace(
+        found = trace_event(
             id_,
             client=stores.client if stores.has_broker else None,
             engine=stores.engine if stores.has_database else None,

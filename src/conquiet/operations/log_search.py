@@ -1,4 +1,4 @@
-"""The half of a trace that lies in Redis: entries, groups, dead letters, inbox keys."""
+"""Search of one event in Redis: entries, groups, dead letters, keys of inboxes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ from typing import Any
 
 from conquiet.events.idempotency import PREFIX as IDEMPOTENCY_PREFIX
 from conquiet.middleware.dead_letter import REASON
-from conquiet.operations.asking import asking
-from conquiet.operations.content import shown
-from conquiet.operations.dead_letters import Wanted
-from conquiet.operations.letters_in_stream import StreamLetters, letter_streams
-from conquiet.operations.survey import names_of
+from conquiet.operations.dead_letter_streams import StreamLetters, list_streams
+from conquiet.operations.dead_letters import Filter
+from conquiet.operations.streams import asking, decode, names_of
 from conquiet.operations.text import moment
-from conquiet.operations.tracing import Remembered
+from conquiet.operations.trace import Remembered
 from conquiet.redis import ids
 from conquiet.redis.ids import FIRST, LAST
 from conquiet.redis.inbox import PREFIX as INBOX_PREFIX
@@ -25,7 +23,7 @@ from conquiet.redis.retention import Readers
 from conquiet.redis.wire import Wire, pairs
 
 MOST = 20_000
-"""Entries of one stream that are read, unless all are asked for."""
+"""Entries of one stream that are read, unless the whole log is searched."""
 
 _PAGE = 1_000
 _special = re.compile(r"([*?\[\]\\^])")
@@ -33,7 +31,7 @@ _special = re.compile(r"([*?\[\]\\^])")
 
 @dataclass(frozen=True, slots=True)
 class Taker:
-    """A group or a reader, and how it stands to an entry."""
+    """A group or a reader, and its state regarding an entry."""
 
     name: str
     state: str
@@ -70,7 +68,7 @@ class Buried:
 
 @dataclass(frozen=True, slots=True)
 class Searched:
-    """A stream of which only a part was read."""
+    """A stream of which only a part was searched."""
 
     stream: str
     begin: str
@@ -78,7 +76,7 @@ class Searched:
 
 
 class LogSearch:
-    """Looks for one event in the streams that fit a pattern."""
+    """Searches for one event in the streams that match a pattern."""
 
     def __init__(self, client: Any, event_id: str, pattern: str) -> None:
         self._client = client
@@ -92,13 +90,13 @@ class LogSearch:
     def logged(
         self, span: tuple[int, int | None] | None
     ) -> tuple[tuple[Logged, ...], tuple[Searched, ...]]:
-        """Entries within a span of time, or anywhere; and where the search ended early."""
+        """Find entries within a time span, or anywhere; and the streams that were cut short."""
         found: list[Logged] = []
         partly: list[Searched] = []
         for name in self._names:
             with asking(f"stream {name!r}"):
                 for entry_id, fields in self._entries(name, span, partly):
-                    entry = shown(name, entry_id, fields)
+                    entry = decode(name, entry_id, fields)
                     if entry.event_id != self._event_id or REASON in entry.attributes:
                         continue
                     takers = tuple(self._takers(name, entry_id))
@@ -109,7 +107,7 @@ class LogSearch:
     def _entries(
         self, name: str, span: tuple[int, int | None] | None, partly: list[Searched]
     ) -> Iterator[tuple[bytes, list[bytes]]]:
-        """Those that may carry the event; the id stands somewhere in their fields."""
+        """Yield entries with the event id in one of their fields."""
         at, end = FIRST, LAST
         if span is not None:
             at = b"%d-0" % span[0]
@@ -146,18 +144,18 @@ class LogSearch:
             yield Taker(reader, "passed" if is_ahead else "unread", "", 0.0, 0)
 
     def buried(self) -> tuple[Buried, ...]:
-        """Its dead letters, in streams that hold such."""
+        """Find its dead letters, in streams that hold dead letters."""
         found: list[Buried] = []
-        wanted = Wanted((self._event_id,))
-        for name in letter_streams(self._client):
-            for letter, _ in islice(StreamLetters(self._client, name).scan(wanted), MOST):
-                if wanted.fits(letter):
+        filter_ = Filter((self._event_id,))
+        for name in list_streams(self._client):
+            for letter, _ in islice(StreamLetters(self._client, name).scan(filter_), MOST):
+                if filter_.matches(letter):
                     about = (letter.id, letter.time, letter.reason, letter.source)
                     found.append(Buried(name, *about))
         return tuple(found)
 
     def remembered(self, logged: Sequence[Logged], full: bool) -> tuple[Remembered, ...]:
-        """Keys of inboxes: `conquiet.events.Idempotency` by the names of groups; all if asked."""
+        """Find keys of inboxes: of `conquiet.events.Idempotency` by group, with `full` all."""
         with asking("inboxes"):
             keys = {
                 f"{IDEMPOTENCY_PREFIX}:{taker.name}:{self._event_id}".encode()

@@ -1,30 +1,36 @@
-"""Tracing: one event by its id, from the outbox to the log to whoever took it.
+"""Trace: one event by its id, from the outbox to the log to its consumers.
 
     outbox ──published──▶ entries of the log ──▶ groups: unread, pending or acked
-                                           └──▶ inboxes: who remembers it
+                                           └──▶ inboxes that remember it
                                            └──▶ dead letters
 
-The log has no index by event id. It is searched around the time when the event was published, which
-the outbox knows, or from when it was made, which a UUIDv7 tells; all of it only when asked.
+The log has no index by event id. It is searched around the time of publication, which the outbox
+stores, or from the creation of the event, which a UUIDv7 contains; in full only on request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from conquiet.errors import ConfigError, StoreError
+from conquiet.message import Message
+from conquiet.operations.text import moment
 
 if TYPE_CHECKING:
-    from sqlalchemy import Engine
+    from sqlalchemy import Connection, Engine, Table
 
-    from conquiet.operations.tracing_log import Buried, Logged, Searched
+    from conquiet.operations.log_search import Buried, Logged, Searched
 
 WINDOW_SECONDS = 60.0
-"""How far the clocks of the database and of Redis, and a publication, may be apart."""
+"""How far the clocks of database and Redis, and a publication, may differ."""
+
+_STATEMENT_MS = 5_000
+_SUBSCRIBERS = 1_000
+"""Names of subscribers that are looked up, each by the index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,19 +50,19 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Remembered:
-    """An inbox knows the event."""
+    """The record of an inbox that knows the event."""
 
     where: str
     """The table, or the key in Redis."""
     subscriber: str
     state: str
-    """`done`, or `processing` while somebody is at it."""
+    """`done`, or `processing` while a consumer handles it."""
     time: str
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """All that was found of one event."""
+    """Everything that was found about one event."""
 
     event_id: str
     written: tuple[Written, ...]
@@ -64,16 +70,16 @@ class Trace:
     buried: tuple[Buried, ...]
     remembered: tuple[Remembered, ...]
     searched: tuple[Searched, ...]
-    """Streams that were searched in part only, and which part."""
+    """Streams that were searched in part, and which part."""
     notes: tuple[str, ...]
-    """What could not be looked at, and why."""
+    """Places that could not be searched, and the reason."""
 
     @property
     def found(self) -> bool:
         return bool(self.written or self.logged or self.buried or self.remembered)
 
 
-def trace(
+def trace_event(
     event_id: str,
     *,
     client: Any = None,
@@ -84,17 +90,17 @@ def trace(
     window: float = WINDOW_SECONDS,
     full: bool = False,
 ) -> Trace:
-    """Where an event is, and who has had it.
+    """Find an event in outboxes, log, consumer groups, inboxes and dead letters.
 
     >>> from conquiet.operations import trace
-    >>> trace("e-1", client=client).found
+    >>> trace.trace_event("e-1", client=client).found
     False
 
-    `client` is that of Redis, `engine` that of the database; what is not given is not looked at.
+    `client` is a Redis client, `engine` a database; a server that is not given is not searched.
     `full` searches whole streams, and all keys for those of inboxes.
     """
     if client is None and engine is None:
-        raise ConfigError("a trace needs a Redis or a database to look into")
+        raise ConfigError("a trace needs a Redis client or a database engine")
     notes: list[str] = []
     written = _written(engine, outboxes, event_id, notes) if engine is not None else ()
     logged: tuple[Logged, ...] = ()
@@ -102,24 +108,24 @@ def trace(
     searched: tuple[Searched, ...] = ()
     remembered: tuple[Remembered, ...] = ()
     if client is not None:
-        from conquiet.operations.tracing_log import LogSearch
+        from conquiet.operations.log_search import LogSearch
 
         span = None if full else _span(event_id, written, window)
         if span is None and not full:
-            notes.append("the log was not searched: no outbox knows when; --full searches it whole")
+            notes.append(
+                "the log was not searched: no outbox knows the time; --full searches all of it"
+            )
         search = LogSearch(client, event_id, streams)
         if span is not None or full:
             logged, searched = search.logged(span)
         buried = search.buried()
         remembered += search.remembered(logged, full)
         if not full:
-            notes.append("inboxes in Redis were looked up by the names of groups; --full finds all")
+            notes.append("inboxes in Redis were searched by the names of groups; --full finds all")
     if engine is not None:
-        from conquiet.operations.tracing_inbox import remembered_in_table
-
-        told = [row.source for row in written] + [entry.source for entry in logged]
-        sources = {source for source in (*told, *(letter.source for letter in buried)) if source}
-        remembered += remembered_in_table(engine, inbox, event_id, sources, notes)
+        known = [row.source for row in written] + [entry.source for entry in logged]
+        sources = {source for source in (*known, *(letter.source for letter in buried)) if source}
+        remembered += _find_in_inbox(engine, inbox, event_id, sources, notes)
     return Trace(event_id, written, logged, buried, remembered, searched, tuple(notes))
 
 
@@ -166,7 +172,7 @@ def _written(
 
 
 def _source(attributes: str) -> str:
-    """Of a row; nothing, if its attributes are not what an outbox wrote."""
+    """Return the source of a row; empty if its attributes are not those of an outbox."""
     import msgspec
 
     try:
@@ -179,7 +185,7 @@ def _source(attributes: str) -> str:
 def _span(
     event_id: str, written: Sequence[Written], window: float
 ) -> tuple[int, int | None] | None:
-    """From when to when to look, in milliseconds; None if nobody knows."""
+    """Return the time span to search, in milliseconds; None if it is unknown."""
     slack = timedelta(seconds=window)
     if written:
         row = written[0]
@@ -196,5 +202,62 @@ def _span(
     return max(0, (made.int >> 80) - round(window * 1000)), None
 
 
-def _ms(moment: datetime) -> int:
-    return max(0, int(moment.timestamp() * 1000))
+def _ms(at: datetime) -> int:
+    return max(0, int(at.timestamp() * 1000))
+
+
+def _find_in_inbox(
+    engine: Engine, name: str, event_id: str, sources: Iterable[str], notes: list[str]
+) -> tuple[Remembered, ...]:
+    """Find the event in the table of an inbox; its source is part of the key."""
+    from sqlalchemy import inspect, select
+    from sqlalchemy.exc import ProgrammingError, SQLAlchemyError
+
+    from conquiet.sql import dialect
+    from conquiet.sql.tables import checked_name, inbox_table
+
+    schema, plain = checked_name(name)
+    identities = [
+        Message(b"", {"source": source, "id": event_id}).identity for source in sorted(sources)
+    ]
+    if not identities:
+        notes.append(f"{name} was not searched: the source of the event is unknown")
+        return ()
+    table = inbox_table(name)
+    try:
+        if not inspect(engine).has_table(plain, schema=schema):
+            return ()
+        with engine.connect() as connection:
+            if dialect.is_postgresql(connection.dialect):
+                connection.exec_driver_sql(f"SET LOCAL statement_timeout = {_STATEMENT_MS}")
+            subscribers = _subscribers(connection, table)
+            rows = connection.execute(
+                select(table).where(
+                    table.c.subscriber.in_(subscribers), table.c.message_id.in_(identities)
+                )
+            ).all()
+    except ProgrammingError as error:  # a role may read the outbox and not the inbox
+        notes.append(f"{name} was not searched: {dialect.one_line(error):.300}")
+        return ()
+    except SQLAlchemyError as error:
+        where = dialect.shown(engine.url)
+        raise StoreError(f"{where}: {dialect.one_line(error):.300}") from error
+    return tuple(Remembered(name, row.subscriber, "done", _time(row.created_at)) for row in rows)
+
+
+def _time(value: datetime) -> str:
+    aware = value if value.tzinfo else value.replace(tzinfo=UTC)
+    return moment(aware.timestamp() * 1000)
+
+
+def _subscribers(connection: Connection, table: Table) -> list[str]:
+    """List subscribers by skipping through the primary key, which begins with them."""
+    from sqlalchemy import func, select
+
+    found: list[str] = []
+    query = select(func.min(table.c.subscriber))
+    name = connection.execute(query).scalar()
+    while name is not None and len(found) < _SUBSCRIBERS:
+        found.append(name)
+        name = connection.execute(query.where(table.c.subscriber > name)).scalar()
+    return found

@@ -10,9 +10,8 @@ from typing import Any
 from conquiet.errors import ConquietError
 from conquiet.kombu import scripts
 from conquiet.kombu.layout import BACK, GROUP, Keys
-from conquiet.operations.asking import asking
-from conquiet.operations.content import time_of
-from conquiet.operations.dead_letters import Letter, Wanted
+from conquiet.operations.dead_letters import Filter, Letter
+from conquiet.operations.streams import asking, time_of
 from conquiet.operations.text import as_text, unpaired, whole
 from conquiet.redis import ids
 from conquiet.redis.ids import FIRST, LAST
@@ -20,7 +19,7 @@ from conquiet.redis.wire import Wire
 
 _PAGE = 200
 _URGENT = 0
-"""The stream of this priority stands for the queue, and every consumer reads it."""
+"""Every consumer of the queue reads the stream of this priority."""
 
 
 class KombuLetters:
@@ -39,7 +38,7 @@ class KombuLetters:
         with asking(self.name):
             return bool(self._wire.call(self._key, b"EXISTS", self._key))
 
-    def scan(self, wanted: Wanted) -> Iterator[tuple[Letter, Any]]:
+    def scan(self, filter_: Filter) -> Iterator[tuple[Letter, Any]]:
         with asking(self.name):
             last = self._wire.call(self._key, b"XREVRANGE", self._key, LAST, FIRST, b"COUNT", 1)
         at = b"0-0"

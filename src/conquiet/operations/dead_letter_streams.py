@@ -13,10 +13,8 @@ import redis
 from conquiet.errors import ConquietError, InvalidMessage, NotFound
 from conquiet.message import Message
 from conquiet.middleware import dead_letter
-from conquiet.operations.asking import asking, told, wired
-from conquiet.operations.content import time_of
-from conquiet.operations.dead_letters import ENTRY, STREAM, Letter, Wanted, letter_of
-from conquiet.operations.survey import names_of
+from conquiet.operations.dead_letters import ENTRY, STREAM, Filter, Letter, letter_of
+from conquiet.operations.streams import asking, names_of, time_of, translate, wired
 from conquiet.redis import ids
 from conquiet.redis.dead_letter import UNREADABLE_TYPE
 from conquiet.redis.entry import TOPIC_FIELD, from_fields, to_fields
@@ -27,7 +25,7 @@ from conquiet.redis.wire import Wire
 _PAGE = 200
 
 # KEYS: the letters, where the message goes. ARGV: the letter, the fields of the message.
-# In one script, so that two who replay at once do not send it twice.
+# One script, so that two replays at the same time do not publish it twice.
 _SEND = b"""
 if #redis.call('XRANGE', KEYS[1], ARGV[1], ARGV[1]) == 0 then return false end
 local id = redis.call('XADD', KEYS[2], '*', unpack(ARGV, 2))
@@ -39,9 +37,8 @@ return id
 class StreamLetters:
     """The letters of one stream.
 
-    >>> from conquiet.operations.dead_letters import find
-    >>> find(StreamLetters(client, "dead-letters"))
-    []
+    >>> StreamLetters(client, "dead-letters").exists()
+    False
     """
 
     def __init__(self, client: Any, stream: str) -> None:
@@ -55,10 +52,10 @@ class StreamLetters:
         with asking(self.name):
             return bool(self._wire.call(self._key, b"EXISTS", self._key))
 
-    def scan(self, wanted: Wanted) -> Iterator[tuple[Letter, Any]]:
-        found = self._entries(wanted.ids) if wanted.ids else []
-        is_all = bool(found) and len(found) == len(set(wanted.ids))
-        for entry_id, fields in found if is_all else self._range(wanted):
+    def scan(self, filter_: Filter) -> Iterator[tuple[Letter, Any]]:
+        found = self._entries(filter_.ids) if filter_.ids else []
+        is_all = bool(found) and len(found) == len(set(filter_.ids))
+        for entry_id, fields in found if is_all else self._range(filter_):
             letter = self._letter(entry_id, fields)
             if letter is not None:
                 yield letter, fields
@@ -72,17 +69,17 @@ class StreamLetters:
             pages = [self._wire.call(self._key, b"XRANGE", self._key, at, at) for at in places]
         return [entry for page in pages for entry in page]
 
-    def _range(self, wanted: Wanted) -> Iterator[tuple[bytes, list[bytes]]]:
+    def _range(self, filter_: Filter) -> Iterator[tuple[bytes, list[bytes]]]:
         with asking(self.name):
-            # Only what is there now: a message that dies again comes back at the end.
+            # Only up to the present end: a message that fails again is appended there.
             last = self._wire.call(self._key, b"XREVRANGE", self._key, LAST, FIRST, b"COUNT", 1)
         if not last:
             return
         starts = [ids.MIN]
-        if wanted.since is not None:
-            starts.append(b"%d-0" % max(0, int(wanted.since.timestamp() * 1000)))
-        if wanted.after:
-            starts.append(ids.next_after(wanted.after.encode()))
+        if filter_.since is not None:
+            starts.append(b"%d-0" % max(0, int(filter_.since.timestamp() * 1000)))
+        if filter_.after:
+            starts.append(ids.next_after(filter_.after.encode()))
         at = max(starts, key=ids.parse)
         while ids.parse(at) <= ids.parse(last[0][0]):
             with asking(self.name):
@@ -100,7 +97,7 @@ class StreamLetters:
         except InvalidMessage:
             return None
         if dead_letter.REASON not in attributes:
-            return None  # somebody's own entry, and none of our business
+            return None  # not a dead letter
         return letter_of(entry_id.decode(), attributes, data, time=time_of(entry_id))
 
     def send(self, letter: Letter, raw: Any, to: str | None) -> bool:
@@ -124,13 +121,12 @@ class StreamLetters:
             return bool(self._wire.call(self._key, b"XDEL", self._key, letter.id))
 
     def _home(self, letter: Letter) -> str:
-        """The stream it came from: as it says, or by its topic."""
+        """Return the stream it came from: as the letter says, or by its topic."""
         if letter.stream:
             return letter.stream
         if not letter.topic:
             raise ConquietError(
-                f"{letter.event_id or letter.id}: does not say where it came from; name a stream"
-                " with --to"
+                f"{letter.event_id or letter.id}: its origin is unknown; name a stream with --to"
             )
         with asking(f"topic {letter.topic!r}"):
             if self._exists(letter.topic):
@@ -152,7 +148,7 @@ class StreamLetters:
 
 
 def original_fields(data: bytes, attributes: dict[str, Any]) -> list[bytes]:
-    """The fields of the entry that became this letter."""
+    """Return the fields of the entry that became this letter."""
     if attributes.get("type") == UNREADABLE_TYPE:
         return _unreadable(data)
     message = dead_letter.replay(Message(data, attributes))
@@ -165,7 +161,7 @@ def original_fields(data: bytes, attributes: dict[str, Any]) -> list[bytes]:
 
 
 def _unreadable(data: bytes) -> list[bytes]:
-    """An entry that was no CloudEvent was kept field by field, and is given back so."""
+    """Restore the fields of an entry that was no CloudEvent."""
     try:
         return [
             b64decode(item["base64"]) if isinstance(item, dict) else str(item).encode()
@@ -176,8 +172,8 @@ def _unreadable(data: bytes) -> list[bytes]:
         raise InvalidMessage(f"the fields of the entry cannot be read: {error}") from error
 
 
-def letter_streams(client: Any, pattern: str = "*") -> dict[str, int]:
-    """The streams that hold dead letters, by their first and last entries, and their lengths."""
+def list_streams(client: Any, pattern: str = "*") -> dict[str, int]:
+    """Return the streams whose first or last entry is a dead letter, and their lengths."""
     with wired(client, f"streams {pattern!r}") as wire:
         names = names_of(wire, pattern)
         replies = iter(
@@ -200,7 +196,7 @@ def letter_streams(client: Any, pattern: str = "*") -> dict[str, int]:
             length, first, last = (next(replies) for _ in range(3))
             for reply in (length, first, last):
                 if isinstance(reply, redis.RedisError):
-                    raise told(reply, f"stream {name!r}")
+                    raise translate(reply, f"stream {name!r}")
             ends = [fields[::2] for _, fields in (*first, *last)]
             if any(dead_letter.REASON.encode() in names_of_fields for names_of_fields in ends):
                 found[name] = length

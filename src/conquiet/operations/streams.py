@@ -1,0 +1,573 @@
+"""Streams: their length, their groups and readers, their entries, and claiming pending entries.
+
+Needs commands of Redis 6.0 only; figures that newer servers report themselves (lag, entries added)
+are used where they exist. In a cluster, each stream is asked on the node that holds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import redis
+
+from conquiet.errors import ConfigError, ConquietError, InvalidMessage, NotFound, StoreError
+from conquiet.operations.text import as_text, moment
+from conquiet.redis.entry import from_fields
+from conquiet.redis.group import GroupStream, Pending
+from conquiet.redis.ids import FIRST, LAST, next_after, parse
+from conquiet.redis.topic import beside
+from conquiet.redis.wire import Command, Wire, pairs
+
+LEASE_SECONDS = 60.0
+"""A consumer without a request for so long counts as gone, unless it has stored its own lease."""
+COUNTED = 10_000
+"""Where the server does not know a lag it is counted, up to here."""
+
+_GIVEN_BACK = b"~back"
+"""Holds entries that consumers of `conquiet.kombu` gave back: see `conquiet.kombu.layout`."""
+_MISSING = ("no such key", "nogroup")
+_PAGE = 1_000
+_PENDING_PAGE = 500
+_AT_ONCE = 200
+_STALE_MS = 24 * 3_600_000
+"""Idle for so long, an entry is stale for every lease in use."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumerInfo:
+    """A consumer of a group: a worker, or a relay of an outbox in Redis."""
+
+    name: str
+    pending: int
+    idle_seconds: float
+    """Since its last request."""
+    inactive_seconds: float | None
+    """Since it last received an entry (Redis 7.2 and later)."""
+    lease_seconds: float
+    alive: bool
+    """Whether its last request was within its lease."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupInfo:
+    """A consumer group and its position."""
+
+    name: str
+    consumers: tuple[ConsumerInfo, ...]
+    pending: int
+    lag: int
+    """Entries that were never delivered to it."""
+    lag_is_exact: bool
+    """If false, the lag is at least this many."""
+    behind_seconds: float
+    """Age of the oldest entry that was never delivered; 0 if there is none."""
+    last_delivered: str
+    oldest_pending: str | None
+    oldest_pending_seconds: float
+    """Since that entry was added."""
+
+    @property
+    def alive(self) -> int:
+        return sum(consumer.alive for consumer in self.consumers)
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderInfo:
+    """A reader without a group, such as a Spark job, and the last entry it has processed."""
+
+    name: str
+    position: str
+    lag: int
+    lag_is_exact: bool
+    behind_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class StreamInfo:
+    """A stream, its groups and its registered readers."""
+
+    name: str
+    length: int
+    first_id: str | None
+    last_id: str | None
+    last_time: str
+    """When the last entry was added; empty if there is none."""
+    added: int | None
+    """Entries ever added (Redis 7.0 and later)."""
+    bytes: int | None
+    """Memory that it occupies, as the server estimates."""
+    groups: tuple[GroupInfo, ...]
+    readers: tuple[ReaderInfo, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LogEntry:
+    """One entry of a stream."""
+
+    stream: str
+    id: str
+    time: str
+    """When it was added, by the server's clock; empty if its id holds no time."""
+    event_id: str
+    event_type: str
+    source: str
+    attributes: Mapping[str, str]
+    """The attributes of a CloudEvent; the fields of any other entry."""
+    data: str
+    data_is_base64: bool
+    """Whether the data is not UTF-8 text."""
+    is_event: bool
+    """Whether it is a CloudEvent."""
+
+
+@dataclass(frozen=True, slots=True)
+class PendingEntry:
+    """An entry that was delivered and not acked."""
+
+    id: str
+    time: str
+    consumer: str
+    idle_seconds: float
+    deliveries: int
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """The entries that a claim freed."""
+
+    ids: tuple[str, ...]
+    to: str | None
+    """The consumer that holds them now; None: the next worker that looks for stale entries does."""
+
+
+# --- streams --------------------------------------------------------------------------------
+
+
+def survey(client: Any, pattern: str = "*") -> list[StreamInfo]:
+    """Describe all streams whose names match a glob pattern, by name.
+
+    >>> from conquiet.operations import streams
+    >>> streams.survey(client, "payments*")
+    []
+    """
+    with wired(client, f"streams {pattern!r}") as wire:
+        names = names_of(wire, pattern)
+        return [
+            found
+            for at in range(0, len(names), _AT_ONCE)
+            for found in _describe(wire, names[at : at + _AT_ONCE])
+        ]
+
+
+def describe(client: Any, name: str) -> StreamInfo:
+    """Describe one stream; raise `NotFound` if there is none of this name."""
+    with wired(client, f"stream {name!r}") as wire:
+        wire.call(name.encode(), b"XINFO", b"STREAM", name)  # raises if it is no stream
+        for found in _describe(wire, [name]):
+            return found
+    raise NotFound(f"stream {name!r}: does not exist; conquiet streams list shows all")
+
+
+def names_of(wire: Wire, pattern: str = "*") -> list[str]:
+    """List names of streams that match a pattern; names that are not UTF-8 are left out."""
+    nodes = [wire.client]
+    if wire.is_cluster:
+        nodes = [wire.client.get_redis_connection(node) for node in wire.client.get_primaries()]
+    found: set[str] = set()
+    for each in map(Wire, nodes):
+        for keys in _scan(each, pattern):
+            found.update(_names(keys))
+        each.close()
+    return sorted(found)
+
+
+def _scan(wire: Wire, pattern: str) -> Iterator[Sequence[bytes]]:
+    at: int | bytes = 0
+    while True:
+        at, keys = wire.call(
+            b"", b"SCAN", at, b"MATCH", pattern, b"COUNT", _PAGE, b"TYPE", b"stream"
+        )
+        yield keys
+        if int(at) == 0:
+            return
+
+
+def _names(keys: Sequence[bytes]) -> Iterator[str]:
+    for key in keys:
+        try:
+            yield key.decode()
+        except UnicodeDecodeError:
+            continue
+
+
+def _describe(wire: Wire, names: Sequence[str]) -> Iterator[StreamInfo]:
+    now = _now_ms(wire, names[0]) if names else 0
+    first = _ask(
+        wire,
+        [
+            (name, command)
+            for name in names
+            for command in (
+                (b"XINFO", b"STREAM", name),
+                (b"XINFO", b"GROUPS", name),
+                (b"MEMORY", b"USAGE", name),
+                (b"HGETALL", beside(name, "conquiet:readers:")),
+                (b"HGETALL", beside(name, "conquiet:leases:")),
+            )
+        ],
+    )
+    for name in names:
+        about, rows, size, readers, leases = (next(first) for _ in range(5))
+        if isinstance(about, Exception):
+            if "no such key" in str(about).lower():
+                continue  # deleted meanwhile
+            raise about
+        whole = pairs(about)
+        place = _Survey(wire, name, whole, now, pairs(_or(leases, ())))
+        yield StreamInfo(
+            name,
+            place.length,
+            _text(place.first),
+            _text(place.last),
+            moment(parse(place.last)[0]) if place.last else "",
+            whole.get(b"entries-added"),
+            _or(size, None),
+            tuple(place.groups([pairs(row) for row in _or(rows, ())])),
+            tuple(place.readers(pairs(_or(readers, ())))),
+        )
+
+
+class _Survey:
+    """Describes one stream: its groups, consumers and readers."""
+
+    def __init__(
+        self,
+        wire: Wire,
+        name: str,
+        about: Mapping[bytes, Any],
+        now: float,
+        leases: Mapping[bytes, Any],
+    ) -> None:
+        self.name = name
+        self.length = int(about[b"length"])
+        self.first = _id(about.get(b"first-entry"))
+        self.last = _id(about.get(b"last-entry"))
+        self._wire = wire
+        self._now = now
+        self._leases = leases
+
+    def groups(self, rows: Sequence[Mapping[bytes, Any]]) -> Iterator[GroupInfo]:
+        replies = _ask(
+            self._wire,
+            [
+                (self.name, command)
+                for row in rows
+                for command in (
+                    (b"XINFO", b"CONSUMERS", self.name, row[b"name"]),
+                    (b"XPENDING", self.name, row[b"name"]),
+                )
+            ],
+        )
+        for row in rows:
+            consumers, pending = next(replies), next(replies)
+            if isinstance(consumers, Exception) or isinstance(pending, Exception):
+                continue  # the group was destroyed meanwhile
+            last = row[b"last-delivered-id"]
+            lag, is_exact = self._lag(last, row.get(b"lag"))
+            oldest = pending[1]
+            yield GroupInfo(
+                _plain(row[b"name"]),
+                tuple(
+                    self._consumer(row[b"name"], about)
+                    for about in map(pairs, consumers)
+                    if about[b"name"] != _GIVEN_BACK
+                ),
+                int(pending[0]),
+                lag,
+                is_exact,
+                self._behind(last) if lag else 0.0,
+                last.decode(),
+                _text(oldest),
+                self._age(oldest) if oldest else 0.0,
+            )
+
+    def readers(self, positions: Mapping[bytes, bytes]) -> Iterator[ReaderInfo]:
+        for name, position in sorted(positions.items()):
+            lag, is_exact = self._lag(position, None)
+            behind = self._behind(position) if lag else 0.0
+            yield ReaderInfo(_plain(name), position.decode(), lag, is_exact, behind)
+
+    def _consumer(self, group: bytes, row: Mapping[bytes, Any]) -> ConsumerInfo:
+        place = GroupStream(self._wire, self.name, self.name, _plain(group), "")
+        stored_ms = self._leases.get(place.lease_field(row[b"name"]))
+        lease = int(stored_ms) / 1000 if stored_ms is not None else LEASE_SECONDS
+        idle, inactive = row[b"idle"] / 1000, row.get(b"inactive")
+        return ConsumerInfo(
+            _plain(row[b"name"]),
+            int(row[b"pending"]),
+            idle,
+            inactive / 1000 if inactive is not None and inactive >= 0 else None,
+            lease,
+            idle < lease,
+        )
+
+    def _lag(self, position: bytes, known: int | None) -> tuple[int, bool]:
+        """Count the entries after a position, and whether the count is exact."""
+        if self.first is None or self.last is None or parse(position) >= parse(self.last):
+            return 0, True
+        if known is not None:
+            return known, True
+        if parse(position) < parse(self.first):
+            return self.length, True
+        count, at = 0, next_after(position)
+        while count < COUNTED:
+            page = self._wire.call(
+                self.name.encode(), b"XRANGE", self.name, at, LAST, b"COUNT", _PAGE
+            )
+            count += len(page)
+            if len(page) < _PAGE:
+                return count, True
+            at = next_after(page[-1][0])
+        return count, False
+
+    def _behind(self, position: bytes) -> float:
+        """Return the age of the first entry after a position."""
+        key = self.name.encode()
+        page = self._wire.call(key, b"XRANGE", key, next_after(position), LAST, b"COUNT", 1)
+        return self._age(page[0][0]) if page else 0.0
+
+    def _age(self, entry_id: bytes) -> float:
+        return max(0.0, round((self._now - parse(entry_id)[0]) / 1000, 3))
+
+
+def _ask(wire: Wire, commands: Sequence[tuple[str, Command]]) -> Iterator[Any]:
+    """Return the replies in order, errors among them; raise if the server does not answer."""
+    if not commands:
+        return iter(())
+    replies = wire.send([(name.encode(), command) for name, command in commands])
+    for reply in replies:
+        if isinstance(reply, (redis.ConnectionError, redis.TimeoutError, OSError)):
+            raise reply
+    return iter(replies)
+
+
+def _or(reply: Any, otherwise: Any) -> Any:
+    """Replace an error: an ACL or a managed server may forbid one of the commands."""
+    return otherwise if isinstance(reply, Exception) else reply
+
+
+def _now_ms(wire: Wire, name: str) -> float:
+    seconds, micros = wire.call(name.encode(), b"TIME")
+    return int(seconds) * 1000 + int(micros) / 1000
+
+
+def _id(entry: Any) -> bytes | None:
+    return entry[0] if entry else None
+
+
+def _text(entry_id: bytes | None) -> str | None:
+    return entry_id.decode() if entry_id else None
+
+
+def _plain(name: bytes) -> str:
+    return name.decode(errors="backslashreplace")
+
+
+# --- entries --------------------------------------------------------------------------------
+
+
+def peek(
+    client: Any,
+    stream: str,
+    start: str | None = None,
+    limit: int = 10,
+    *,
+    newest: bool = False,
+) -> list[LogEntry]:
+    """Read entries of a stream from `start` on, or with `newest` back from it; no group moves.
+
+    >>> from conquiet.operations import streams
+    >>> _ = client.xadd("orders", {"specversion": "1.0", "id": "1", "type": "sold", "data": "{}"})
+    >>> [(entry.event_id, entry.event_type, entry.data) for entry in streams.peek(client, "orders")]
+    [('1', 'sold', '{}')]
+    """
+    key = stream.encode()
+    with wired(client, f"stream {stream!r}") as wire:
+        wire.call(key, b"XINFO", b"STREAM", key)  # XRANGE does not report a missing stream
+        if newest:
+            reply = wire.call(key, b"XREVRANGE", key, start or LAST, FIRST, b"COUNT", limit)
+        else:
+            reply = wire.call(key, b"XRANGE", key, start or FIRST, LAST, b"COUNT", limit)
+    return [decode(stream, entry_id, fields) for entry_id, fields in reply]
+
+
+def read_entry(client: Any, stream: str, entry_id: str) -> LogEntry:
+    """Read one entry by its id; raise `NotFound` if there is none."""
+    for found in peek(client, stream, entry_id, 1):
+        if found.id == entry_id:
+            return found
+    raise NotFound(f"stream {stream!r} has no entry {entry_id}; it may have been trimmed")
+
+
+def list_pending(
+    client: Any,
+    stream: str,
+    group: str,
+    *,
+    min_idle: float = 0.0,
+    limit: int = 100,
+    consumer: str | None = None,
+    after: str | None = None,
+) -> list[PendingEntry]:
+    """List entries that were delivered to a group and not acked, the oldest first.
+
+    `min_idle` is in seconds. `after` is the last entry id of the previous page.
+    """
+    with wired(client, f"group {group!r} of stream {stream!r}") as wire:
+        place = GroupStream(wire, stream, stream, group, consumer or "")
+        found: list[PendingEntry] = []
+        for row in _pending(place, consumer, next_after(after.encode()) if after else FIRST):
+            if row.idle_ms >= min_idle * 1000:
+                found.append(_pending_entry(row))
+                if len(found) == limit:
+                    break
+        return found
+
+
+def claim(
+    client: Any,
+    stream: str,
+    group: str,
+    *,
+    min_idle: float = 60.0,
+    limit: int = 100,
+    consumer: str | None = None,
+    ids: Sequence[str] = (),
+    to: str | None = None,
+    dry_run: bool = False,
+) -> Claimed:
+    """Free entries that were idle for `min_idle` seconds, so that another worker takes them over.
+
+    Without `to`, the entries keep their consumer and become stale, and every worker of the group
+    looks for stale entries. With `to`, they move to that consumer, which reads them when it
+    starts. Neither counts as a delivery. An entry that is still in flight would be handled twice:
+    choose `min_idle` above the longest handler, or use an inbox.
+    """
+    if min_idle < 0:
+        raise ConfigError(f"min_idle={min_idle}: must be 0 seconds or more")
+    with wired(client, f"group {group!r} of stream {stream!r}") as wire:
+        place = GroupStream(wire, stream, stream, group, "")
+        wanted = {item.encode() for item in ids}
+        owners: dict[bytes, list[bytes]] = {}
+        count = 0
+        for row in _pending(place, consumer):
+            if row.idle_ms >= min_idle * 1000 and (not wanted or row.id in wanted):
+                owners.setdefault(row.consumer, []).append(row.id)
+                count += 1
+                if count == limit:
+                    break
+        done: list[bytes] = []
+        for owner, some in owners.items():
+            done += some if dry_run else _free(place, owner, some, min_idle, to)
+        return Claimed(tuple(item.decode() for item in sorted(done, key=parse)), to)
+
+
+def _free(
+    place: GroupStream, owner: bytes, ids: Sequence[bytes], min_idle: float, to: str | None
+) -> list[bytes]:
+    """Claim entries; XCLAIM checks the idle time again, and skips those that were acked."""
+    receiver = owner if to is None else to.encode()
+    idle = (b"IDLE", _STALE_MS) if to is None else ()
+    done: list[bytes] = place.call(
+        b"XCLAIM", place.key, place.group, receiver, round(min_idle * 1000), *ids, *idle, b"JUSTID"
+    )
+    return done
+
+
+def _pending(place: GroupStream, consumer: str | None, at: bytes = FIRST) -> Iterator[Pending]:
+    """Read pending entries page by page; filters by idle time came with Redis 6.2."""
+    of = None if consumer is None else consumer.encode()
+    while True:
+        page = place.list_pending(at, LAST, _PENDING_PAGE, of)
+        yield from page
+        if len(page) < _PENDING_PAGE:
+            return
+        at = next_after(page[-1].id)
+
+
+def _pending_entry(row: Pending) -> PendingEntry:
+    return PendingEntry(
+        row.id.decode(),
+        time_of(row.id),
+        row.consumer.decode(errors="backslashreplace"),
+        row.idle_ms / 1000,
+        row.deliveries,
+    )
+
+
+def decode(stream: str, entry_id: bytes, fields: list[bytes]) -> LogEntry:
+    """Decode an entry, whether it is a CloudEvent or not."""
+    try:
+        content, attributes, _ = from_fields(fields)
+        is_event = True
+    except InvalidMessage:
+        named = dict(zip(fields[::2], fields[1::2], strict=False))
+        content, is_event = named.pop(b"data", b""), False
+        attributes = {as_text(name)[0]: as_text(value)[0] for name, value in named.items()}
+    data, is_base64 = as_text(content)
+    return LogEntry(
+        stream,
+        entry_id.decode(),
+        time_of(entry_id),
+        attributes.get("id", "") if is_event else "",
+        attributes.get("type", "") if is_event else "",
+        attributes.get("source", "") if is_event else "",
+        {name: str(value) for name, value in attributes.items()},
+        data,
+        is_base64,
+        is_event,
+    )
+
+
+def time_of(entry_id: bytes) -> str:
+    milliseconds, _ = parse(entry_id)
+    return moment(milliseconds)
+
+
+# --- errors ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def asking(what: str) -> Iterator[None]:
+    """Turn errors of Redis about `what` into errors of conquiet."""
+    try:
+        yield
+    except redis.ResponseError as error:
+        raise translate(error, what) from error
+    except (redis.RedisError, OSError) as error:
+        raise StoreError(f"{what}: Redis cannot be reached: {error}") from error
+
+
+@contextmanager
+def wired(client: Any, what: str) -> Iterator[Wire]:
+    """Open a wire for questions about `what`; connections of its own are closed at the end."""
+    with asking(what):
+        wire = Wire(client)
+        try:
+            yield wire
+        finally:
+            wire.close()
+
+
+def translate(error: Exception, what: str) -> ConquietError:
+    text = str(error)
+    if "WRONGTYPE" in text:  # not at the start in errors of scripts
+        return NotFound(
+            f"{what}: this key does not hold a stream; conquiet streams list shows all streams"
+        )
+    if any(words in text.lower() for words in _MISSING):
+        return NotFound(f"{what}: does not exist; conquiet streams list shows streams and groups")
+    return StoreError(f"{what}: {text}")
