@@ -1,5 +1,5 @@
 """The options of docs/celery.md are those of the code: `python tests/unit/test_celery_docs.py`
-writes them anew.
+writes the table.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def options_table() -> list[str]:
     return lines
 
 
-def written_anew(page: str) -> str:
+def rewrite(page: str) -> str:
     text = "\n".join(options_table())
     page, count = re.subn(
         r"(<!-- begin options -->\n).*?(<!-- end options -->)",
@@ -40,7 +40,7 @@ def written_anew(page: str) -> str:
 
 def test_the_options_of_the_page_are_those_of_the_code() -> None:
     page = PAGE.read_text()
-    assert written_anew(page) == page, f"run python {Path(__file__).name}"
+    assert rewrite(page) == page, f"run python {Path(__file__).name}"
 
 
 def test_every_option_of_kombus_redis_transport_has_a_line() -> None:
@@ -58,4 +58,4 @@ def test_the_rights_of_the_page_are_those_that_a_test_has_tried() -> None:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(written_anew(PAGE.read_text()))
+    PAGE.write_text(rewrite(PAGE.read_text()))

@@ -170,7 +170,7 @@ class Topology:
             pipe.execute()
 
     def table(self, exchange: str) -> list[Binding]:
-        """Return the bindings of an exchange, by whichever process they were made."""
+        """Return the bindings of an exchange, those of other processes included."""
         members = self._commands.client.smembers(self._keys.bindings(exchange))
         return [found for member in members if (found := decode_binding(member)) is not None]
 

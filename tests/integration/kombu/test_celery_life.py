@@ -47,7 +47,7 @@ def test_a_killed_worker_gives_back_what_it_had_within_the_lease(app, start, not
     eventually(lambda: notes.of(name) == ["started"], timeout=SECONDS)
     waiting = tasks.note.apply_async([f"{name}-eta"], countdown=1)
     heir = start("heir", pool=pool)
-    beats = pool != "solo"  # which stands still while the task runs
+    beats = pool != "solo"  # whose loop is blocked while the task runs
     if beats:
         heartbeat_of(app, victim)
     victim.kill()

@@ -1,7 +1,7 @@
 """Celery's own integration tests, from its source distribution, with our transport as the broker.
 
 They start a prefork worker, and need no other service than Redis. `celery_not_here.toml` lists with
-reasons the tests that need more than that, or that tell nothing of the transport.
+reasons the tests that need more than that, or that do not concern the transport.
 """
 
 from __future__ import annotations

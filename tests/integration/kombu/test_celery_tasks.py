@@ -44,7 +44,7 @@ def workers(pool, broker, app, notes, tmp_path_factory):
     finally:
         for worker in started:
             worker.stop()
-        notes.client.flushall()  # the next pool begins anew
+        notes.client.flushall()  # the next pool starts with empty queues
 
 
 @pytest.fixture(autouse=True)

@@ -176,7 +176,7 @@ def test_an_ack_may_come_after_the_channel_is_closed(redis_url, redis_client):
     with connected(redis_url) as connection:
         put(connection, "orders", "a")
         message = kombu.Queue("orders")(connection.default_channel).get()
-    message.ack()  # the work is done, whoever has the message by now
+    message.ack()  # the work is done, also if another consumer has the message by now
     assert redis_client.xlen(Keys().stream("orders", 0)) == 0
 
 

@@ -39,7 +39,7 @@ def publish(broker, count, queue="orders", **options):
             Producer(channel).publish(number, routing_key=queue.name)
 
 
-def told(capsys, *arguments, code=0):
+def read_json(capsys, *arguments, code=0):
     assert main(["kombu", *arguments, "--json"]) == code
     return json.loads(capsys.readouterr().out)
 
@@ -48,7 +48,7 @@ def test_inspect_shows_what_waits_and_what_is_worked_on(broker, capsys):
     publish(broker, 3)
     with Connection(broker) as connection:
         Queue("orders")(connection.default_channel).get()
-        [queue] = told(capsys, "inspect", "--broker", broker)["queues"]
+        [queue] = read_json(capsys, "inspect", "--broker", broker)["queues"]
         assert (queue["ready"], queue["pending"], queue["alive"]) == (2, 1, 1)
         assert main(["kombu", "inspect", "orders", "--broker", broker]) == 0
         head, line = capsys.readouterr().out.splitlines()
@@ -58,10 +58,10 @@ def test_inspect_shows_what_waits_and_what_is_worked_on(broker, capsys):
 
 def test_a_prefix_tells_applications_apart(broker, capsys):
     publish(broker, 1, global_keyprefix=PREFIX)
-    assert told(capsys, "inspect", "--broker", broker) == {"ok": True, "queues": []}
+    assert read_json(capsys, "inspect", "--broker", broker) == {"ok": True, "queues": []}
     assert main(["kombu", "inspect", "--broker", broker]) == 0
     assert capsys.readouterr().out == "no queues\n"
-    [queue] = told(capsys, "inspect", "--broker", broker, "--prefix", PREFIX)["queues"]
+    [queue] = read_json(capsys, "inspect", "--broker", broker, "--prefix", PREFIX)["queues"]
     assert queue["name"] == "orders"
 
 
@@ -83,17 +83,17 @@ def test_the_messages_of_a_dead_consumer_are_told_and_given_back(broker, redis_c
     assert "conquiet kombu clean" in captured.err
     assert main(["kombu", "clean", "--broker", broker]) == 0
     assert "removed 1 dead consumers, gave back 1 messages" in capsys.readouterr().out
-    [queue] = told(capsys, "inspect", "--broker", broker)["queues"]
+    [queue] = read_json(capsys, "inspect", "--broker", broker)["queues"]
     assert (queue["ready"], queue["pending"], queue["expired"]) == (2, 0, 0)
 
 
 def test_a_queue_is_deleted_when_it_is_empty_or_by_force(broker, capsys, redis_client):
     publish(broker, 1)
     delete = ("clean", "--broker", broker, "--delete-queue", "orders", "--yes")
-    assert told(capsys, *delete, code=1)["kept_queues"] == ["orders"]
+    assert read_json(capsys, *delete, code=1)["kept_queues"] == ["orders"]
     assert main(["kombu", *delete]) == 1
     assert "kept orders: it is not empty" in capsys.readouterr().out
-    assert told(capsys, *delete, "--force")["deleted_queues"] == ["orders"]
+    assert read_json(capsys, *delete, "--force")["deleted_queues"] == ["orders"]
     assert inspection.queues(redis_client) == []
 
 
@@ -102,14 +102,14 @@ def test_dead_letters_are_told_with_their_reason_and_deleted(broker, capsys, red
     with Connection(broker, transport_options={"delivery_limit": 1}) as connection:
         Queue("orders")(connection.default_channel).get().requeue()
     eventually(lambda: inspection.queues(redis_client)[0].dead_letters == 1)
-    found = told(capsys, "inspect", "--broker", broker, "--dead-letters", code=1)
+    found = read_json(capsys, "inspect", "--broker", broker, "--dead-letters", code=1)
     [letter] = found["queues"][0]["letters"]
     assert letter["reason"]
     assert main(["kombu", "inspect", "--dead-letters", "--broker", broker]) == 1
     assert letter["reason"] in capsys.readouterr().out
     delete = ("clean", "--broker", broker, "--delete-dead-letters", "orders", "--yes")
-    assert told(capsys, *delete)["deleted_dead_letters"] == {"orders": 1}
-    assert told(capsys, "inspect", "--broker", broker)["ok"]
+    assert read_json(capsys, *delete)["deleted_dead_letters"] == {"orders": 1}
+    assert read_json(capsys, "inspect", "--broker", broker)["ok"]
 
 
 def test_the_names_of_expired_queues_are_forgotten(broker, capsys, redis_client):
@@ -117,7 +117,7 @@ def test_the_names_of_expired_queues_are_forgotten(broker, capsys, redis_client)
     eventually(lambda: not inspection.queues(redis_client)[0].exists)
     assert main(["kombu", "inspect", "--broker", broker]) == 0
     assert "brief (expired)" in capsys.readouterr().out
-    assert told(capsys, "clean", "--broker", broker)["expired_queues"] == ["brief"]
+    assert read_json(capsys, "clean", "--broker", broker)["expired_queues"] == ["brief"]
     assert inspection.queues(redis_client) == []
 
 

@@ -114,7 +114,7 @@ def test_acks_of_an_idle_loop_are_sent(redis_url, redis_client):
         eventually(lambda: inspection.queues(redis_client)[0].pending == 0)
 
 
-@since_5_7  # before, the loop is told by an error, as Celery expects
+@since_5_7  # before, an error ends the loop, as Celery expects
 @pytest.mark.slow
 def test_a_half_open_connection_is_dropped_and_the_loop_goes_on(redis_server, redis_url, caplog):
     caplog.set_level(logging.WARNING)

@@ -57,7 +57,7 @@ def kill(process):
     process.wait(20)
 
 
-# --- processes that end, or stand still -------------------------------------------------------
+# --- processes that end, or are suspended -----------------------------------------------------
 
 
 def test_the_messages_of_a_killed_process_are_back_within_its_lease_and_in_place(redis_url, holder):
@@ -83,7 +83,7 @@ def test_a_living_process_keeps_its_message_however_long_it_takes(redis_url):
         taken = Taken()
 
         def work(body, message):
-            time.sleep(3)  # the loop stands still for longer than the lease
+            time.sleep(3)  # blocks the loop for longer than the lease
             taken(body, message)
 
         others = Taken()
@@ -98,7 +98,7 @@ def test_a_living_process_keeps_its_message_however_long_it_takes(redis_url):
             thread = threading.Thread(target=wait)
             thread.start()
             while not taken:
-                # Either of them may get it; whoever has it must stay the only one.
+                # Either consumer may get it, but only one of them.
                 if others:
                     break
                 nothing_comes(slow, timeout=0.1)

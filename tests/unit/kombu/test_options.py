@@ -43,7 +43,7 @@ def test_what_the_channel_takes_is_what_the_table_promises():
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         ({"stream_maxlen": 10_000}, r"no consumer has read them; .* max_length=n"),
         ({"consumer_group_prefix": "mine"}, r"would run each task twice; .* global_keyprefix"),
@@ -64,8 +64,8 @@ def test_what_the_channel_takes_is_what_the_table_promises():
         ({"consumer_id": ""}, "must be a name"),
     ],
 )
-def test_a_value_that_cannot_work_is_refused_by_name(given, told):
-    with pytest.raises(OptionError, match=told) as caught:
+def test_a_value_that_cannot_work_is_refused_by_name(given, message):
+    with pytest.raises(OptionError, match=message) as caught:
         options.check(given)
     assert next(iter(given)) in str(caught.value)
     assert isinstance(caught.value, ConquietError)

@@ -1,4 +1,4 @@
-"""What is settled is sent once, in order, by whoever comes first, and again if that failed."""
+"""Acks are sent once, in order, by any thread, and again if that failed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
--- A message that cannot be decoded becomes a dead letter.
+-- Turn a message that cannot be decoded into a dead letter.
 --
 -- KEYS[1]  a stream
 -- KEYS[2]  <ns>dead:<queue>

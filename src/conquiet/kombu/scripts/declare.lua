@@ -1,4 +1,4 @@
--- A queue is declared: its settings are written down, and it lives for another x-expires.
+-- Declare a queue: store its settings, and restart its x-expires.
 --
 -- KEYS[1]   <ns>queues
 -- KEYS[2..] the streams of the queue, that of priority 0 first
@@ -7,7 +7,7 @@
 -- ARGV[3]   "<x-expires>|<x-message-ttl>|<x-max-length>", or empty if it has none of them
 -- ARGV[4]   milliseconds of x-expires, or empty
 --
--- A queue is there while its stream of priority 0 is, even if the queue is empty.
+-- A queue exists while its stream of priority 0 does, even if the queue is empty.
 
 redis.call("HSET", KEYS[1], ARGV[2], ARGV[3])
 redis.pcall("XGROUP", "CREATE", KEYS[2], ARGV[1], "0", "MKSTREAM")

@@ -9,10 +9,10 @@
 -- ARGV[3]   group
 -- ARGV[4]   the consumer that asks; it does not count as a user of the queue
 -- ARGV[5]   "1": only if no living consumer uses it
--- ARGV[6]   "1": only if nothing is in it
--- ARGV[7]   "1": it expired; its settings stay, so that a late message does not bring it back
+-- ARGV[6]   "1": only if it is empty
+-- ARGV[7]   "1": it expired; its settings stay, so that a late message does not create it again
 --
--- Answers 1 if it is gone now, 0 if it is kept.
+-- Returns 1 if it was deleted, 0 if it was kept.
 
 local time = redis.call("TIME")
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)

@@ -1,22 +1,22 @@
--- Settle what was acked, then take up to a number of messages in the order of the streams: of
--- each stream first what was given back, then what nobody had yet.
+-- Ack entries, then take up to a number of messages in the order of the streams: of each stream
+-- first the entries that were given back, then those that were never delivered.
 --
 -- KEYS[1]      <ns>leases     sorted set: consumer -> the millisecond at which its lease ends
 -- KEYS[2..]    the streams to read, the most urgent first; then the streams of the acks
 -- ARGV[1]      group
 -- ARGV[2]      consumer
--- ARGV[3]      consumer to whom entries are given back
+-- ARGV[3]      consumer that holds entries which were given back
 -- ARGV[4]      milliseconds that the lease lasts
 -- ARGV[5]      how many messages to take at most
 -- ARGV[6]      deliveries after which a message is a dead letter; 0 for no limit
 -- ARGV[7]      <ns>
--- ARGV[8]      "1": see to it that every stream and its group are there
+-- ARGV[8]      "1": create missing streams and groups
 -- ARGV[9]      n, the number of streams to read
 -- ARGV[9+i]    milliseconds of x-expires of the queue of stream i, or empty
 -- ARGV[10+n..] of each stream of the acks: how many, and the ids
 --
--- Answers {more, stream index, id, redelivered, message, stream index, ...}; `more` is 1 if there
--- may be ready messages although fewer came than were asked for.
+-- Returns {more, stream index, id, redelivered, message, stream index, ...}; `more` is 1 if there
+-- may be ready messages although fewer are returned than were asked for.
 
 local group, me, back, ns = ARGV[1], ARGV[2], ARGV[3], ARGV[7]
 local budget, limit, streams = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[9])
@@ -40,7 +40,7 @@ for i = 2 + streams, #KEYS do
     settle(KEYS[i], ids)
 end
 
--- A server that is full refuses this, but not the reading, by which it gets emptier.
+-- A server without memory refuses this, but not the reads, which free memory.
 redis.pcall("ZADD", KEYS[1], "GT", string.format("%.0f", now + tonumber(ARGV[4])), me)
 
 local function bury(key, id, fields, reason, deliveries)
@@ -56,7 +56,7 @@ end
 local answer = { 0 }
 local looked_at = 0
 
--- Pass on an entry, unless it has expired or is no message.
+-- Return an entry, unless it has expired or is malformed.
 local function take(index, key, id, fields, redelivered, deliveries)
     looked_at = looked_at + 1
     local message, expires, earlier = nil, nil, 0
@@ -101,7 +101,7 @@ local function take_given_back(index, key)
                 deliveries[entry[1]] = nil
             end
         end
-        for id in pairs(deliveries) do -- deleted by somebody else
+        for id in pairs(deliveries) do -- deleted by another client
             redis.call("XACK", key, group, id)
         end
     end

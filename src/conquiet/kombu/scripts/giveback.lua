@@ -1,12 +1,12 @@
--- Give entries back to the queue, where they keep their id and so their place.
+-- Give entries back to the queue; they keep their ids, and so their places.
 --
 -- KEYS[1]   a stream
 -- ARGV[1]   group
--- ARGV[2]   consumer that has them; an entry that is another's by now stays with that one
--- ARGV[3]   consumer to whom entries are given back
+-- ARGV[2]   consumer that has them; entries that another consumer took over stay there
+-- ARGV[3]   consumer that holds entries which were given back
 -- ARGV[4..] ids
 --
--- Answers how many. A delivery that ends so is not counted: nothing went wrong with the message.
+-- Returns how many. The delivery is not counted, since the message is not to blame.
 
 local key, group, me, back = KEYS[1], ARGV[1], ARGV[2], ARGV[3]
 local given = 0

@@ -1,4 +1,4 @@
--- One message to any number of queues; each queue's own settings hold, whoever publishes.
+-- Append a message to any number of queues, each with the settings that it was declared with.
 --
 -- KEYS[1]    <ns>queues            hash: queue -> "<x-expires>|<x-message-ttl>|<x-max-length>"
 -- KEYS[1+i]  <ns>q:<priority>:<queue i>
@@ -6,11 +6,11 @@
 -- ARGV[2]    <ns>
 -- ARGV[3]    the message
 -- ARGV[4]    milliseconds to live, or empty
--- ARGV[5]    "1": only to queues that were declared (fanout); else a queue comes into being
--- ARGV[6]    consumer to whom entries are given back
+-- ARGV[5]    "1": only to queues that were declared (fanout); else missing queues are created
+-- ARGV[6]    consumer that holds entries which were given back
 -- ARGV[6+i]  queue i
 --
--- Answers the names of the queues that are gone: they had x-expires, and it has passed.
+-- Returns the names of the queues whose x-expires has passed.
 
 local group, ns, message, lives, declared_only = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5] == "1"
 local back = ARGV[6]
@@ -49,7 +49,7 @@ local function given_back(key, count)
     return found.err and {} or found
 end
 
--- Up to `most` of the oldest ready entries of a stream, oldest first.
+-- Return up to `most` of the oldest ready entries of a stream, oldest first.
 local function oldest(key, most)
     local ids, fields = {}, {}
     for _, row in ipairs(given_back(key, most)) do
@@ -99,7 +99,7 @@ local function ready(key)
     return length
 end
 
--- The lowest priority goes first, and of it the oldest, as RabbitMQ does by default.
+-- Drop from the lowest priority first, and of it the oldest, as RabbitMQ does by default.
 local function keep_at_most(queue, most)
     local total, sizes = 0, {}
     for priority = 0, 9 do
@@ -137,7 +137,7 @@ for i = 2, #KEYS do
         if tonumber(lives) and (not ttl or tonumber(lives) < ttl) then
             ttl = tonumber(lives)
         end
-        -- The stream of priority 0 is made when the queue is declared, and stands for the queue.
+        -- Declaring a queue creates its stream of priority 0, so that its TTL is that of the queue.
         local left = expires ~= "" and redis.call("PTTL", ns .. "q:0:" .. queue) or -1
         if left == -2 then
             gone[#gone + 1] = queue

@@ -1,12 +1,12 @@
--- Remove the ready messages; what is pending with a consumer stays that consumer's.
+-- Remove the ready messages; messages that are pending with a consumer stay.
 --
 -- KEYS[i]  a stream
 -- ARGV[1]  group
--- ARGV[2]  consumer to whom entries are given back
+-- ARGV[2]  consumer that holds entries which were given back
 -- ARGV[3]  how many entries at most
 --
--- Answers how many; if it is as many as asked for, there may be more. DEL would be shorter, but it ends the blocked reads of all consumers with an
--- error and takes unacked work with it.
+-- Returns how many; if that is as many as asked for, there may be more. DEL would be shorter, but
+-- ends the blocked reads of all consumers with an error, and deletes unacked messages.
 
 local group, back, most = ARGV[1], ARGV[2], tonumber(ARGV[3])
 

@@ -1,13 +1,13 @@
--- Give back what consumers have whose lease has ended: their process is dead or cut off.
+-- Give back the entries of consumers whose lease has ended: their process is dead or cut off.
 --
 -- KEYS[1]   <ns>leases
 -- KEYS[2..] streams
 -- ARGV[1]   group
--- ARGV[2]   consumer to whom entries are given back
+-- ARGV[2]   consumer that holds entries which were given back
 -- ARGV[3]   how many entries at most
 --
--- Answers {entries given back, consumers removed, 1 if there is more}. The deliveries stay
--- counted, for the message may be what killed its consumer.
+-- Returns {entries given back, consumers removed, 1 if there is more}. The deliveries stay counted,
+-- since the message may have killed its consumer.
 
 local group, back, most = ARGV[1], ARGV[2], tonumber(ARGV[3])
 local time = redis.call("TIME")
@@ -33,7 +33,7 @@ local function move_all(key, name)
         claim[#claim + 1] = "JUSTID"
         redis.call(unpack(claim))
         moved = moved + #ids
-        -- Redis 6.2 does not claim what was deleted meanwhile; it is not needed any more.
+        -- Redis 6.2 does not claim entries that were deleted meanwhile; they are acked instead.
         for _, row in ipairs(redis.call("XPENDING", key, group, ids[1], ids[#ids], #ids, name)) do
             redis.call("XACK", key, group, row[1])
         end

@@ -1,4 +1,4 @@
--- The consumers of a process are alive.
+-- Renew the leases of consumers.
 --
 -- KEYS[1]   <ns>leases
 -- ARGV[1]   milliseconds that a lease lasts
@@ -10,5 +10,5 @@ local ends = string.format("%.0f", now + tonumber(ARGV[1]))
 for i = 2, #ARGV do
     redis.call("ZADD", KEYS[1], "GT", ends, ARGV[i])
 end
--- Whoever has no lease is dead, so old ones need not be kept; a day is for those who look.
+-- A consumer without a lease is dead, so ended leases need not be kept; a day is for inspection.
 redis.call("ZREMRANGEBYSCORE", KEYS[1], "-inf", string.format("%.0f", now - 86400000))

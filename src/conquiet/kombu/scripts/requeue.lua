@@ -1,13 +1,13 @@
--- Reject a message and put it at the end of its queue, as the list transport does.
+-- Move a message to the end of its queue, as the list transport does.
 --
 -- KEYS[1]  a stream
 -- ARGV[1]  group
--- ARGV[2]  consumer that has it; if it is another's by now, nothing happens
+-- ARGV[2]  consumer that has it; if another consumer took it over, nothing happens
 -- ARGV[3]  id
 -- ARGV[4]  deliveries after which a message is a dead letter; 0 for no limit
 -- ARGV[5]  <ns>
 --
--- Answers 1 if it was put back, 2 if it became a dead letter, 0 if it was not ours.
+-- Returns 1 if it was moved, 2 if it became a dead letter, 0 if another consumer has it.
 
 local key, group, id, limit, ns = KEYS[1], ARGV[1], ARGV[3], tonumber(ARGV[4]), ARGV[5]
 local row = redis.pcall("XPENDING", key, group, id, id, 1, ARGV[2])

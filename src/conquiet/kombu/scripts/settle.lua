@@ -1,5 +1,5 @@
--- Ack: the work is done, whoever owns the entry by now. XACK and XDEL together, so that no entry
--- can stay behind that is neither pending nor ever delivered again.
+-- Ack entries, also those that another consumer took over: the work is done. XACK and XDEL run
+-- together, so that no entry stays behind that is neither pending nor ever delivered again.
 --
 -- KEYS[i]  a stream
 -- ARGV[1]  group

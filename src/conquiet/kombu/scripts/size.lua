@@ -1,10 +1,10 @@
--- How many messages of the streams are ready: the length less what is pending with a consumer.
+-- Count the ready messages of streams: the length less the entries pending with a consumer.
 --
 -- KEYS[i]  a stream
 -- ARGV[1]  group
--- ARGV[2]  consumer to whom entries are given back; what it has is ready
+-- ARGV[2]  consumer that holds entries which were given back; they are ready
 --
--- Answers {ready, pending}.
+-- Returns {ready, pending}.
 
 local ready, held = 0, 0
 for _, key in ipairs(KEYS) do

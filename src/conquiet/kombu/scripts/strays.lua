@@ -1,12 +1,12 @@
--- Give back what the server believes to be with a consumer that never got it: the reply was lost.
+-- Give back entries that are pending with a consumer which never got them: the reply was lost.
 --
 -- KEYS[1]   a stream
 -- ARGV[1]   group
 -- ARGV[2]   consumer
--- ARGV[3]   consumer to whom entries are given back
+-- ARGV[3]   consumer that holds entries which were given back
 -- ARGV[4..] ids that the consumer does have
 --
--- Answers how many. A delivery that ends so is not counted.
+-- Returns how many. The deliveries are not counted.
 
 local key, group, me, back = KEYS[1], ARGV[1], ARGV[2], ARGV[3]
 local has = {}

@@ -1,4 +1,4 @@
--- A consumer of a queue is known from now on, even before it reads: the queue is in use.
+-- Register a consumer of a queue, so that the queue counts as used even before the first read.
 --
 -- KEYS[1]  <ns>leases
 -- KEYS[2]  <ns>queues
@@ -8,7 +8,7 @@
 -- ARGV[3]  milliseconds that its lease lasts
 -- ARGV[4]  queue
 --
--- Answers the settings of the queue, empty if it has none.
+-- Returns the settings of the queue, empty if it has none.
 
 local time = redis.call("TIME")
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)

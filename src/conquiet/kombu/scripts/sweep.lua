@@ -1,20 +1,20 @@
 -- Forget the queues whose x-expires has passed: their bindings at once, their names later. Until
--- then a late message to such a name is dropped; afterwards it would make a queue that stays.
+-- then a late message to such a name is dropped; afterwards it would create a queue that stays.
 --
 -- KEYS[1]  <ns>queues
 -- KEYS[2]  <ns>exchanges
--- KEYS[3]  <ns>gone      sorted set: queue -> the millisecond at which it was found to be gone
+-- KEYS[3]  <ns>gone      sorted set: queue -> the millisecond at which it was found to have expired
 -- ARGV[1]  <ns>
 -- ARGV[2]  milliseconds that a name is kept
--- ARGV[3]  milliseconds in which one sweep is enough, whoever makes it
+-- ARGV[3]  milliseconds in which one sweep by any consumer is enough
 --
--- Answers the names that are forgotten now.
+-- Returns the names that were forgotten.
 
 local ns, keep, enough = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local time = redis.call("TIME")
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 
-local SWEPT = "" -- no queue is called so
+local SWEPT = "" -- no queue has this name
 local last = tonumber(redis.call("ZSCORE", KEYS[3], SWEPT) or 0)
 if now - last < enough then
     return {}
@@ -47,7 +47,7 @@ for i = 1, #queues, 2 do
         end
     end
 end
--- What is left of that age was deleted by somebody since.
+-- Names of that age which are left belong to queues that were deleted since.
 redis.call("ZREMRANGEBYSCORE", KEYS[3], "-inf", "(" .. string.format("%.0f", now - keep))
 if not next(gone) then
     return forgotten

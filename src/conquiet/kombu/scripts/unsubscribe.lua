@@ -1,11 +1,11 @@
--- A consumer of a queue takes no more of it. While it has unacked messages it stays known, since
+-- Remove a consumer from the groups of a queue. While it has unacked messages it stays, since
 -- DELCONSUMER would drop them.
 --
 -- KEYS[i]  a stream of the queue
 -- ARGV[1]  group
 -- ARGV[2]  consumer
 --
--- Answers 1 if it still has some.
+-- Returns 1 if it stays.
 
 local holds_some = 0
 for _, key in ipairs(KEYS) do
