@@ -37,7 +37,7 @@ from conquiet.redis import StreamSink
 from conquiet.relay.metrics import RelayMetrics
 from conquiet.relay.watched import WatchedRelay
 from conquiet.source import Source
-from conquiet.sql import Outbox, OutboxSource, engine, schema, written
+from conquiet.sql import Outbox, OutboxSource, engine, notify_relays, schema
 from marketplace.catalog import CATALOG, NotificationRequested
 
 RATE = 300
@@ -217,7 +217,7 @@ def latency(made: Engine, url: str, redis_url: str, seconds: float, *flags: str)
 def _commit(made: Engine, number: int) -> list[str]:
     with made.begin() as connection:
         names = OUTBOX.add(connection, [event(number)])
-    written(made)
+    notify_relays(made)
     return names
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from datetime import timedelta
 from functools import cached_property
 
 import psycopg
@@ -62,7 +61,7 @@ class OverDatabase:
         return Outbox(topic)
 
     def clean(self, retention: float) -> None:
-        Cleanup(self.engine, retention=timedelta(seconds=retention or 1e-6)).run_once()
+        Cleanup(self.engine, retention=retention or 1e-6).run_once()
 
     def relay(self) -> OutboxSource:
         return OutboxSource(self.engine)
@@ -131,7 +130,7 @@ class TestPostgresqlTransaction(OverPostgresql, TransactionContract):
 
 class TestPostgresqlTransactionWithoutPipeline(OverPostgresql, TransactionContract):
     def transaction(self) -> Transaction:
-        return Transaction(self.engine, pipeline=False)
+        return Transaction(self.engine, queue_statements=False)
 
 
 class TestPostgresqlInbox(OverPostgresql, InboxContract):

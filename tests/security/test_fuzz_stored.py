@@ -28,7 +28,7 @@ from conquiet.operations.dead_letters import FileLetters, Filter
 from conquiet.operations.trace import _source
 from conquiet.redis.entry import to_fields
 from conquiet.relay.sinks.envelope import pack
-from conquiet.sql.claim import OutboxSource, Row
+from conquiet.sql.outbox_source import OutboxRow, OutboxSource
 from conquiet.web import words
 
 EVENT = {"specversion": "1.0", "id": "1", "type": "sold", "source": "/shop"}
@@ -106,7 +106,7 @@ def sent(message: Message[bytes]) -> None:
 @given(attributes=texts, data=st.binary(max_size=20), words=st.lists(st.text(), min_size=5))
 def test_rows_of_an_outbox(sources, attributes, data, words) -> None:
     topic, kind, event_id, key, content_type = words[:5]
-    row = Row(1, topic, kind, event_id, key or None, content_type, data, attributes, 0)
+    row = OutboxRow(1, topic, kind, event_id, key or None, content_type, data, attributes, 0)
     try:
         message = sources[0]._message(row, Acking.calling(lambda: None, lambda error: None))
     except InvalidMessage:

@@ -143,7 +143,7 @@ def test_the_outbox_from_the_service_to_the_cleanup(engine_of) -> None:
     refused(operator, INSERT, DELETE, "UPDATE outbox SET data = ''")
 
     cleanup = engine_of("conquiet_cleanup")
-    removed = Cleanup(cleanup, retention=timedelta(microseconds=1)).run_once()
+    removed = Cleanup(cleanup, retention=1e-6).run_once()
     assert (removed.outbox, removed.inbox) == (2, 3)
     refused(cleanup, INSERT, "UPDATE outbox SET data = ''", "DROP TABLE outbox")
     for role in ROLES:

@@ -355,7 +355,7 @@ def _check_tables(engine: Any) -> Iterator[Check]:
     from conquiet.config import TABLE, read
     from conquiet.relay.settings import has_events_layout
     from conquiet.sql import schema
-    from conquiet.sql.tables import checked_name
+    from conquiet.sql.schema import checked_name
 
     fix = "conquiet outbox migrate"
     found = inspect(engine)

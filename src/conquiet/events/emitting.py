@@ -40,7 +40,7 @@ def emit(
 
     Raises `InvalidEvent` before anything is sent. After the commit of a `Session`, relays are
     woken; with a `Connection`, whose commit nobody sees, they find the rows when they look next,
-    or when `conquiet.sql.written(engine, table)` tells them.
+    or when `conquiet.sql.notify_relays(engine, table)` tells them.
     """
     if not isinstance(session, (Session, Connection)):
         raise ConfigError(

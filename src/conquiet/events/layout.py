@@ -9,8 +9,8 @@ from uuid import UUID
 from sqlalchemy import JSON, Column, DateTime, Integer, MetaData, Table, Text
 
 from conquiet.events.table import UuidText
-from conquiet.sql.layout import Layout
-from conquiet.sql.tables import checked_name
+from conquiet.sql.claim import Layout
+from conquiet.sql.schema import checked_name
 
 
 class Row(NamedTuple):
@@ -63,7 +63,7 @@ def events_layout(table: str, max_attempts: int) -> Layout:
         first_key=str(UUID(int=0)),
         attempts="attempt_count",
         as_text=frozenset({"event_type", "aggregate_type", "payload_json"}),
-        most_attempts=max_attempts,
+        max_attempts=max_attempts,
         # With statistics from when little waited, the planner would rather take all that waits
         # from the locked index on published_at, and sort it, than go by the order of an index.
         sorts=False,

@@ -15,7 +15,7 @@ from conquiet.events.event import Event
 from conquiet.events.source import TOPIC
 from conquiet.events.table import EVENTS_TABLE
 from conquiet.message import Message, describe
-from conquiet.sql.ambient import current
+from conquiet.sql.transaction import current
 
 
 class EventsOutbox(outbox.Outbox):

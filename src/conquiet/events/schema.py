@@ -24,8 +24,7 @@ from conquiet.events.table import (
     ordered_index,
 )
 from conquiet.sql import dialect
-from conquiet.sql.schema import DIALECTS, Difference
-from conquiet.sql.tables import checked_name
+from conquiet.sql.schema import DIALECTS, Difference, checked_name
 
 VERSION_TABLE = "conquiet_events_alembic_version"
 _LOCK = 0x636F6E76  # whoever holds it changes the table of events

@@ -19,7 +19,7 @@ from conquiet.events.layout import Row, events_layout
 from conquiet.events.table import EVENTS_TABLE
 from conquiet.message import Attributes, Message
 from conquiet.sql import dialect
-from conquiet.sql.table_source import TableSource, checked_attempts
+from conquiet.sql.outbox_source import TableSource, checked_attempts
 
 TOPIC = "domain-events"
 

@@ -32,8 +32,8 @@ from sqlalchemy.sql.expression import FunctionElement
 from sqlalchemy.types import TypeDecorator, TypeEngine
 
 from conquiet.events.catalog import Catalog
-from conquiet.sql.layout import SQLITE_NOW
-from conquiet.sql.tables import checked_name
+from conquiet.sql.claim import SQLITE_NOW
+from conquiet.sql.schema import checked_name
 
 EVENTS_TABLE = "outbox_events"
 EVENT_TYPE_ENUM = "event_type_enum"

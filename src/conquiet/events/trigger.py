@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from conquiet.events.table import EVENTS_TABLE, IMMUTABLE, MUTABLE
-from conquiet.sql.tables import checked_name
+from conquiet.sql.schema import checked_name
 
 REFUSAL = f"is append-only: only {', '.join(MUTABLE)} can change"
 

@@ -16,7 +16,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from conquiet.sql import dialect
-from conquiet.sql.wakeup import NOTIFY_INTERVAL_SECONDS, notify_statement, written
+from conquiet.sql.notification import NOTIFY_INTERVAL_SECONDS, notify_relays, notify_statement
 
 logger = logging.getLogger("conquiet.events")
 
@@ -45,7 +45,7 @@ def _wake(session: Session) -> None:
         if engine.dialect.is_async:
             _written_in_loop(engine, table)
         else:
-            written(engine, table)
+            notify_relays(engine, table)
 
 
 def _forget(session: Session) -> None:

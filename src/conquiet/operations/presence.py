@@ -105,7 +105,7 @@ def list_sessions(engine: Engine) -> list[Session]:
         with engine.connect() as connection:
             rows = connection.execute(text(_SESSIONS), {"prefix": _PREFIX}).all()
     except SQLAlchemyError as error:
-        where = dialect.shown(engine.url)
+        where = dialect.display_url(engine.url)
         raise StoreError(f"{where}: {dialect.one_line(error):.300}") from error
     return [
         Session(pid, name, client, state or "", round(float(age), 3), round(float(quiet or 0), 3))

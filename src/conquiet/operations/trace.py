@@ -135,7 +135,7 @@ def _written(
     from sqlalchemy import inspect
 
     from conquiet.relay.inspection import Inspection
-    from conquiet.sql.tables import checked_name
+    from conquiet.sql.schema import checked_name
 
     found: list[Written] = []
     for table in tables:
@@ -146,7 +146,7 @@ def _written(
         except Exception as error:
             from conquiet.sql import dialect
 
-            where = dialect.shown(engine.url)
+            where = dialect.display_url(engine.url)
             raise StoreError(f"{where}: {dialect.one_line(error):.300}") from error
         inspection = Inspection(engine, table)
         try:

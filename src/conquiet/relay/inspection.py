@@ -38,7 +38,7 @@ from conquiet.events.table import UuidText
 from conquiet.relay.search import Search
 from conquiet.relay.settings import has_events_layout
 from conquiet.sql import Cleanup, dialect
-from conquiet.sql.tables import checked_name
+from conquiet.sql.schema import checked_name
 
 _STATEMENT_MS = 5_000
 
@@ -241,7 +241,9 @@ class Inspection:
 
     def prune(self, older_than: timedelta, tell: Callable[[int], object] | None = None) -> int:
         """Delete what was published longer ago than that, in small transactions."""
-        cleanup = Cleanup(self.engine, inbox=None, outbox=self.name, retention=older_than)
+        cleanup = Cleanup(
+            self.engine, inbox=None, outbox=self.name, retention=older_than.total_seconds()
+        )
         return cleanup.run_once(tell).outbox
 
     def _named(self, ids: Sequence[str]) -> ColumnElement[bool]:
@@ -269,7 +271,7 @@ class Inspection:
         try:
             yield
         except SQLAlchemyError as error:
-            where = dialect.shown(self.engine.url)
+            where = dialect.display_url(self.engine.url)
             raise StoreError(f"{where}: {dialect.one_line(error):.300}") from error
 
 

@@ -1,14 +1,14 @@
-"""Transaction, inbox, outbox and relay source on PostgreSQL and SQLite."""
+"""Transaction, inbox, outbox, outbox source and log on PostgreSQL and SQLite."""
 
-from conquiet.sql.ambient import connection, session
-from conquiet.sql.claim import OutboxSource
+from conquiet.sql import schema
 from conquiet.sql.cleanup import Cleanup
 from conquiet.sql.dialect import engine
 from conquiet.sql.inbox import Inbox
 from conquiet.sql.log import OutboxLog
+from conquiet.sql.notification import notify_relays, notify_statement
 from conquiet.sql.outbox import Outbox
-from conquiet.sql.transaction import Transaction
-from conquiet.sql.wakeup import written
+from conquiet.sql.outbox_source import OutboxSource
+from conquiet.sql.transaction import Transaction, TransactionEnded, connection, session
 
 __all__ = [
     "Cleanup",
@@ -17,8 +17,11 @@ __all__ = [
     "OutboxLog",
     "OutboxSource",
     "Transaction",
+    "TransactionEnded",
     "connection",
     "engine",
+    "notify_relays",
+    "notify_statement",
+    "schema",
     "session",
-    "written",
 ]

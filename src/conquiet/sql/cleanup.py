@@ -1,4 +1,4 @@
-"""Cleanup: takes away what has done its duty, in small steps, beside the work."""
+"""Delete expired inbox rows and published outbox rows, in small batches."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 
 from sqlalchemy import URL, Engine, Table, TextClause, text
 from sqlalchemy.exc import SQLAlchemyError
@@ -15,30 +14,30 @@ from sqlalchemy.exc import SQLAlchemyError
 from conquiet.backoff import Backoff
 from conquiet.errors import ConfigError, StoreError
 from conquiet.sql import dialect
-from conquiet.sql.tables import INBOX_TABLE, OUTBOX_TABLE, inbox_table, outbox_table
+from conquiet.sql.schema import INBOX_TABLE, OUTBOX_TABLE, inbox_table, outbox_table
 
 logger = logging.getLogger("conquiet.cleanup")
 
-RETENTION = timedelta(days=7)
+RETENTION_SECONDS = 7 * 24 * 3600.0
 INTERVAL_SECONDS = 60.0
-BATCH_ROWS = 1_000
+BATCH_SIZE = 1_000
 
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """How many rows one round took away."""
+    """Counts the rows that one round deleted."""
 
     inbox: int = 0
     outbox: int = 0
 
 
 class Cleanup:
-    """Deletes inbox rows by their age, and outbox rows by how long ago they were published.
+    """Deletes inbox rows by age, and outbox rows by how long ago they were published.
 
-    A message that is delivered again after its inbox row has gone runs again: `retention` must
-    be longer than any source may take to deliver. Rows that wait or are parked stay, however
-    old. Ages are told by the database's clock. Each batch is a short transaction of its own,
-    and leaves alone what somebody else has locked.
+    A message that is redelivered after its inbox row was deleted runs again: `retention`, in
+    seconds, must be longer than any source may take to redeliver. Unpublished and parked rows are
+    kept. Ages are measured by the database's clock. Each batch is a short transaction of its own
+    and skips locked rows.
 
     `inbox=None` or `outbox=None` leaves that table out.
     """
@@ -49,54 +48,53 @@ class Cleanup:
         *,
         inbox: str | None = INBOX_TABLE,
         outbox: str | None = OUTBOX_TABLE,
-        retention: timedelta = RETENTION,
+        retention: float = RETENTION_SECONDS,
         interval: float = INTERVAL_SECONDS,
-        batch: int = BATCH_ROWS,
+        batch_size: int = BATCH_SIZE,
     ) -> None:
-        if retention <= timedelta(0):
-            raise ConfigError(f"retention={retention!r}: must be more than nothing")
-        if not interval > 0:
-            raise ConfigError(f"interval={interval!r}: must be more than 0 seconds")
-        if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
-            raise ConfigError(f"batch={batch!r}: must be a whole number from 1 on")
+        for name, seconds in (("retention", retention), ("interval", interval)):
+            if not seconds > 0:
+                raise ConfigError(f"{name}={seconds!r}: must be more than 0 seconds")
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+            raise ConfigError(f"batch_size={batch_size!r}: must be a whole number from 1 on")
         self.engine = dialect.as_engine(engine)
         self.retention = retention
         self.interval = interval
-        self.batch = batch
+        self.batch_size = batch_size
         self._inbox = self._outbox = None
         if inbox is not None:
             self._inbox = self._expired(inbox_table(inbox), "created_at")
         if outbox is not None:
-            # A row has published_at or it waits: no other condition is needed to spare it.
+            # Unpublished rows have no published_at, so no other condition is needed.
             self._outbox = self._expired(outbox_table(outbox), "published_at")
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def run_once(self, tell: Callable[[int], object] | None = None) -> Removed:
-        """One round now: everything that is old enough, batch by batch; `tell` is told how many."""
+    def run_once(self, progress: Callable[[int], object] | None = None) -> Removed:
+        """Delete all expired rows, batch by batch; call `progress` with the count so far."""
         removed = {"inbox": 0, "outbox": 0}
         for name, statement in (("inbox", self._inbox), ("outbox", self._outbox)):
             while statement is not None and not self._stopping.is_set():
                 began = time.monotonic()
                 count = self._delete(statement)
                 removed[name] += count
-                if tell is not None:
-                    tell(sum(removed.values()))
-                if count < self.batch:
+                if progress is not None:
+                    progress(sum(removed.values()))
+                if count < self.batch_size:
                     break
-                # As long again for the others: on SQLite they could not write meanwhile.
+                # Pause for as long as the batch took: on SQLite other writers had to wait.
                 self._stopping.wait(min(time.monotonic() - began, 0.1))
         return Removed(**removed)
 
     def start(self) -> None:
         """Run a round every `interval` seconds, in a thread, until `stop()`."""
         if self._thread is not None:
-            raise ConfigError("a cleanup is started once; make a new one")
+            raise ConfigError("a cleanup can be started once; create a new one")
         self._thread = threading.Thread(target=self.run, name="conquiet-cleanup", daemon=True)
         self._thread.start()
 
     def run(self) -> None:
-        """The same, in this thread."""
+        """Run a round every `interval` seconds, in this thread, until `stop()`."""
         failures = Backoff(first=1.0, cap=self.interval)
         wait = 0.0
         while not self._stopping.wait(wait):
@@ -114,7 +112,7 @@ class Cleanup:
                 )
 
     def stop(self) -> None:
-        """Stop after the batch that is under way."""
+        """Stop after the current batch."""
         self._stopping.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
@@ -130,8 +128,7 @@ class Cleanup:
         name = self.engine.dialect.identifier_preparer.format_table(table)
         template = _POSTGRESQL if dialect.is_postgresql(self.engine.dialect) else _SQLITE
         statement = text(template.format(table=name, column=column))
-        seconds = self.retention.total_seconds()
-        return statement.bindparams(seconds=seconds, batch=self.batch)
+        return statement.bindparams(seconds=float(self.retention), batch=self.batch_size)
 
     def _delete(self, statement: TextClause) -> int:
         try:
@@ -141,12 +138,12 @@ class Cleanup:
                 return connection.execute(statement).rowcount
         except SQLAlchemyError as error:
             reason = " ".join(str(getattr(error, "orig", None) or error).split())
-            raise StoreError(f"{dialect.shown(self.engine.url)}: {reason:.300}") from error
+            raise StoreError(f"{dialect.display_url(self.engine.url)}: {reason:.300}") from error
 
 
-# By the place of a row, since the inbox has no short key. The lock keeps the row in its place,
-# and SKIP LOCKED leaves alone what somebody is working on. The age again outside, since rows of
-# several partitions have the same place; as CASE, or the planner would go by it.
+# By ctid, since the inbox has no short key. The lock keeps the row's ctid, and SKIP LOCKED skips
+# rows in use. The age is checked again outside, since rows of several partitions share a ctid; in
+# a CASE, so that the planner does not choose a plan by it.
 _POSTGRESQL = """
 DELETE FROM {table} WHERE ctid = ANY(ARRAY(
     SELECT ctid FROM {table}

@@ -1,8 +1,9 @@
-"""What PostgreSQL and SQLite do differently: connecting, beginning, failing."""
+"""Hide the differences of PostgreSQL and SQLite: connections, transactions, errors."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,23 +12,23 @@ from sqlalchemy import URL, Connection, Dialect, Engine, create_engine, event, m
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from conquiet.errors import ConfigError
+from conquiet.errors import ConfigError, HandlerError
 from conquiet.sql.tls import advised, verified
 
 BUSY_SECONDS = 10.0
-"""How long a connection to SQLite waits for the one writer before it gives up."""
+"""How long a connection waits for SQLite's write lock before it fails."""
 
 _IN_ERROR = 3  # transaction status of libpq: the transaction is aborted
 _IDLE = 0
 _SQLITE_LEGACY = -1  # sqlite3.LEGACY_TRANSACTION_CONTROL, which Python 3.11 does not name
 
-# Classes and codes of PostgreSQL that blame the store: connection, rollback by deadlock or
-# serialization, resources, shutdown, system.
+# PostgreSQL error classes and codes that are failures of the store: connection, rollback by
+# deadlock or serialization, resources, shutdown, system.
 _STORE_CLASSES = ("08", "40", "53", "58")
 _STORE_CODES = {"55P03", "57P01", "57P02", "57P03"}
-# A handler that sits idle or works for too long loses its connection by its own fault.
+# Idle and transaction timeouts: the handler's fault, although the connection is lost.
 _HANDLER_CODES = {"25P03", "25P04"}
-# Names of prepared statements that PgBouncer has mixed up: they begin as psycopg's own do.
+# PgBouncer in transaction pooling mixes up prepared statements; psycopg's names have this prefix.
 _PREPARED_CODES = {"26000", "42P05"}
 _PREPARED_NAME = "_pg3_"
 _PREPARE = "prepare_threshold"
@@ -39,19 +40,19 @@ _UNDEFINED_TABLE = "42P01"
 _SQLITE_STORE_CODES = {5, 6, 7, 9, 10, 13, 14, 15}
 
 
-class Own(tuple[Any, ...]):
-    """Parameters that are nobody else's: whoever made them will not change them."""
+class FrozenParameters(tuple[Any, ...]):
+    """Marks parameters that their maker will not change, so that no copy is needed."""
 
     __slots__ = ()
 
 
 def engine(url: str | URL, **options: Any) -> Engine:
-    """A SQLAlchemy engine as conquiet wants it.
+    """Create a SQLAlchemy engine for a URL.
 
-    PostgreSQL by psycopg, whatever the URL says before `://`, and on another host by TLS that is
-    verified unless the URL says another `sslmode`; SQLite with a write-ahead log and
-    `BUSY_SECONDS` of patience. `options` go to `sqlalchemy.create_engine`. Behind PgBouncer,
-    `?prepare_threshold=none` in the URL switches prepared statements off.
+    PostgreSQL is opened by psycopg, and on another host by verified TLS unless the URL has another
+    `sslmode`; SQLite with a write-ahead log and a busy timeout of `BUSY_SECONDS`. `options` go to
+    `sqlalchemy.create_engine`. Behind PgBouncer, `?prepare_threshold=none` in the URL switches
+    prepared statements off.
     """
     address = verified(make_url(url), options.get("connect_args"))
     if address.drivername in ("postgresql", "postgres"):
@@ -69,24 +70,24 @@ def engine(url: str | URL, **options: Any) -> Engine:
 
 
 def _prepare_threshold(address: URL) -> int | None:
-    """After how many runs psycopg prepares a statement; SQLAlchemy would pass it on as text."""
+    """Parse after how many runs psycopg prepares a statement; SQLAlchemy would pass text."""
     given = str(address.query[_PREPARE])
     if given.lower() == "none":
         return None
     if given.isdecimal():
         return int(given)
     raise ConfigError(
-        f"{shown(address)}: {_PREPARE}={given!r:.40} is neither a whole number nor none"
+        f"{display_url(address)}: {_PREPARE}={given!r:.40} is neither a whole number nor none"
     )
 
 
 def as_engine(given: Engine | str | URL) -> Engine:
-    """The engine itself, or a new one for a URL."""
+    """Return the engine itself, or create one for a URL."""
     return engine(given) if isinstance(given, (str, URL)) else given
 
 
-def shown(url: URL) -> str:
-    """A URL as messages may show it: without password, and without a query that may hold one."""
+def display_url(url: URL) -> str:
+    """Format a URL for messages: without password, and without the query, which may hold one."""
     return url.set(query={}).render_as_string()
 
 
@@ -99,13 +100,13 @@ def is_sqlite(dialect: Dialect) -> bool:
 
 
 def is_in_memory(engine: Engine) -> bool:
-    """Whether a SQLite database lives in one connection, and goes with it."""
+    """Return whether a SQLite database is in memory."""
     path = _path(engine)
     return not path or path == ":memory:" or "mode=memory" in str(engine.url)
 
 
 def path_of(engine: Engine) -> str:
-    """The file of a SQLite database, by whatever link it was named."""
+    """Return the file of a SQLite database, with symbolic links resolved."""
     return os.path.realpath(_path(engine))
 
 
@@ -114,21 +115,21 @@ def _path(engine: Engine) -> str:
 
 
 def uses_psycopg(dialect: Dialect) -> bool:
-    """Whether the hot statements may go to the driver directly."""
+    """Return whether hot statements can be sent to psycopg directly."""
     return dialect.name == "postgresql" and dialect.driver == "psycopg"
 
 
 def can_queue(dialect: Dialect) -> bool:
-    """Whether statements may be sent without waiting for each answer."""
+    """Return whether statements can be sent without waiting for each result."""
     if not uses_psycopg(dialect):
         return False
-    from conquiet.sql.pipeline import is_supported
+    from conquiet.sql.statement_queue import is_supported
 
     return is_supported()
 
 
 def driver_connection(connection: Connection) -> Any:
-    """The psycopg or sqlite3 connection underneath."""
+    """Return the psycopg or sqlite3 connection underneath."""
     return connection.connection.driver_connection
 
 
@@ -137,7 +138,7 @@ def _write_ahead(connection: Any, record: object) -> None:
 
 
 def begin_immediate(connection: Connection) -> None:
-    """Take SQLite's write lock now: a lock upgraded later would fail at once, not wait."""
+    """Take SQLite's write lock now: an upgrade of a read lock fails at once instead of waiting."""
     driver = driver_connection(connection)
     if getattr(driver, "autocommit", _SQLITE_LEGACY) != _SQLITE_LEGACY:
         raise ConfigError(
@@ -150,7 +151,7 @@ def begin_immediate(connection: Connection) -> None:
 
 
 def is_aborted(connection: Connection) -> bool:
-    """Whether a COMMIT would commit nothing, since a statement failed before (S2)."""
+    """Return whether a statement failed before, so that a COMMIT would commit nothing."""
     driver = driver_connection(connection)
     if is_postgresql(connection.dialect):
         return int(driver.info.transaction_status) == _IN_ERROR
@@ -158,7 +159,7 @@ def is_aborted(connection: Connection) -> bool:
 
 
 def is_over(connection: Connection) -> bool:
-    """Whether the transaction was ended behind SQLAlchemy's back, by the driver or SQLite."""
+    """Return whether the driver or SQLite ended the transaction without SQLAlchemy."""
     driver = driver_connection(connection)
     if is_postgresql(connection.dialect):
         return int(driver.info.transaction_status) == _IDLE
@@ -168,15 +169,15 @@ def is_over(connection: Connection) -> bool:
 
 
 def is_lost(connection: Connection) -> bool:
-    """Whether the connection to the server is gone."""
+    """Return whether the connection to the server is closed."""
     if connection.closed or connection.invalidated:
         return True
     return bool(getattr(driver_connection(connection), "closed", False))
 
 
 @contextmanager
-def translated(connection: Connection) -> Iterator[None]:
-    """Raise the driver's errors as SQLAlchemy does for statements that pass through it."""
+def translate_errors(connection: Connection) -> Iterator[None]:
+    """Raise the driver's errors as SQLAlchemy's, as for statements sent through it."""
     driver = connection.dialect.loaded_dbapi
     try:
         yield
@@ -193,26 +194,26 @@ def translated(connection: Connection) -> Iterator[None]:
 
 
 def one_line(error: BaseException) -> str:
-    """What the driver says, and what to change where that is known."""
+    """Format a driver's error in one line, with advice where the cause is known."""
     original = getattr(error, "orig", None) or error
-    told = " ".join(str(original).split()) or type(original).__name__
+    reason = " ".join(str(original).split()) or type(original).__name__
     if _is_mixed_up(original):
-        told += (
+        reason += (
             " (behind PgBouncer, switch prepared statements off:"
             " ?prepare_threshold=none in the URL, or connect_args={'prepare_threshold': None})"
         )
-    if _sqlstate(original) == _UNDEFINED_TABLE or "no such table" in told:
-        told += " (conquiet outbox migrate makes the tables)"
-    return advised(told)
+    if _sqlstate(original) == _UNDEFINED_TABLE or "no such table" in reason:
+        reason += " (conquiet outbox migrate creates the tables)"
+    return advised(reason)
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Whether a statement failed only because one before it had failed."""
+    """Return whether a statement failed only because an earlier one had failed."""
     return _sqlstate(getattr(error, "orig", None) or error) == _IN_FAILED_TRANSACTION
 
 
 def is_store_failure(error: BaseException, *, read_only: bool = False) -> bool:
-    """Whether the store failed, and not what was asked of it; looks at causes too."""
+    """Return whether the store failed, not the statement; causes of the error count too."""
     return any(_is_store_failure(link, read_only) for link in _chain(error))
 
 
@@ -239,21 +240,21 @@ def _is_store_failure(error: BaseException, read_only: bool) -> bool:
 
 
 def _driver_blames_store(error: BaseException, read_only: bool) -> bool:
-    room = type(error).__module__.partition(".")[0]
-    if room == "sqlite3":
+    package = type(error).__module__.partition(".")[0]
+    if package == "sqlite3":
         code = getattr(error, "sqlite_errorcode", None)
         if code is None:
             return "closed database" in str(error)
         return code & 0xFF in _SQLITE_STORE_CODES
-    if room not in ("psycopg", "psycopg2", "asyncpg"):
+    if package not in ("psycopg", "psycopg2", "asyncpg"):
         return False
     state = _sqlstate(error)
     if state is None:
-        # psycopg itself speaks, not the server: the connection failed or is gone.
+        # An error of psycopg, not of the server: the connection failed or is closed.
         name = type(error).__name__
         return name == "OperationalError" or "connection is " in str(error)
     if state == _READ_ONLY:
-        return not read_only  # nobody asked for that: a failover is under way
+        return not read_only  # not configured: a failover is under way
     if _is_mixed_up(error):
         return True
     return state.startswith(_STORE_CLASSES) or state in _STORE_CODES
@@ -266,3 +267,29 @@ def _is_mixed_up(error: BaseException) -> bool:
 def _sqlstate(error: BaseException) -> str | None:
     state = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
     return state if isinstance(state, str) else None
+
+
+# Matches the first word behind comments. ROLLBACK TO SAVEPOINT does not end the transaction.
+_control = re.compile(
+    r"(?:\s|;|--[^\n]*\n|/\*.*?\*/)*"
+    r"(COMMIT|END|ABORT|BEGIN|(?:START|PREPARE)\s+TRANSACTION"
+    r"|ROLLBACK(?!(?:\s+(?:WORK|TRANSACTION))?\s+TO\b))\b",
+    re.IGNORECASE | re.DOTALL,
+)
+
+
+def refuse_control(statement: str) -> None:
+    """Raise if a statement would begin or end the transaction of the chain.
+
+    A COMMIT by a handler would commit its effects without their events.
+    """
+    found = _control.match(statement)
+    if found is not None:
+        raise control_error(found[1].upper())
+
+
+def control_error(what: str) -> HandlerError:
+    return HandlerError(
+        f"{what} on the connection of a conquiet transaction, which the transaction alone may"
+        " end; raise an exception to roll back, use begin_nested() for a savepoint"
+    )

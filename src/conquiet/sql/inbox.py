@@ -1,4 +1,4 @@
-"""Inbox in a SQL table, in the transaction around it."""
+"""Remember handled messages in a table, in the ambient transaction."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from conquiet import inbox
 from conquiet.errors import InvalidMessage
 from conquiet.message import Message, describe
 from conquiet.sql import dialect
-from conquiet.sql.ambient import current
-from conquiet.sql.tables import INBOX_TABLE, checked_name
+from conquiet.sql.schema import INBOX_TABLE, checked_name
+from conquiet.sql.transaction import current
 
 MAX_IDENTITY_BYTES = 2000
-"""Source and id together: an index of PostgreSQL holds 2,704 bytes per entry."""
+"""The limit of source and id together: an index entry of PostgreSQL holds 2,704 bytes."""
 
 
 class Inbox(inbox.Inbox):
-    """Middleware: remembers in the database of the transaction around it.
+    """Middleware: remembers handled messages in the database of the ambient transaction.
 
-    One statement per batch, whatever its size. A concurrent delivery of the same message waits
-    for the first to end, and then finds it remembered or takes its place. Under REPEATABLE
-    READ and SERIALIZABLE it fails instead, as a `StoreError`, and is tried again.
+    Executes one statement per batch. A concurrent delivery of the same message waits for the
+    first to end; then it is skipped as a duplicate, or handled if the first rolled back. Under
+    REPEATABLE READ and SERIALIZABLE it fails with a `StoreError` instead, and is retried.
     """
 
     def __init__(self, subscriber: str, table: str = INBOX_TABLE) -> None:
@@ -50,7 +50,7 @@ class Inbox(inbox.Inbox):
             new = connection.exec_driver_sql(self._sqlite, (document,)).all()
         elif dialect.uses_psycopg(connection.dialect):
             with (
-                dialect.translated(connection),
+                dialect.translate_errors(connection),
                 dialect.driver_connection(connection).cursor() as cursor,
             ):
                 new = cursor.execute(*self._postgresql(ordered)).fetchall()
@@ -60,7 +60,7 @@ class Inbox(inbox.Inbox):
         return entries if len(new) == len(entries) else [(name, id_) for name, id_ in new]
 
     def _postgresql(self, entries: Sequence[inbox.Entry]) -> tuple[str, tuple[Any, ...]]:
-        if len(entries) == 1:  # arrays pay from the second on
+        if len(entries) == 1:  # arrays pay from two entries on
             return self._one, entries[0]
         return self._many, ([name for name, _ in entries], [identity for _, identity in entries])
 
@@ -74,8 +74,8 @@ class Inbox(inbox.Inbox):
 
     @cached_property
     def _sqlite(self) -> str:
-        # One parameter for all: a row of VALUES each would meet SQLite's limit of variables.
-        # WHERE true, or ON CONFLICT would be read as a join condition.
+        # One parameter for all entries: a VALUES list could exceed SQLite's limit of variables.
+        # Without WHERE true, ON CONFLICT would be parsed as a join condition.
         return self._insert(
             "SELECT json_extract(value, '$[0]'), json_extract(value, '$[1]')"
             " FROM json_each(?) WHERE true"

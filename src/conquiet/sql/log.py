@@ -1,11 +1,11 @@
-"""OutboxLog: reads an outbox as a log, from a position on, and misses no row.
+"""Read an outbox as a log, from a position on, without missing a row.
 
-Ids are given out when a row is inserted, and rows appear when their transaction commits: a
-reader that remembers the last id passes by every row that was inserted before and commits
-after. On PostgreSQL a position is therefore (transaction, id), and the log ends below the
-oldest transaction that still runs, the *horizon*. A transaction that stays open for an hour
-holds the log up for an hour, wherever in the cluster's database it runs; `horizon()` tells.
-SQLite has one writer at a time, so ids appear in order there.
+A row gets its id when it is inserted and becomes visible when its transaction commits: a reader
+that remembers the last id misses every row that was inserted before and commits later. On
+PostgreSQL a position is therefore (transaction, id), and the log ends below the oldest running
+transaction, the *horizon*. A transaction that stays open for an hour delays the log by an hour,
+wherever in the database it runs; `horizon()` reports it. SQLite has one writer at a time, so ids
+become visible in order.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from sqlalchemy.exc import SQLAlchemyError
 from conquiet.errors import ConfigError, InvalidMessage, StoreError
 from conquiet.message import Attributes, Message
 from conquiet.sql import dialect
-from conquiet.sql.tables import OUTBOX_TABLE, outbox_table
+from conquiet.sql.schema import OUTBOX_TABLE, outbox_table
 
 POSITION = "position"
-"""Where a message of the log carries its position, in `message.locals`."""
+"""The name in `message.locals` under which a message of the log carries its position."""
 
 _position = re.compile(r"(\d{1,19})-(\d{1,19})")
 _attributes = msgspec.json.Decoder(dict[str, Any])
 
 
 class Position(NamedTuple):
-    """A place in the log: everything up to and with it was read. As text, `812-40017`."""
+    """Marks a place in the log, up to which all rows were read. As text: `812-40017`."""
 
     xid: int = 0
     id: int = 0
@@ -41,7 +41,8 @@ class Position(NamedTuple):
 
     @classmethod
     def parse(cls, given: str) -> Position:
-        """
+        """Parse the text form of a position.
+
         >>> Position.parse("812-40017")
         Position(xid=812, id=40017)
         """
@@ -52,21 +53,21 @@ class Position(NamedTuple):
 
 
 class Horizon(NamedTuple):
-    """How far a log can be read."""
+    """Describes how far the log can be read, and which transaction delays it."""
 
     xid: int
-    """The first transaction that may still be running; rows from it on are not read yet."""
+    """The first transaction that may still be running; its rows and later ones are not read yet."""
     seconds: float
-    """For how long the oldest transaction has held the log up; 0 if none does."""
+    """For how long the oldest transaction has delayed the log; 0 if none does."""
     holder: str
-    """What that transaction is: its process, state and application; empty if none."""
+    """Process, state and application of that transaction; empty if none."""
 
 
 class OutboxLog:
-    """Every event of an outbox, published or not, in an order that no late commit disturbs.
+    """Reads all events of an outbox, published or not, in an order that late commits keep.
 
-    For readers that keep their own position: replay, audit, an export. It sees what cleanup
-    has not removed yet.
+    For readers that keep their own position: replay, audit, export. Rows that cleanup has removed
+    are gone.
     """
 
     def __init__(self, engine: Engine | str | URL, table: str = OUTBOX_TABLE) -> None:
@@ -77,7 +78,7 @@ class OutboxLog:
         self._read = text((_POSTGRESQL if self._postgresql else _SQLITE).format(table=name))
 
     def read(self, after: Position | str | None = None, limit: int = 1_000) -> list[Message[bytes]]:
-        """Up to `limit` messages behind a position, each with its own in `locals`."""
+        """Return up to `limit` messages behind a position, each with its position in `locals`."""
         if limit < 1:
             raise ConfigError(f"limit={limit}: read at least 1 message")
         start = Position.parse(after) if isinstance(after, str) else after or Position()
@@ -87,14 +88,14 @@ class OutboxLog:
     def follow(
         self, after: Position | str | None = None, limit: int = 1_000
     ) -> Iterator[Message[bytes]]:
-        """Everything behind a position that can be read now, page by page."""
+        """Yield all messages behind a position that can be read now, page by page."""
         position = after
         while page := self.read(position, limit):
             yield from page
             position = page[-1].locals[POSITION]
 
     def horizon(self) -> Horizon:
-        """How far the log can be read, how old that is, and who holds it up."""
+        """Return how far the log can be read, and which transaction delays it."""
         if not self._postgresql:
             return Horizon(0, 0.0, "")
         [row] = self._rows(_HORIZON, {})
@@ -106,7 +107,7 @@ class OutboxLog:
                 return connection.execute(statement, given).all()
         except SQLAlchemyError as error:
             reason = dialect.one_line(error)
-            raise StoreError(f"{dialect.shown(self.engine.url)}: {reason:.500}") from error
+            raise StoreError(f"{dialect.display_url(self.engine.url)}: {reason:.500}") from error
 
 
 def _message(row: Row[Any]) -> Message[bytes]:
@@ -114,7 +115,7 @@ def _message(row: Row[Any]) -> Message[bytes]:
         attributes: Attributes = _attributes.decode(row.attributes)
     except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidMessage(
-            f"row {row.id}: attributes is not a JSON object: {error}; mend it or delete it"
+            f"row {row.id}: attributes is not a JSON object: {error}; correct or delete the row"
         ) from error
     message = Message(bytes(row.data), attributes, topic=row.topic)
     message.locals[POSITION] = str(Position(int(row.xid), row.id))

@@ -1,8 +1,8 @@
-"""Outbox in a SQL table, in the transaction around it or in one of the caller's.
+"""Store events in an outbox table, in the ambient transaction or in one of the caller's.
 
     handler's outputs ──▶ rows ──▶ one INSERT in the transaction ──▶ relay
 
-Ids ascend in the order of the events. Data is kept byte for byte, with its content type.
+Ids ascend in the order of the events. Data is stored byte for byte, with its content type.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from conquiet.codec import check_attributes, encode_data
 from conquiet.errors import ConfigError, HandlerError, InvalidMessage
 from conquiet.message import Message, describe
 from conquiet.sql import dialect
-from conquiet.sql.ambient import current
-from conquiet.sql.tables import OUTBOX_TABLE, outbox_table
+from conquiet.sql.schema import OUTBOX_TABLE, outbox_table
+from conquiet.sql.transaction import current
 
 _COLUMNS = ("topic", "event_type", "event_id", "key", "content_type", "data", "attributes")
 _KINDS = ("text", "text", "text", "text", "text", "bytea", "text")
 _encode = msgspec.json.Encoder().encode
 
 
-class Row(NamedTuple):
-    """What one event becomes; the database adds id, time and transaction."""
+class NewRow(NamedTuple):
+    """Holds the columns of a new event; the database adds id, time and transaction."""
 
     topic: str
     event_type: str
     event_id: str
     key: str
-    """What its order hangs on; empty for nothing, stored as NULL."""
+    """The ordering key; empty for none, stored as NULL."""
     content_type: str
     data: bytes
     attributes: str
-    """All of them, as JSON: the columns are copies to search by."""
+    """All attributes as JSON; the other columns are copies for searching."""
 
 
 class Outbox(outbox.Outbox):
-    """Middleware: what handlers return becomes rows in the transaction around them.
+    """Middleware: stores the outputs of handlers as rows, in the ambient transaction.
 
-    Without a router, in a transaction of one's own: `add` for a SQLAlchemy `Session` or
+    Without a router, in a transaction of your own: `add` for a SQLAlchemy `Session` or
     `Connection`, a psycopg or a sqlite3 connection; `statement` for `AsyncSession` and
-    `AsyncConnection`; `for_asyncpg` and `for_psycopg` for drivers that are awaited.
+    `AsyncConnection`; `for_asyncpg` and `for_psycopg` for async drivers.
     """
 
     def __init__(
@@ -59,22 +59,20 @@ class Outbox(outbox.Outbox):
         self.table: Table = outbox_table(table)
         self.source = source
         self.notify = notify
-        """Whether relays are woken after a commit; without, they find the rows by polling."""
+        """Whether relays are notified after a commit; if not, they find the rows by polling."""
 
     def store(self, outputs: Sequence[Message[Any]]) -> None:
         unit = current("the outbox")
         self._insert(unit.connection, [self._row(output) for output in outputs])
         unit.wrote = True
-        if self.notify:  # of the whole transaction: a savepoint commits nothing by itself
+        if self.notify:  # on the whole transaction: a savepoint commits nothing by itself
             unit.connection.unit.filled.add(self.table.fullname)
 
-    # --- without a router -------------------------------------------------------------------
-
     def add(self, transaction: Any, events: Iterable[Any], *, source: str = "") -> list[str]:
-        """Write events in the caller's transaction; gives their ids back, in order.
+        """Write events in the caller's transaction and return their ids, in order.
 
-        `events` are messages, or instances of event classes, whose `source` is then needed
-        here or in the constructor. Nothing is committed.
+        `events` are messages, or instances of event classes; these need a `source` here or in
+        the constructor. Nothing is committed.
         """
         rows = self._rows(events, source)
         if not rows:
@@ -83,7 +81,7 @@ class Outbox(outbox.Outbox):
             self._insert(transaction.connection(), rows)
         elif isinstance(transaction, Connection):
             if not transaction.in_transaction():
-                transaction.begin()  # as SQLAlchemy would: it does not see the driver's statements
+                transaction.begin()  # SQLAlchemy does not see statements that the driver executes
             self._insert(transaction, rows)
         elif _is_async(transaction):
             raise ConfigError(
@@ -95,7 +93,7 @@ class Outbox(outbox.Outbox):
         return [row.event_id for row in rows]
 
     def statement(self, events: Iterable[Any], *, source: str = "") -> Insert:
-        """The INSERT as a SQLAlchemy statement, for whatever executes one."""
+        """Return the INSERT as a SQLAlchemy statement."""
         rows = self._rows(events, source)
         if not rows:
             raise ConfigError("an outbox statement needs at least one event")
@@ -110,27 +108,25 @@ class Outbox(outbox.Outbox):
         return insert(self.table).values(values)
 
     def for_asyncpg(self, events: Iterable[Any], *, source: str = "") -> tuple[Any, ...]:
-        """Text and arguments: `await connection.execute(*outbox.for_asyncpg(events))`."""
+        """Return text and arguments: `await connection.execute(*outbox.for_asyncpg(events))`."""
         marks = [f"${number}" for number in range(1, len(_COLUMNS) + 1)]
         return self._unnest(marks), *_by_column(self._rows(events, source))
 
     def for_psycopg(self, events: Iterable[Any], *, source: str = "") -> tuple[str, Any]:
-        """Text and arguments: `await connection.execute(*outbox.for_psycopg(events))`."""
+        """Return text and arguments: `await connection.execute(*outbox.for_psycopg(events))`."""
         return self._query(self._rows(events, source))
 
-    # --- rows -------------------------------------------------------------------------------
-
-    def _rows(self, events: Iterable[Any], source: str) -> list[Row]:
+    def _rows(self, events: Iterable[Any], source: str) -> list[NewRow]:
         return [self._row(event) for event in outbox.completed(events, source or self.source)]
 
-    def _row(self, message: Message[Any]) -> Row:
-        """Check everything here: an error of the database would cost the whole transaction."""
+    def _row(self, message: Message[Any]) -> NewRow:
+        """Validate before the INSERT: a database error would abort the whole transaction."""
         try:
             check_attributes(message.attributes)
         except InvalidMessage as error:
             raise HandlerError(f"{error}; no relay could publish it") from error
         try:
-            row = Row(
+            row = NewRow(
                 message.topic or self.topic,
                 message.type,
                 message.id,
@@ -150,11 +146,9 @@ class Outbox(outbox.Outbox):
             )
         return row
 
-    # --- inserts ----------------------------------------------------------------------------
-
-    def _insert(self, connection: Connection, rows: Sequence[Row]) -> None:
+    def _insert(self, connection: Connection, rows: Sequence[NewRow]) -> None:
         if dialect.uses_psycopg(connection.dialect):
-            with dialect.translated(connection):
+            with dialect.translate_errors(connection):
                 self._insert_by_driver(dialect.driver_connection(connection), rows)
         elif dialect.is_postgresql(connection.dialect):
             connection.exec_driver_sql(*self._query(rows))
@@ -163,8 +157,8 @@ class Outbox(outbox.Outbox):
         else:
             connection.exec_driver_sql(self._sqlite, [tuple(row) for row in rows])
 
-    def _insert_by_driver(self, connection: Any, rows: Sequence[Row]) -> None:
-        psycopg = sys.modules.get("psycopg")  # if it is not loaded, this is none of its own
+    def _insert_by_driver(self, connection: Any, rows: Sequence[NewRow]) -> None:
+        psycopg = sys.modules.get("psycopg")  # not loaded: not a psycopg connection
         if psycopg is not None and isinstance(connection, psycopg.Connection):
             with connection.cursor() as cursor:
                 cursor.execute(*self._query(rows))
@@ -176,10 +170,10 @@ class Outbox(outbox.Outbox):
                 " Session and Connection, and connections of psycopg and sqlite3"
             )
 
-    def _query(self, rows: Sequence[Row]) -> tuple[str, tuple[Any, ...]]:
-        if len(rows) == 1:  # arrays pay from the second on
+    def _query(self, rows: Sequence[NewRow]) -> tuple[str, tuple[Any, ...]]:
+        if len(rows) == 1:  # arrays pay from two rows on
             return self._one, tuple(rows[0])
-        return self._many, dialect.Own(_by_column(rows))
+        return self._many, dialect.FrozenParameters(_by_column(rows))
 
     @cached_property
     def _name(self) -> str:
@@ -197,7 +191,7 @@ class Outbox(outbox.Outbox):
         return self._unnest(["%b"] * len(_COLUMNS))
 
     def _unnest(self, marks: Sequence[str]) -> str:
-        """One array per column: fewer bytes and less parsing than a row of VALUES each."""
+        """Insert one array per column: fewer bytes and less parsing than a VALUES list."""
         arrays = ", ".join(f"{mark}::{kind}[]" for mark, kind in zip(marks, _KINDS, strict=True))
         return (
             f"INSERT INTO {self._name} ({', '.join(_COLUMNS)})"
@@ -214,7 +208,7 @@ class Outbox(outbox.Outbox):
         )
 
 
-def _by_column(rows: Sequence[Row]) -> list[list[Any]]:
+def _by_column(rows: Sequence[NewRow]) -> list[list[Any]]:
     return [list(column) for column in zip(*rows, strict=True)]
 
 
@@ -224,10 +218,10 @@ def _is_async(transaction: Any) -> bool:
     return any(kind.__module__.startswith("sqlalchemy.ext.asyncio") for kind in kinds)
 
 
-def _has_nul(message: Message[Any], row: Row) -> bool:
+def _has_nul(message: Message[Any], row: NewRow) -> bool:
     if "\0" in row.topic:
         return True
-    if "\\u0000" not in row.attributes:  # the one way in which JSON writes it
+    if "\\u0000" not in row.attributes:  # the only way JSON writes NUL
         return False
     values = (*message.attributes, *message.attributes.values())
     return any(isinstance(value, str) and "\0" in value for value in values)

@@ -1,34 +1,196 @@
-"""The tables of conquiet: create, upgrade, print, compare. Never from a constructor."""
+"""Define, create, upgrade and compare the tables of inbox and outbox, on PostgreSQL and SQLite.
+
+    row of the outbox:   stored ──published──▶ published_at set ──retention──▶ deleted
+                           └─max_attempts───▶ parked_at set ──retry by hand──▶ stored
+
+Constructors never create tables: call `init` or `migrate`, or run `ddl` in your own migrations.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from alembic import command
-from alembic.config import Config
-from sqlalchemy import URL, Connection, Dialect, Engine, Index, MetaData, Table, inspect
+from sqlalchemy import (
+    JSON,
+    URL,
+    BigInteger,
+    CheckConstraint,
+    Column,
+    Connection,
+    DateTime,
+    Dialect,
+    Engine,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    PrimaryKeyConstraint,
+    Table,
+    Text,
+    inspect,
+)
 from sqlalchemy.dialects import registry
+from sqlalchemy.dialects.postgresql import JSONB
+from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.schema import CreateIndex, CreateTable
+from sqlalchemy.sql.expression import FunctionElement
+from sqlalchemy.sql.functions import now
+from sqlalchemy.types import UserDefinedType
 
 from conquiet.errors import ConfigError
 from conquiet.sql import dialect
-from conquiet.sql.tables import INBOX_TABLE, OUTBOX_TABLE, inbox_table, outbox_table
+
+if TYPE_CHECKING:
+    from alembic.config import Config
+
+INBOX_TABLE = "processed_messages"
+OUTBOX_TABLE = "outbox"
+
+_table_name = re.compile(r"(?:[a-z_][a-z0-9_]{0,47}\.)?[a-z_][a-z0-9_]{0,47}")
+
+
+def checked_name(name: str) -> tuple[str | None, str]:
+    """Split a table name into schema and name; refuse names that need quotes.
+
+    The limit is 48 characters, so that names of indexes stay within PostgreSQL's 63.
+    """
+    if not isinstance(name, str) or not _table_name.fullmatch(name):
+        raise ConfigError(
+            f"table name {name!r:.80}: use a-z, 0-9 and _, at most 48 characters, with"
+            " schema if need be, as in 'sales.outbox'"
+        )
+    schema, _, table = name.rpartition(".")
+    return schema or None, table
+
+
+class Xid8(UserDefinedType[int]):
+    """Declares PostgreSQL's 64-bit transaction id; an integer elsewhere."""
+
+    cache_ok = True
+
+
+@compiles(Xid8, "postgresql")
+def _xid8_on_postgresql(element: Xid8, compiler: Any, **options: Any) -> str:
+    return "xid8"
+
+
+@compiles(Xid8)
+def _xid8_elsewhere(element: Xid8, compiler: Any, **options: Any) -> str:
+    return "INTEGER"
+
+
+class CurrentTransaction(FunctionElement[int]):
+    """Returns the id of the running transaction; 0 on SQLite, where commits are in order."""
+
+    inherit_cache = True
+    type = Xid8()
+
+
+@compiles(CurrentTransaction, "postgresql")
+def _current_on_postgresql(element: CurrentTransaction, compiler: Any, **options: Any) -> str:
+    return "pg_current_xact_id()"
+
+
+@compiles(CurrentTransaction)
+def _current_elsewhere(element: CurrentTransaction, compiler: Any, **options: Any) -> str:
+    return "0"
+
+
+def inbox_table(name: str = INBOX_TABLE, metadata: MetaData | None = None) -> Table:
+    """Define the inbox: one row per subscriber and handled message."""
+    schema, table = checked_name(name)
+    return Table(
+        table,
+        metadata if metadata is not None else MetaData(),
+        Column("subscriber", Text, nullable=False),
+        Column("message_id", Text, nullable=False),
+        Column("created_at", DateTime(timezone=True), nullable=False, server_default=now()),
+        PrimaryKeyConstraint("subscriber", "message_id", name=f"{table}_pkey"),
+        # For cleanup, which deletes the oldest rows.
+        Index(f"{table}_created_at", "created_at"),
+        schema=schema,
+    )
+
+
+def outbox_table(name: str = OUTBOX_TABLE, metadata: MetaData | None = None) -> Table:
+    """Define the outbox: one row per event, data byte for byte."""
+    schema, table = checked_name(name)
+    published_at = Column("published_at", DateTime(timezone=True))
+    parked_at = Column("parked_at", DateTime(timezone=True))
+    key = Column("key", Text)
+    id_ = Column("id", BigInteger().with_variant(Integer, "sqlite"), primary_key=True)
+    claimable = published_at.is_(None) & parked_at.is_(None)
+    return Table(
+        table,
+        metadata if metadata is not None else MetaData(),
+        id_,
+        Column("created_at", DateTime(timezone=True), nullable=False, server_default=now()),
+        Column("topic", Text, nullable=False),
+        Column("event_type", Text, nullable=False),
+        Column("event_id", Text, nullable=False),
+        key,
+        Column("content_type", Text, nullable=False),
+        Column("data", LargeBinary, nullable=False),
+        Column(
+            "attributes",
+            JSON(none_as_null=True).with_variant(JSONB(), "postgresql"),
+            nullable=False,
+        ),
+        Column("attempts", Integer, nullable=False, server_default="0"),
+        Column("last_error", Text),
+        published_at,
+        parked_at,
+        Column("xid", Xid8(), nullable=False, server_default=CurrentTransaction()),
+        CheckConstraint(
+            "published_at IS NULL OR parked_at IS NULL", name=f"{table}_published_or_parked"
+        ),
+        # A claim reads unpublished rows only; a million published rows cost it nothing.
+        Index(f"{table}_claimable", id_, postgresql_where=claimable, sqlite_where=claimable),
+        # An ordered claim looks up the oldest unpublished row of a key.
+        Index(
+            f"{table}_claimable_key",
+            key,
+            id_,
+            postgresql_where=claimable & key.is_not(None),
+            sqlite_where=claimable & key.is_not(None),
+        ),
+        # For ordered claims, whether a key is blocked; for operators, the parked rows.
+        Index(
+            f"{table}_parked",
+            key,
+            id_,
+            postgresql_where=parked_at.is_not(None),
+            sqlite_where=parked_at.is_not(None),
+        ),
+        Index(
+            f"{table}_published_at",
+            published_at,
+            postgresql_where=published_at.is_not(None),
+            sqlite_where=published_at.is_not(None),
+        ),
+        # Readers of the log go by (transaction, id): ids alone become visible out of order.
+        Index(f"{table}_log", "xid", id_),
+        schema=schema,
+        sqlite_autoincrement=True,  # an id is a position of the log and must not be reused
+    )
+
 
 VERSION_TABLE = "conquiet_alembic_version"
 DIALECTS = ("postgresql", "sqlite")
-_LOCK = 0x636F6E71  # "conq": whoever holds it changes the tables of conquiet
+_LOCK = 0x636F6E71  # "conq": the advisory lock for changes of the tables
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One thing that is not as conquiet needs it."""
+    """Describes one difference between a table and what conquiet needs."""
 
     table: str
     what: str
-    """What it is about: `table`, or the name of a column, an index, a constraint."""
+    """`table`, or the name of a column, an index or a constraint."""
     expected: str
     found: str
 
@@ -43,11 +205,13 @@ def init(
     *,
     version_table: str = VERSION_TABLE,
 ) -> None:
-    """Create what is missing, at the newest version; safe to call again, and by many at once.
+    """Create missing tables at the newest version; safe to repeat, also concurrently.
 
-    What exists is left as it is: `migrate` upgrades it, `verify` says whether it has to be.
+    Existing tables stay as they are: `migrate` upgrades them, `verify` reports differences.
     None leaves a table out.
     """
+    from alembic import command  # for migrations alone, and slow to import
+
     with _locked(engine) as connection:
         metadata = _metadata(inbox, outbox)
         metadata.create_all(connection)
@@ -63,10 +227,12 @@ def migrate(
     version_table: str = VERSION_TABLE,
     revision: str = "head",
 ) -> None:
-    """Upgrade the tables, from nothing or from an older conquiet, by Alembic's migrations.
+    """Create or upgrade the tables by Alembic's migrations.
 
     A second pair of tables in one database needs a version table of its own.
     """
+    from alembic import command
+
     with _locked(engine) as connection:
         command.upgrade(_config(connection, inbox, outbox, version_table), revision)
 
@@ -74,7 +240,7 @@ def migrate(
 def ddl(
     dialect_name: str, inbox: str | None = INBOX_TABLE, outbox: str | None = OUTBOX_TABLE
 ) -> str:
-    """The statements that create the tables, for migrations of one's own."""
+    """Return the statements that create the tables, for your own migrations."""
     if dialect_name not in DIALECTS:
         raise ConfigError(f"dialect {dialect_name!r}: choose one of {', '.join(DIALECTS)}")
     target: Dialect = registry.load(dialect_name)()
@@ -93,10 +259,10 @@ def verify(
     inbox: str | None = INBOX_TABLE,
     outbox: str | None = OUTBOX_TABLE,
 ) -> list[Difference]:
-    """What differs from what conquiet needs; nothing, if all is well.
+    """Return the differences from what conquiet needs; an empty list if there are none.
 
-    Names of indexes are free; columns, types and what is indexed are not. What is there
-    besides does no harm.
+    Columns, their types and what is indexed must match; names of indexes may differ, and other
+    columns and indexes may exist.
     """
     with _engine(engine) as checked, checked.connect() as connection:
         found: list[Difference] = []
@@ -105,12 +271,9 @@ def verify(
         return found
 
 
-# --- creating -------------------------------------------------------------------------------
-
-
 @contextmanager
 def _engine(given: Engine | str | URL) -> Iterator[Engine]:
-    """The engine that was given, or one for a URL, which is closed after use."""
+    """Return the given engine, or one for a URL, which is disposed of after use."""
     made = dialect.as_engine(given)
     try:
         yield made
@@ -121,10 +284,10 @@ def _engine(given: Engine | str | URL) -> Iterator[Engine]:
 
 @contextmanager
 def _locked(given: Engine | str | URL) -> Iterator[Connection]:
-    """One transaction that nobody else changes tables in meanwhile."""
+    """Open a transaction that excludes other changes of the tables."""
     with _engine(given) as engine, engine.connect() as connection:
         if dialect.is_sqlite(engine.dialect):
-            # Kept in the file. Readers then never wait for the writer, nor it for them.
+            # Stored in the file. Readers then never wait for the writer, nor it for them.
             connection.exec_driver_sql("PRAGMA journal_mode=WAL")
             connection.rollback()
         with connection.begin():
@@ -147,6 +310,8 @@ def _metadata(inbox: str | None, outbox: str | None) -> MetaData:
 def _config(
     connection: Connection, inbox: str | None, outbox: str | None, version_table: str
 ) -> Config:
+    from alembic.config import Config
+
     config = Config()
     config.set_main_option("script_location", "conquiet.sql:migrations")
     config.set_main_option("path_separator", "os")
@@ -163,9 +328,6 @@ def _compiled(element: Any, target: Dialect) -> str:
 
 def _sorted_indexes(table: Table) -> list[Index]:
     return sorted(table.indexes, key=lambda index: str(index.name))
-
-
-# --- comparing ------------------------------------------------------------------------------
 
 
 def _differences(connection: Connection, table: Table) -> Iterator[Difference]:
@@ -200,7 +362,7 @@ def _column_text(kind: str, nullable: bool) -> str:
 
 
 def _columns(connection: Connection, table: Table) -> dict[str, str]:
-    # Not by reflection, which does not know xid8.
+    # Not by SQLAlchemy's reflection, which does not support xid8.
     if dialect.is_sqlite(connection.dialect):
         rows = connection.exec_driver_sql(f"PRAGMA table_info({table.name})").all()
         return {row[1]: _column_text(row[2].lower(), not row[3]) for row in rows}
@@ -213,7 +375,7 @@ def _columns(connection: Connection, table: Table) -> dict[str, str]:
 
 
 def _indexes(connection: Connection, table: Table) -> dict[str, str]:
-    """What each index covers, as text, by name."""
+    """Return what each index covers, as text, by name."""
     if dialect.is_sqlite(connection.dialect):
         rows = connection.exec_driver_sql(
             "SELECT name, sql FROM sqlite_master WHERE type = 'index' AND tbl_name = ?"
@@ -235,7 +397,7 @@ def _index_text(index: Index, target: Dialect) -> str:
 
 
 def _normal(create_index: str) -> str:
-    """`(columns) where …` of a CREATE INDEX, however a database writes it."""
+    """Normalize a CREATE INDEX to `(columns) where …`."""
     _, _, rest = create_index.partition("(")
     columns, where, condition = rest.lower().partition(" where ")
     text = f"({columns.strip().rstrip(')')})"

@@ -1,7 +1,7 @@
-"""TLS to PostgreSQL: a server on another host is verified, unless somebody says otherwise.
+"""Verify PostgreSQL servers on other hosts by TLS, unless a mode is configured.
 
-libpq's own default, `sslmode=prefer`, takes any certificate, or none. Who says a mode, by the URL,
-by PGSSLMODE or by a service file, gets that mode; a server on this host needs no certificate.
+libpq's own default, `sslmode=prefer`, accepts any certificate, or none. A mode given in the URL, by
+PGSSLMODE or by a service file is used as it is; a server on this host needs no certificate.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from sqlalchemy import URL, make_url
 VERIFIED = "verify-full"
 _LIBPQ_DRIVERS = ("default", "psycopg", "psycopg_async", "psycopg2")
 _OF_SYSTEM = "system"
-# Where systems keep the authorities that they trust: Debian and Alpine, Red Hat, SUSE, macOS. Asked
-# for `system`, the libpq that comes with psycopg looks into a directory that no system has.
+# Files of trusted authorities: Debian and Alpine, Red Hat, SUSE, macOS. The libpq in psycopg's
+# binary package resolves `system` to a directory that no system has.
 _BUNDLES = (
     "/etc/ssl/certs/ca-certificates.crt",
     "/etc/pki/tls/certs/ca-bundle.crt",
@@ -35,7 +35,7 @@ _REFUSED = re.compile(
 
 
 def verified(url: URL, given: Mapping[str, Any] | None = None) -> URL:
-    """The URL with all that libpq needs to verify the server; `given` goes to the driver besides.
+    """Add to a URL what libpq needs to verify the server; `given` are the driver's arguments.
 
     >>> str(verified(make_url("postgresql://db.example/shop?sslrootcert=ca.pem")))
     'postgresql://db.example/shop?sslmode=verify-full&sslrootcert=ca.pem'
@@ -46,7 +46,7 @@ def verified(url: URL, given: Mapping[str, Any] | None = None) -> URL:
 
 
 def verified_text(url: str) -> str:
-    """The same for a URL as libpq takes it, of which nothing else may change."""
+    """Add the same to a libpq URL as text, leaving the rest of it unchanged."""
     wanted = _wanted(make_url(url), {})
     if not wanted:
         return url
@@ -55,7 +55,7 @@ def verified_text(url: str) -> str:
 
 
 def is_near(url: URL, given: Mapping[str, Any] | None = None) -> bool:
-    """Whether all that is sent stays on this host."""
+    """Return whether the server is on this host."""
     known = {**url.query, **(given or {})}
     names = known.get("host") or url.host or os.environ.get("PGHOST", "")
     addresses = known.get("hostaddr") or os.environ.get("PGHOSTADDR", "")
@@ -65,7 +65,7 @@ def is_near(url: URL, given: Mapping[str, Any] | None = None) -> bool:
 
 
 def mode_of(url: URL, given: Mapping[str, Any] | None = None) -> str | None:
-    """What somebody has said; None if nobody has, and it is for us to decide."""
+    """Return the configured sslmode, or None if there is none."""
     known = {**url.query, **(given or {})}
     if "sslmode" in known:
         return str(known["sslmode"])
@@ -76,12 +76,12 @@ def mode_of(url: URL, given: Mapping[str, Any] | None = None) -> str | None:
     return None
 
 
-def advised(told: str) -> str:
-    """What libpq says, and what to change if a server could not be verified."""
-    if not _REFUSED.search(told):
-        return told
+def advised(reason: str) -> str:
+    """Add to libpq's error what to change if a server could not be verified."""
+    if not _REFUSED.search(reason):
+        return reason
     return (
-        f"{told} (PostgreSQL on another host is verified: sslrootcert=FILE in the URL names an"
+        f"{reason} (PostgreSQL on another host is verified: sslrootcert=FILE in the URL names an"
         " authority of your own, sslmode=prefer gives it up)"
     )
 
@@ -89,10 +89,10 @@ def advised(told: str) -> str:
 def _wanted(url: URL, given: Mapping[str, Any]) -> dict[str, str]:
     if url.get_backend_name() not in ("postgresql", "postgres") or not _is_libpq(url):
         return {}
-    said = mode_of(url, given)
-    if said not in (None, VERIFIED) or (said is None and is_near(url, given)):
+    mode = mode_of(url, given)
+    if mode not in (None, VERIFIED) or (mode is None and is_near(url, given)):
         return {}
-    wanted = {} if said else {"sslmode": VERIFIED}
+    wanted = {} if mode else {"sslmode": VERIFIED}
     known = {"sslrootcert": os.environ.get("PGSSLROOTCERT"), **url.query, **given}["sslrootcert"]
     if known in (None, _OF_SYSTEM) and not (known is None and _has_own_authority()):
         wanted["sslrootcert"] = _authorities()
@@ -100,7 +100,7 @@ def _wanted(url: URL, given: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _is_libpq(url: URL) -> bool:
-    """Whether the driver has libpq's parameters; asyncpg and pg8000 have their own."""
+    """Return whether the driver takes libpq's parameters; asyncpg and pg8000 do not."""
     return (url.drivername.partition("+")[2] or "default") in _LIBPQ_DRIVERS
 
 
@@ -119,6 +119,6 @@ def _has_own_authority() -> bool:
 
 
 def _authorities() -> str:
-    """A file of the authorities that this system trusts."""
+    """Return a file of the authorities that this system trusts."""
     known = ssl.get_default_verify_paths().cafile
     return next((path for path in (known, *_BUNDLES) if path and os.path.exists(path)), _OF_SYSTEM)

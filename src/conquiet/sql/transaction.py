@@ -1,40 +1,221 @@
-"""Transaction over a SQLAlchemy engine."""
+"""Run a batch in one database transaction, and let adapters find that transaction.
+
+A `Unit` is one transaction, or one savepoint of it. A ContextVar holds it, so each thread has its
+own, and a coroutine in a copied context sees the transaction of its worker.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from weakref import WeakSet
 
-from sqlalchemy import URL, Connection, Engine, event
+from sqlalchemy import URL, Connection, Engine, NestedTransaction, event
 from sqlalchemy.engine import ExceptionContext
 from sqlalchemy.engine import Transaction as DatabaseTransaction
-from sqlalchemy.exc import DBAPIError, InvalidRequestError
+from sqlalchemy.exc import DBAPIError, InvalidRequestError, ResourceClosedError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
+from sqlalchemy.orm import Session, sessionmaker
 
 from conquiet import transaction
 from conquiet.errors import ConfigError, HandlerError, StoreError
 from conquiet.message import Message
 from conquiet.sql import dialect
-from conquiet.sql.ambient import UNITS, TransactionConnection, Unit, find
-from conquiet.sql.control import refuse_control
-from conquiet.sql.wakeup import written
+from conquiet.sql.dialect import control_error, refuse_control
+from conquiet.sql.notification import notify_relays
+
+if TYPE_CHECKING:
+    from conquiet.sql.statement_queue import StatementQueue
+
+S = TypeVar("S", bound=Session)
+
+UNITS: ContextVar[tuple[Unit, ...]] = ContextVar("conquiet.sql.units", default=())
+"""The transactions around the running code, innermost last."""
+
+
+class TransactionEnded(HandlerError, ResourceClosedError):
+    """A connection or a session was used after its transaction.
+
+    It is also one of SQLAlchemy's errors, since SQLAlchemy passes those on unchanged.
+    """
+
+
+class TransactionConnection(Connection):
+    """Refuses to commit, roll back or close: only the transaction that owns it may end it.
+
+    Code inside may use savepoints, by `begin_nested()` or `begin()`. Other messages of the batch
+    have their effects in the same transaction.
+    """
+
+    unit: Unit
+    begun = False
+    """Whether conquiet has sent its own BEGIN: from then on BEGIN and COMMIT are refused."""
+
+    def begin(self) -> NestedTransaction:  # type: ignore[override]
+        """Begin a savepoint: the transaction itself has begun."""
+        if self.unit.ended:
+            raise _ended("connection")
+        if not self.in_transaction():  # SQLAlchemy would begin another, which is never committed
+            raise HandlerError(
+                "the transaction was rolled back inside, by session.rollback() or an error in a"
+                " flush; do not catch SQL errors, or flush in begin_nested()"
+            )
+        return self.begin_nested()
+
+    def commit(self) -> None:
+        raise control_error("commit()")
+
+    def rollback(self) -> None:
+        raise control_error("rollback()")
+
+    def close(self) -> None:
+        raise control_error("close()")
+
+    def _revalidate_connection(self) -> Any:
+        # Called when there is no driver connection any more: the transaction is over, or its
+        # connection was lost, and then SQLAlchemy raises the right error.
+        if self.unit.ended:
+            raise _ended("connection")
+        return super()._revalidate_connection()
+
+
+class Unit:
+    """Holds the state of one transaction, or of a savepoint inside one, and its sessions."""
+
+    def __init__(self, connection: TransactionConnection, depth: int = 0) -> None:
+        self.connection = connection
+        self.depth = depth
+        self.ended = False
+        self.wrote = False
+        """Whether inbox or outbox wrote; then the database must be in a transaction."""
+        self.filled: set[str] = set()
+        """The outbox tables with new rows; their relays are notified after the commit."""
+        self.failure: BaseException | None = None
+        """The last error of a statement; if a handler swallows it, the commit is refused."""
+        self.queue: StatementQueue | None = None
+        self._sessions: list[Session] = []
+
+    def belongs_to(self, engine: Engine) -> bool:
+        # Engines made by execution_options() share the pool of the one that they came from.
+        return self.connection.engine.pool is engine.pool
+
+    @contextmanager
+    def session(self, factory: sessionmaker[S]) -> Iterator[S]:
+        """Open a session in this transaction; flush it when the block ends and before commit."""
+        # rollback_only: session.commit() flushes and leaves the commit to the transaction;
+        # session.rollback() ends the transaction, which then refuses to commit.
+        joined = factory(bind=self.connection, join_transaction_mode="rollback_only")
+        try:
+            yield joined
+            joined.flush()
+        except BaseException:
+            joined.close()  # its unflushed changes must not be written later
+            raise
+        self._sessions.append(joined)
+
+    def flush(self) -> None:
+        """Flush all sessions of this transaction."""
+        for joined in self._sessions:
+            joined.flush()
+
+    def finish_queueing(self) -> None:
+        """Execute the queued statements and stop queueing; raise if any of them failed."""
+        if self.queue is not None:
+            self.queue.finish()
+            self.queue = None
+
+    def drop_queued(self) -> None:
+        """Discard the queued statements; the transaction is not committed."""
+        if self.queue is not None:
+            self.queue.close()
+            self.queue = None
+
+    def end(self) -> None:
+        self.ended = True
+        self.drop_queued()  # before a commit the queue is finished
+        for joined in self._sessions:
+            joined.close()
+
+
+def current(who: str) -> Unit:
+    """Return the innermost transaction; raise an error that names `who` if there is none."""
+    units = UNITS.get()
+    if not units:
+        raise HandlerError(
+            f"{who} was used outside a SQL transaction; put conquiet.sql.Transaction around it:"
+            " router.use(Transaction(engine), Inbox(…), Outbox(…))"
+        )
+    if units[-1].ended:
+        raise _ended(who)
+    return units[-1]
+
+
+def find(engine: Engine) -> Unit | None:
+    """Return the innermost transaction on this engine, or None."""
+    for unit in reversed(UNITS.get()):
+        if unit.belongs_to(engine):
+            if unit.ended:
+                raise _ended("connection")
+            return unit
+    return None
+
+
+@contextmanager
+def connection(engine: Engine) -> Iterator[Connection]:
+    """Return the connection of the ambient transaction, or open a transaction for this block.
+
+    >>> from sqlalchemy import create_engine
+    >>> engine = create_engine("sqlite://")
+    >>> with connection(engine) as found:
+    ...     found.exec_driver_sql("SELECT 1").scalar()
+    1
+    >>> engine.dispose()
+    """
+    unit = find(engine)
+    if unit is not None:
+        yield unit.connection
+        return
+    with engine.begin() as own:
+        yield own
+
+
+def session(factory: sessionmaker[S]) -> AbstractContextManager[S]:
+    """Open a session in the ambient transaction, or in a transaction for this block.
+
+    In an ambient transaction the session is flushed when the block ends and again before the
+    commit, and closed after it: objects that leave the block stay usable in the handler.
+    """
+    bind = factory.kw.get("bind")
+    if isinstance(bind, Engine):
+        unit = find(bind)
+    else:
+        unit = current("a session without an engine of its own")
+    return factory.begin() if unit is None else unit.session(factory)
+
+
+def _ended(what: str) -> TransactionEnded:
+    return TransactionEnded(
+        f"{what}: its transaction has ended; finish all work before the handler returns, and"
+        " call conquiet.sql.connection(engine) again each time"
+    )
+
 
 IsolationLevel = Literal["READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"]
 _LEVELS = ("READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE")
-_ABORTED = "is aborted: a statement in it failed and nobody raised"
+_ABORTED = "is aborted: a statement in it failed and its error was swallowed"
 _watched: WeakSet[Engine] = WeakSet()
 
 
 class Transaction(transaction.Transaction):
-    """Middleware: BEGIN before the chain, COMMIT after it, ROLLBACK if an exception passes.
+    """Middleware: BEGIN before the chain, COMMIT after it, ROLLBACK after an exception.
 
     Inside another transaction on the same engine it is a savepoint. Adapters find it by
     `conquiet.sql.connection(engine)` or `conquiet.sql.session(factory)`.
 
-    `pipeline` sends statements that return nothing without waiting for their answers; an error
-    of one is raised later, at the latest before the commit (PostgreSQL with psycopg).
+    `queue_statements` sends statements that return nothing without waiting for their results; an
+    error of one is raised later, at the latest before the commit (PostgreSQL with psycopg).
     """
 
     def __init__(
@@ -43,7 +224,7 @@ class Transaction(transaction.Transaction):
         *,
         isolation_level: IsolationLevel | None = None,
         read_only: bool = False,
-        pipeline: bool = True,
+        queue_statements: bool = True,
     ) -> None:
         if isolation_level is not None and isolation_level not in _LEVELS:
             raise ConfigError(
@@ -57,9 +238,9 @@ class Transaction(transaction.Transaction):
                 " outbox.statement(events)"
             )
         self.read_only = read_only
-        self.pipeline = pipeline and dialect.can_queue(self.engine.dialect)
+        self.queue_statements = queue_statements and dialect.can_queue(self.engine.dialect)
         options: dict[str, Any] = {}
-        if not dialect.is_sqlite(self.engine.dialect):  # SQLite is serializable, whatever is asked
+        if not dialect.is_sqlite(self.engine.dialect):  # SQLite is always serializable
             if isolation_level is not None:
                 options["isolation_level"] = isolation_level
             if read_only:
@@ -68,7 +249,7 @@ class Transaction(transaction.Transaction):
         _watch(self.engine)
 
     def scope(self, batch: Sequence[Message[Any]]) -> AbstractContextManager[Connection]:
-        """One transaction, or a savepoint if there is one on this engine already."""
+        """Begin a transaction, or a savepoint inside a transaction on the same engine."""
         outer = find(self.engine)
         return self._whole() if outer is None else self._savepoint(outer)
 
@@ -82,8 +263,8 @@ class Transaction(transaction.Transaction):
         try:
             root = self._begin(connection)
             connection.begun = True
-            if self.pipeline:
-                unit.pipeline = _pipeline(connection)
+            if self.queue_statements:
+                unit.queue = _statement_queue(connection)
             with self._entered(unit):
                 yield connection
                 self._flush(unit, root)
@@ -95,7 +276,7 @@ class Transaction(transaction.Transaction):
             unit.end()
             self._release(connection)
         for table in unit.filled:
-            written(self.engine, table)
+            notify_relays(self.engine, table)
 
     @contextmanager
     def _savepoint(self, outer: Unit) -> Iterator[Connection]:
@@ -145,23 +326,23 @@ class Transaction(transaction.Transaction):
         return root
 
     def _flush(self, unit: Unit, began: DatabaseTransaction) -> None:
-        """Write what is still held, then make sure that a commit would commit it."""
+        """Flush and execute everything, then check that a COMMIT would commit it."""
         unit.flush()
         connection = unit.connection
         if began.is_active and not connection.invalidated:
-            with dialect.translated(connection):
+            with dialect.translate_errors(connection):
                 unit.finish_queueing()
         if not began.is_active or connection.invalidated:
             raise _lost_inside(unit, "was rolled back inside, by session.rollback() or an error")
         if dialect.is_aborted(connection):
             raise _lost_inside(unit, _ABORTED)
-        # psycopg sends BEGIN with the first statement: an idle one may just have had none.
+        # psycopg sends BEGIN with the first statement: an idle connection may have had none.
         begun = unit.wrote or dialect.is_sqlite(connection.dialect)
         if begun and dialect.is_over(connection):
             raise _lost_inside(unit, "was ended inside, by the driver or by the database")
 
     def _give_up(self, unit: Unit, error: BaseException) -> None:
-        """Roll back, and say so if it was the store that failed."""
+        """Roll back; raise a `StoreError` if the store caused the failure."""
         connection = unit.connection
         unit.drop_queued()
         blamed, store = error, dialect.is_store_failure(error, read_only=self.read_only)
@@ -169,7 +350,7 @@ class Transaction(transaction.Transaction):
             blamed = _first_failure(unit, error)
             store = dialect.is_store_failure(blamed, read_only=self.read_only)
         if dialect.is_lost(connection):
-            _tell_pool(connection)
+            _invalidate_pool(connection)
         try:
             Connection.rollback(connection)
         except DBAPIError:
@@ -185,12 +366,12 @@ class Transaction(transaction.Transaction):
         Connection.close(connection)
 
     def _store_error(self, error: BaseException) -> StoreError:
-        told = dialect.one_line(error)
-        return StoreError(f"{dialect.shown(self.engine.url)}: {told:.300}")
+        reason = dialect.one_line(error)
+        return StoreError(f"{dialect.display_url(self.engine.url)}: {reason:.300}")
 
 
 def _first_failure(unit: Unit, error: BaseException) -> BaseException:
-    """What went wrong: what was raised, or an earlier error that a handler swallowed."""
+    """Return the error that was raised, or an earlier one that a handler swallowed."""
     connection = unit.connection
     if unit.failure is None:
         return error
@@ -201,21 +382,21 @@ def _first_failure(unit: Unit, error: BaseException) -> BaseException:
 def _lost_inside(unit: Unit, how: str) -> HandlerError:
     cause = f": {unit.failure}" if unit.failure is not None else ""
     error = HandlerError(
-        f"the transaction {how}, so a COMMIT would have committed nothing; let SQL errors pass,"
+        f"the transaction {how}, so a COMMIT would have committed nothing; do not catch SQL errors,"
         f" or run the statement in begin_nested(){cause:.500}"
     )
     error.__cause__ = unit.failure
     return error
 
 
-def _pipeline(connection: Connection) -> Any:
-    from conquiet.sql.pipeline import Pipeline  # psycopg is not needed before this
+def _statement_queue(connection: Connection) -> Any:
+    from conquiet.sql.statement_queue import StatementQueue  # imports psycopg
 
-    return Pipeline(dialect.driver_connection(connection), connection.in_nested_transaction)
+    return StatementQueue(dialect.driver_connection(connection), connection.in_nested_transaction)
 
 
-def _tell_pool(connection: Connection) -> None:
-    """Let SQLAlchemy find out that the connection is dead: it then drops the others as well."""
+def _invalidate_pool(connection: Connection) -> None:
+    """Let SQLAlchemy detect the dead connection: it then drops the others of its pool too."""
     try:
         connection.exec_driver_sql("SELECT 1")
     except (DBAPIError, InvalidRequestError):
@@ -223,7 +404,7 @@ def _tell_pool(connection: Connection) -> None:
 
 
 def _watch(engine: Engine) -> None:
-    """See each statement before it is sent, and its error before a handler can swallow it."""
+    """Listen for statements before they are sent, and for errors before a handler sees them."""
     if engine not in _watched:
         event.listen(engine, "handle_error", _note)
         event.listen(engine, "before_cursor_execute", _refuse_control, retval=True)

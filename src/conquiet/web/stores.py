@@ -162,7 +162,7 @@ class Stores:
 
             engine = self._engine if isinstance(self._database, str) else self._database
             assert engine is not None
-            found.append(("Database", dialect.shown(engine.url)))
+            found.append(("Database", dialect.display_url(engine.url)))
         return found
 
     def close(self) -> None:

@@ -12,9 +12,9 @@ from sqlalchemy import Engine
 
 from conquiet.events import schema
 from conquiet.events.layout import events_layout
-from conquiet.sql import claim_keys, cleanup
+from conquiet.sql import claim, cleanup
 from conquiet.sql import engine as make_engine
-from conquiet.sql.claim_psycopg import PsycopgRows
+from conquiet.sql.claim import PsycopgClaimer
 from marketplace.catalog import CATALOG
 
 ROWS = 20_000
@@ -66,14 +66,14 @@ def plan(engine: Engine, statement: str, given: Any = ()) -> tuple[set[str], set
 
 
 def test_S8_a_claim_reads_the_partial_index_and_sorts_nothing(engine: Engine) -> None:
-    statements = PsycopgRows(engine, LAYOUT, ordered=False)
+    statements = PsycopgClaimer(engine, LAYOUT, ordered=False)
     indexes, kinds = plan(engine, statements._queries[False, False], (*LAYOUT.start, 50))
     assert indexes == {"outbox_events_unpublished"}
     assert kinds.isdisjoint(SLOW_STEPS)
 
 
 def test_S8_an_ordered_claim_steps_from_aggregate_to_aggregate(engine: Engine) -> None:
-    sql = claim_keys.lock_keys(LAYOUT, "outbox_events", engine.dialect, beyond=">=")
+    sql = claim.lock_keys(LAYOUT, "outbox_events", engine.dialect, beyond=">=")
     first = f"'{LAYOUT.first_key}'"
     for name, value in (("after", first), ("held", "'{}'"), ("seed", "7"), ("count", "50")):
         sql = sql.replace(f":{name}", value)
@@ -83,7 +83,7 @@ def test_S8_an_ordered_claim_steps_from_aggregate_to_aggregate(engine: Engine) -
 
 
 def test_S8_the_rows_of_an_aggregate_are_found_by_it(engine: Engine) -> None:
-    statements = PsycopgRows(engine, LAYOUT, ordered=True)
+    statements = PsycopgClaimer(engine, LAYOUT, ordered=True)
     indexes, kinds = plan(engine, statements._of_keys_sql, ([LAYOUT.first_key] * 2, 50))
     assert indexes == {"outbox_events_by_aggregate"}
     assert kinds.isdisjoint(SLOW_STEPS)

@@ -44,7 +44,7 @@ def stored(engine: Engine, *aggregates: uuid.UUID) -> list[str]:
 
 
 def rested(source: EventSource) -> None:
-    source.resting._rows.clear()
+    source.backoff._rows.clear()
 
 
 def send_again(engine: Engine) -> None:

@@ -26,7 +26,7 @@ from conquiet.relay import Relay
 from conquiet.relay.inspection import Inspection
 from conquiet.sql import Cleanup
 from conquiet.sql import engine as make_engine
-from conquiet.sql.claimed import MAX_ERROR_CHARACTERS
+from conquiet.sql.claim import MAX_ERROR_CHARACTERS
 from marketplace.catalog import CATALOG
 
 
@@ -132,7 +132,7 @@ def test_a_blameless_error_costs_no_attempt_s7(source: EventSource, error) -> No
 def test_a_row_at_its_maximum_is_claimed_no_more_and_can_be_sent_again(
     source: EventSource, caplog
 ) -> None:
-    source.resting._clock = lambda: time.monotonic() * 100  # rests end a hundredfold
+    source.backoff._clock = lambda: time.monotonic() * 100  # rests end a hundredfold
     [id_] = store(source.engine, 1)
     with caplog.at_level(logging.ERROR, "conquiet.relay"):
         for _ in range(3):

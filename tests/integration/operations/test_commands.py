@@ -15,7 +15,7 @@ from conquiet.message import Message
 from conquiet.redis import StreamSink
 from conquiet.sql import engine as make_engine
 from conquiet.sql import schema
-from conquiet.sql.tables import outbox_table
+from conquiet.sql.schema import outbox_table
 
 
 @pytest.fixture(autouse=True)

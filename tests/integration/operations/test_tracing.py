@@ -17,7 +17,7 @@ from conquiet.operations.trace import trace_event
 from conquiet.redis import Readers, StreamSink
 from conquiet.sql import engine as make_engine
 from conquiet.sql import schema
-from conquiet.sql.tables import inbox_table, outbox_table
+from conquiet.sql.schema import inbox_table, outbox_table
 
 
 @pytest.fixture(params=["postgresql", "sqlite"])

@@ -11,7 +11,7 @@ from tests.integration.sql.claiming import OUTBOX, fill, row, rows, unpublished
 from tests.unit.sinks.http_receiver import Receiver
 from tests.waiting import eventually
 
-from conquiet.sql import written
+from conquiet.sql import notify_relays
 
 QUICK = ("--poll-ms", "50", "--longest-pause-seconds", "0.2", "--check-timeout-seconds", "1")
 
@@ -200,12 +200,12 @@ def test_a_wakeup_is_faster_than_the_poll(postgres_engine, redis_url, start):
     relay = start(url, redis_url, "--poll-ms", "30000")
     assert relay.port
     fill(engine, 1)
-    written(engine)
+    notify_relays(engine)
     assert eventually(lambda: unpublished(engine) == 0, timeout=20)
     time.sleep(0.2)
     began = time.monotonic()
     fill(engine, 1, first=2)
-    written(engine)
+    notify_relays(engine)
     assert eventually(lambda: unpublished(engine) == 0, timeout=20)
     assert time.monotonic() - began < 10
 

@@ -11,7 +11,7 @@ from tests.unit.sinks.http_receiver import Receiver
 
 from conquiet.registry import open_sink
 from conquiet.relay import Relay
-from conquiet.sql.claim import OutboxSource
+from conquiet.sql.outbox_source import OutboxSource
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from sqlalchemy import Engine, create_engine, func, insert, make_url, select
 
 from conquiet.errors import SinkUnavailable
 from conquiet.relay import Relay
-from conquiet.sql.claim import OutboxSource
-from conquiet.sql.tables import inbox_table, outbox_table
+from conquiet.sql.outbox_source import OutboxSource
+from conquiet.sql.schema import inbox_table, outbox_table
 
 OUTBOX = outbox_table()
 INBOX = inbox_table()
@@ -95,7 +95,7 @@ def unpublished(engine: Engine) -> int:
 
 def rested(source: OutboxSource) -> None:
     """Let every failed row be claimable at once."""
-    source.resting._rows.clear()
+    source.backoff._rows.clear()
 
 
 class ListSink:

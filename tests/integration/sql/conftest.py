@@ -13,7 +13,7 @@ from tests.integration.sql.bouncer import PgBouncer
 from conquiet.embedded import PostgresServer
 from conquiet.sql import engine as make_engine
 from conquiet.sql import schema
-from conquiet.sql.claim import OutboxSource
+from conquiet.sql.outbox_source import OutboxSource
 
 ORDERS = "CREATE TABLE orders (id TEXT PRIMARY KEY, amount INTEGER NOT NULL DEFAULT 0)"
 

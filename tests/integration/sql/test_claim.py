@@ -24,7 +24,7 @@ from tests.waiting import eventually
 from conquiet.acking import settle
 from conquiet.errors import ConfigError, GivenBack, StoreError
 from conquiet.relay import Relay
-from conquiet.sql.claim import OutboxSource
+from conquiet.sql.outbox_source import OutboxSource
 
 
 def test_a_message_comes_back_exactly_as_it_was_stored(engine, open_source):
@@ -132,14 +132,14 @@ def test_close_ends_a_read_that_waits(open_source):
 def test_close_lets_go_of_a_claim_that_comes_too_late_for_it(engine, open_source, monkeypatch):
     fill(engine, 3)
     source = open_source()
-    claim = source._rows.claim
+    claim = source._claimer.claim
 
     def claim_while_it_closes(*given):
         opened = claim(*given)
         source.close()
         return opened
 
-    monkeypatch.setattr(source._rows, "claim", claim_while_it_closes)
+    monkeypatch.setattr(source._claimer, "claim", claim_while_it_closes)
     assert list(source.read(10, 0)) == []
     assert len(open_source().read(10, 0)) == 3
 
@@ -161,7 +161,7 @@ def test_S4_a_claim_sees_what_others_have_committed_however_strict_the_engine_is
     with made(database_url, isolation_level="SERIALIZABLE") as strict:
         fill(strict, 1)
         source = OutboxSource(strict, wakeup=False)
-        opened = source._rows.claim(1, source.resting)
+        opened = source._claimer.claim(1, source.backoff)
         level = opened.connection.exec_driver_sql("SHOW transaction_isolation").scalar()
         opened.settle((), ())
         source.close()

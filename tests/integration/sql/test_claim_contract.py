@@ -18,7 +18,7 @@ class OverOutbox(SourceContract):
 
     @pytest.fixture(autouse=True)
     def _short_rests(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("conquiet.sql.resting._FIRST_REST_SECONDS", 0.1)
+        monkeypatch.setattr("conquiet.sql.claim._FIRST_DELAY_SECONDS", 0.1)
 
     def open(self, lease: float) -> OutboxSource:
         return OutboxSource(self.engine, poll=0.02, ordered=self.ordered)
@@ -33,8 +33,8 @@ class OverOutbox(SourceContract):
             connection = claim._opened.connection
             if connection is not None:
                 connection.connection.driver_connection.close()
-        if hasattr(source._rows, "_turn"):
-            source._rows._turn.release()
+        if hasattr(source._claimer, "_relay_lock"):
+            source._claimer._relay_lock.release()
 
     @pytest.mark.parametrize("acked", [0, 6])
     def test_acking_k_of_n_and_crashing_returns_the_other_n_minus_k(self, acked: int) -> None:

@@ -20,7 +20,7 @@ from tests.waiting import eventually
 from conquiet.acking import settle
 from conquiet.errors import InvalidMessage, PermanentError, SinkUnavailable, StoreError
 from conquiet.relay import Outcome, Relay, publish_batch
-from conquiet.sql.claimed import MAX_ERROR_CHARACTERS, error_text
+from conquiet.sql.claim import MAX_ERROR_CHARACTERS, error_text
 
 
 def test_a_row_is_parked_at_its_last_attempt_and_never_claimed_again(engine, open_source):

@@ -21,7 +21,7 @@ from conquiet.acking import settle
 from conquiet.errors import GivenBack
 from conquiet.message import Message
 from conquiet.relay import Outcome, Relay, publish_batch
-from conquiet.sql.claim import OutboxSource
+from conquiet.sql.outbox_source import OutboxSource
 
 
 def test_S12_the_rows_of_a_key_come_in_order_and_several_at_once(engine, open_source):
@@ -65,7 +65,7 @@ def test_S12_a_key_that_got_stuck_while_it_was_claimed_is_left_alone(postgres, m
     """Its last holder parks a row and lets go between the two statements of a claim."""
     store(postgres, row(1, key="k"), row(2, key="k"), row(3, key="free"))
     source = OutboxSource(postgres, ordered=True, wakeup=False)
-    lock_keys = source._rows._lock_keys
+    lock_keys = source._claimer._lock_keys
 
     def lock_then_park(*arguments):
         keys = lock_keys(*arguments)
@@ -74,7 +74,7 @@ def test_S12_a_key_that_got_stuck_while_it_was_claimed_is_left_alone(postgres, m
             connection.execute(parked.values(parked_at=func.now()))
         return keys
 
-    monkeypatch.setattr(source._rows, "_lock_keys", lock_then_park)
+    monkeypatch.setattr(source._claimer, "_lock_keys", lock_then_park)
     assert [message.id for message in source.read(10, 0)] == ["e-3"]
     source.close()
 

@@ -12,8 +12,8 @@ from tests.integration.sql.claiming import INBOX, OUTBOX, fill, row, rows, store
 from tests.waiting import eventually
 
 from conquiet.errors import ConfigError, StoreError
-from conquiet.sql.claim import OutboxSource
 from conquiet.sql.cleanup import Cleanup, Removed
+from conquiet.sql.outbox_source import OutboxSource
 
 OLD = datetime.now(UTC) - timedelta(days=8)
 YOUNG = datetime.now(UTC) - timedelta(days=6)
@@ -46,7 +46,7 @@ def test_S14_both_tables_keep_seven_days(engine):
 def test_S14_a_row_that_waits_or_is_parked_is_never_removed(engine):
     fill(engine, 2, 1, created_at=OLD)
     fill(engine, 2, 3, created_at=OLD, parked_at=OLD, attempts=10)
-    assert Cleanup(engine, retention=timedelta(seconds=1)).run_once() == Removed()
+    assert Cleanup(engine, retention=1).run_once() == Removed()
     assert len(rows(engine)) == 4
 
 
@@ -71,7 +71,7 @@ def test_S14_batches_are_transactions_of_their_own(engine):
     remember(engine, 25, OLD)
     commits = []
     event.listen(engine, "commit", commits.append)
-    assert Cleanup(engine, batch=10).run_once().inbox == 25
+    assert Cleanup(engine, batch_size=10).run_once().inbox == 25
     assert len(commits) == 4  # 10, 10, 5; and a look at the outbox
 
 
@@ -89,7 +89,7 @@ def test_S14_claims_go_on_while_cleanup_works(engine):
     fill(engine, 500, 1, published_at=OLD)
     fill(engine, 5, 501)
     source = OutboxSource(engine, wakeup=False)
-    cleanup = Cleanup(engine, batch=10)
+    cleanup = Cleanup(engine, batch_size=10)
     thread = threading.Thread(target=cleanup.run_once)
     thread.start()
     messages = source.read(10, 5)
@@ -123,7 +123,7 @@ def test_stop_is_at_once(engine):
 
 def test_stop_does_not_wait_for_the_rest_of_a_long_round(engine):
     remember(engine, 2_000, OLD)
-    cleanup = Cleanup(engine, batch=1)
+    cleanup = Cleanup(engine, batch_size=1)
     cleanup.start()
     eventually(lambda: len(remembered(engine)) < 2_000)
     cleanup.stop()
@@ -152,7 +152,7 @@ def test_a_database_without_tables_is_an_error_and_the_thread_tries_again(engine
 
 @pytest.mark.parametrize(
     "options",
-    [{"retention": timedelta(0)}, {"interval": 0}, {"batch": 0}, {"batch": True}],
+    [{"retention": 0}, {"interval": 0}, {"batch_size": 0}, {"batch_size": True}],
 )
 def test_settings_that_cannot_work_are_refused(options):
     with pytest.raises(ConfigError):

@@ -9,9 +9,9 @@ import pytest
 from sqlalchemy import text
 from tests.integration.sql.claiming import made
 
-from conquiet.sql import claim_keys, cleanup, log
-from conquiet.sql.claim import outbox_layout
-from conquiet.sql.claim_psycopg import PsycopgRows
+from conquiet.sql import claim, cleanup, log
+from conquiet.sql.claim import PsycopgClaimer
+from conquiet.sql.outbox_source import outbox_layout
 
 ROWS = 100_000
 
@@ -79,7 +79,7 @@ def kinds(steps) -> set[str]:
 
 
 def test_S8_a_claim_enters_the_index_of_waiting_rows_and_sorts_nothing(engine):
-    statements = PsycopgRows(engine, outbox_layout(), ordered=False)
+    statements = PsycopgClaimer(engine, outbox_layout(), ordered=False)
     for held in ((), ([5, 6],)):
         steps = plan(engine, statements._queries[False, bool(held)], (7, *held, 100))
         assert indexes(steps) == {"outbox_claimable"}
@@ -87,7 +87,7 @@ def test_S8_a_claim_enters_the_index_of_waiting_rows_and_sorts_nothing(engine):
 
 
 def test_S8_the_mark_goes_by_the_primary_key(engine):
-    statements = PsycopgRows(engine, outbox_layout(), ordered=False)
+    statements = PsycopgClaimer(engine, outbox_layout(), ordered=False)
     ids = list(range(1, 101))
     assert indexes(plan(engine, statements._publish_sql, (ids,))) == {"outbox_pkey"}
     failures = (ids, ["no"] * 100, [False] * 100)
@@ -97,7 +97,7 @@ def test_S8_the_mark_goes_by_the_primary_key(engine):
 
 
 def test_S8_an_ordered_claim_steps_from_key_to_key(engine):
-    sql = claim_keys.lock_keys(outbox_layout(), "outbox", engine.dialect, beyond=">=")
+    sql = claim.lock_keys(outbox_layout(), "outbox", engine.dialect, beyond=">=")
     for name, value in (("after", "''"), ("held", "'{}'"), ("seed", "7"), ("count", "100")):
         sql = sql.replace(f":{name}", value)
     steps = plan(engine, sql)
@@ -106,7 +106,7 @@ def test_S8_an_ordered_claim_steps_from_key_to_key(engine):
 
 
 def test_S8_the_rows_of_a_key_are_found_by_the_key(engine):
-    statements = PsycopgRows(engine, outbox_layout(), ordered=True)
+    statements = PsycopgClaimer(engine, outbox_layout(), ordered=True)
     steps = plan(engine, statements._of_keys_sql, (["k1", "k2"], 50))
     assert indexes(steps) == {"outbox_claimable_key", "outbox_parked"}
     assert kinds(steps).isdisjoint({"Sort", "Seq Scan", "Hash Join"})

@@ -6,7 +6,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import msgspec
@@ -260,7 +259,7 @@ def test_cleanup_and_log_work(bounced: Engine) -> None:
     source = OutboxSource(bounced, wakeup=False)
     assert Relay(source, ListSink(), batch_size=20).run_once().published == 20
     source.close()
-    cleanup = Cleanup(bounced, retention=timedelta(microseconds=1))
+    cleanup = Cleanup(bounced, retention=1e-6)
     assert cleanup.run_once().outbox == 20
     assert unpublished(bounced) == 10
 

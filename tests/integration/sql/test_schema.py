@@ -7,10 +7,10 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from sqlalchemy import Engine, inspect, text
+from sqlalchemy import Engine, event, inspect, text
 
 from conquiet.errors import ConfigError
-from conquiet.sql import Inbox, Outbox, Transaction, schema
+from conquiet.sql import Cleanup, Inbox, Outbox, OutboxLog, OutboxSource, Transaction, schema
 from conquiet.sql import engine as make_engine
 from conquiet.testing.messages import message
 
@@ -170,10 +170,17 @@ def test_an_index_may_have_another_name(empty: Engine) -> None:
     assert schema.verify(empty) == []
 
 
-def test_constructors_touch_no_database() -> None:
-    Transaction("postgresql://nobody@127.0.0.1:1/none")
+def test_constructors_open_no_connection() -> None:
+    opened: list[object] = []
+    engine = make_engine("postgresql://nobody@127.0.0.1:1/none")
+    event.listen(engine, "do_connect", lambda *arguments: opened.append(arguments))
+    Transaction(engine)
+    Cleanup(engine)
+    OutboxLog(engine)
+    OutboxSource(engine).close()
     Inbox("billing")
     Outbox("orders")
+    assert opened == []
 
 
 IMPORT = """

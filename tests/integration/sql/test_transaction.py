@@ -70,9 +70,9 @@ def test_a_failed_flush_that_is_swallowed_is_found_before_commit_S2(engine: Engi
         *("PREPARE TRANSACTION 'x'", "-- done\n/* really */ ;COMMIT", "COMMIT AND CHAIN"),
     ],
 )
-@pytest.mark.parametrize("pipeline", [True, False])
+@pytest.mark.parametrize("queued", [True, False])
 def test_statements_that_end_the_transaction_are_refused_before_they_are_sent(
-    engine: Engine, statement: str, pipeline: bool
+    engine: Engine, statement: str, queued: bool
 ) -> None:
     factory = sessionmaker(engine)
     ways = [
@@ -81,7 +81,7 @@ def test_statements_that_end_the_transaction_are_refused_before_they_are_sent(
         lambda found: found.scalar(text(statement)),
     ]
     word = statement.split()[-1 if "--" in statement else 0].strip(";").upper()
-    with Transaction(engine, pipeline=pipeline).scope(()), connection(engine) as found:
+    with Transaction(engine, queue_statements=queued).scope(()), connection(engine) as found:
         save(engine, "a")
         for way in ways:
             with pytest.raises(HandlerError, match=word):

@@ -13,7 +13,7 @@ from conquiet.relay.inspection import Inspection
 from conquiet.relay.search import Search
 from conquiet.sql import engine as make_engine
 from conquiet.sql import schema
-from conquiet.sql.tables import outbox_table
+from conquiet.sql.schema import outbox_table
 
 OUTBOX = outbox_table()
 LONG_AGO = datetime.now(UTC) - timedelta(days=30)

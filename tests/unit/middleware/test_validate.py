@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+import jsonschema
 import msgspec
 import pytest
 from hypothesis import given
@@ -99,12 +100,25 @@ def test_the_error_is_bounded():
     assert len(str(raised.value)) < 1_000
 
 
-@given(st.binary(max_size=60))
-def test_no_bytes_break_it(data):
+orders = st.fixed_dictionaries(
+    {}, optional={"id": st.integers(-2, 3) | st.text(max_size=2), "lines": st.lists(st.just({}))}
+)
+documents = orders | st.lists(st.integers(), max_size=2) | st.none()
+
+
+@given(st.binary(max_size=60) | documents.map(msgspec.json.encode))
+def test_any_bytes_are_refused_unless_they_are_an_order(data):
     try:
         check(data)
     except InvalidMessage:
-        pass
+        return
+    jsonschema.validate(msgspec.json.decode(data), ORDER)
+
+
+@given(documents)
+def test_an_order_is_never_refused(document):
+    if jsonschema.Draft202012Validator(ORDER).is_valid(document):
+        check(document)
 
 
 # --- types without a schema -----------------------------------------------------------------

@@ -19,7 +19,7 @@ from conquiet.spark.options import (
     Options,
 )
 from conquiet.sql.log import Position
-from conquiet.sql.tables import OUTBOX_TABLE, checked_name
+from conquiet.sql.schema import OUTBOX_TABLE, checked_name
 
 EARLIEST, LATEST = "earliest", "latest"
 

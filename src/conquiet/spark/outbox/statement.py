@@ -16,7 +16,7 @@ from datetime import datetime
 
 from conquiet.spark.outbox.options import OutboxOptions
 from conquiet.sql.log import Position
-from conquiet.sql.tables import checked_name
+from conquiet.sql.schema import checked_name
 
 DOMAIN_SOURCE = "/outbox_events"
 """The attribute `source` of domain events, as the relay sets it."""

@@ -21,7 +21,7 @@ from conquiet.spark.outbox.statement import RowRange
 from conquiet.spark.progress import DataLoss
 from conquiet.sql import dialect
 from conquiet.sql.log import Horizon, OutboxLog, Position
-from conquiet.sql.tables import checked_name
+from conquiet.sql.schema import checked_name
 
 logger = logging.getLogger("conquiet.spark")
 

@@ -28,7 +28,7 @@ from conquiet.spark.upsert.target import (
     quoted,
     staging_columns,
 )
-from conquiet.sql.tables import checked_name
+from conquiet.sql.schema import checked_name
 from conquiet.sql.tls import advised
 
 _PREFIX = "conquiet_stage"

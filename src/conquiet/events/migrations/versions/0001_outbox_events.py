@@ -12,7 +12,7 @@ from sqlalchemy.dialects import postgresql
 
 from conquiet.events import trigger
 from conquiet.events.table import Now, UuidText
-from conquiet.sql.tables import checked_name
+from conquiet.sql.schema import checked_name
 
 revision = "0001"
 down_revision = None

@@ -9,7 +9,7 @@ import sqlalchemy as sa
 from alembic import context, op
 from sqlalchemy.dialects import postgresql
 
-from conquiet.sql.tables import CurrentTransaction, Xid8, checked_name
+from conquiet.sql.schema import CurrentTransaction, Xid8, checked_name
 
 revision = "0001"
 down_revision = None

@@ -152,15 +152,15 @@ def test_an_error_that_a_savepoint_took_care_of_is_not_blamed_for_a_lost_connect
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 50])
-@pytest.mark.parametrize("pipeline", [True, False])
+@pytest.mark.parametrize("queued", [True, False])
 def test_inbox_without_outbox_stores_every_effect(
-    postgres: Engine, batch_size: int, pipeline: bool
+    postgres: Engine, batch_size: int, queued: bool
 ) -> None:
     count = 100
     commands = Log()
     commands.append([message(str(number % count), id=str(number)) for number in range(count)] * 2)
     router = Router()
-    router.use(Transaction(postgres, pipeline=pipeline), Inbox("billing"))
+    router.use(Transaction(postgres, queue_statements=queued), Inbox("billing"))
 
     @router.raw(source="/shop", type="test")
     def handle(item: Message[Any]) -> None:

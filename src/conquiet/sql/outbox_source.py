@@ -1,13 +1,13 @@
-"""TableSource: what a relay reads. It claims rows, and settles them where it claimed them.
+"""Read an outbox table as a source: claim rows as messages, mark them when they are settled.
 
     stored ──claim──▶ claimed ──ack──▶ published_at set
-                         │ nack: one attempt more, and last_error; the last attempt parks the row,
-                         │       and so does a PermanentError at once
-                         │ nack with a Blameless error: as before, costs nothing
-                         └ crash: as before, at once; the lock went with the connection
+                         │ nack: attempts + 1 and last_error; the last attempt parks the row,
+                         │       and a PermanentError parks it at once
+                         │ nack with a Blameless error: stored again, costs no attempt
+                         └ crash: stored again at once; the lock goes with the connection
 
-What the tables differ in is their `Layout`, and the message that is made of a row. How the
-databases claim is in `claim_rows`, `claim_psycopg` and `claim_sqlite`.
+Tables differ in their `Layout` and in how a row becomes a message; databases differ in how they
+claim (`conquiet.sql.claim`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from sqlalchemy import Engine
+import msgspec
+from sqlalchemy import URL, Engine
 
 from conquiet.acking import Acking, Error
 from conquiet.errors import (
@@ -30,21 +31,27 @@ from conquiet.errors import (
     PermanentError,
     StoreError,
 )
-from conquiet.message import Message, printable
+from conquiet.message import Attributes, Message, printable
 from conquiet.sql import dialect
-from conquiet.sql.claim_psycopg import PsycopgRows
-from conquiet.sql.claim_rows import Opened, Rows
-from conquiet.sql.claim_sqlite import SqliteRows
-from conquiet.sql.claimed import Failure, error_text
-from conquiet.sql.layout import Layout, Row
-from conquiet.sql.resting import Resting
-from conquiet.sql.wakeup import Wakeup, wakeup_of
+from conquiet.sql.claim import (
+    ClaimedRow,
+    ClaimedRows,
+    Claimer,
+    Failure,
+    Layout,
+    PsycopgClaimer,
+    RowBackoff,
+    SqliteClaimer,
+    error_text,
+)
+from conquiet.sql.notification import Wakeup, wakeup_of
+from conquiet.sql.schema import OUTBOX_TABLE, outbox_table
 
 logger = logging.getLogger("conquiet.relay")
 
 
 class TableSource(ABC):
-    """Claims rows of a table as messages; ack marks one published, nack leaves it."""
+    """Claims rows of a table as messages; ack marks a row published, nack leaves it."""
 
     def __init__(
         self,
@@ -67,9 +74,9 @@ class TableSource(ABC):
         self.poll = poll
         self.hold = hold
         self.late = 0
-        """Settlements that came after their claim had ended; they do nothing."""
-        self.resting = Resting(by_key=ordered)
-        self._rows = self._rows_of(layout)
+        """How many settlements came after their claim had ended, and were ignored."""
+        self.backoff = RowBackoff(by_key=ordered)
+        self._claimer = self._claimer_of(layout)
         self._wakeup: Wakeup = wakeup_of(self.engine, self.table.fullname, enabled=wakeup)
         self._claims: set[Claim] = set()
         self._lock = threading.Lock()
@@ -77,11 +84,11 @@ class TableSource(ABC):
 
     @abstractmethod
     def _message(self, row: Any, acking: Acking) -> Message[bytes]:
-        """The message of a row; whatever it raises parks that row."""
+        """Build the message of a row; an exception parks the row."""
 
     @abstractmethod
     def named(self, row: Any) -> dict[str, str]:
-        """What the logs call a row: `event_id`, `event_type` and the like."""
+        """Return the fields that identify a row in logs: `event_id`, `event_type` and so on."""
 
     def read(self, limit: int, timeout: float) -> Sequence[Message[bytes]]:
         if limit < 1:
@@ -93,16 +100,16 @@ class TableSource(ABC):
             left = deadline - time.monotonic()
             if messages or left <= 0:
                 return messages
-            self._wakeup.wait(min(left, self.poll, self.resting.seconds_to_next()))
+            self._wakeup.wait(min(left, self.poll, self.backoff.seconds_to_next()))
         return ()
 
     def stop(self) -> None:
-        """No more rows: a `read` that waits ends at once. What was read can still be settled."""
+        """Claim no more rows and end a waiting `read`; rows in flight can still be settled."""
         self._closed = True
         self._wakeup.close()
 
     def close(self) -> None:
-        """Mark what was settled and let go of the rest, which is claimable at once."""
+        """Mark settled rows and release the others, which are claimable at once."""
         self.stop()
         with self._lock:
             claims = list(self._claims)
@@ -110,27 +117,30 @@ class TableSource(ABC):
             try:
                 claim.release()
             except StoreError as error:
-                logger.warning("a claim ended by itself: %s", error)
-        self._rows.close()
+                logger.warning(
+                    "could not release a claim; the database releases it with the connection: %s",
+                    error,
+                )
+        self._claimer.close()
 
     def _claim(self, limit: int) -> list[Message[bytes]]:
-        opened = self._rows.claim(limit, self.resting)
+        opened = self._claimer.claim(limit, self.backoff)
         if opened is None:
             return []
         claim = Claim(self, opened)
         with self._lock:
             self._claims.add(claim)
         try:
-            if self._closed:  # close() may have come while we waited for the database
+            if self._closed:  # close() may have been called while the claim was under way
                 claim.release()
                 return []
             return self._messages(opened.rows, claim)
         except BaseException:
-            claim.release()  # nobody else will: its messages were given to nobody
+            claim.release()  # its messages were never returned, so no caller can settle them
             raise
 
-    def _messages(self, rows: Sequence[Row], claim: Claim) -> list[Message[bytes]]:
-        """Rows that cannot be read fail alone; in order, what is behind them waits."""
+    def _messages(self, rows: Sequence[ClaimedRow], claim: Claim) -> list[Message[bytes]]:
+        """Build messages; an unreadable row fails alone, and blocks its key if ordered."""
         messages: list[Message[bytes]] = []
         broken: list[tuple[Any, Error]] = []
         broken_keys: set[str] = set()
@@ -140,7 +150,7 @@ class TableSource(ABC):
                 continue
             try:
                 messages.append(self._message(row, Acking(claim, row.id)))
-            except Exception as error:  # noqa: BLE001 - whatever it is, its neighbours go on
+            except Exception as error:  # noqa: BLE001 - the other rows of the claim go on
                 reason = InvalidMessage(f"the row cannot be read: {error}")
                 broken.append((row.id, reason))
                 self.log(logging.WARNING, "not published", row, reason)
@@ -150,10 +160,10 @@ class TableSource(ABC):
             claim.settle((), broken)
         return messages
 
-    def log(self, level: int, what: str, row: Row, reason: object) -> None:
+    def log(self, level: int, what: str, row: ClaimedRow, reason: object) -> None:
         about = {**self.named(row), "attempt": row.attempts + 1}
-        told = " ".join(f"{name}={value}" for name, value in about.items())
-        logger.log(level, "%s: %s: %s", what, printable(told), printable(str(reason)), extra=about)
+        named = " ".join(f"{name}={value}" for name, value in about.items())
+        logger.log(level, "%s: %s: %s", what, printable(named), printable(str(reason)), extra=about)
 
     def _give_up_old_claims(self) -> None:
         limit = time.monotonic() - self.hold
@@ -172,23 +182,23 @@ class TableSource(ABC):
         with self._lock:
             self._claims.discard(claim)
 
-    def _rows_of(self, layout: Layout) -> Rows:
+    def _claimer_of(self, layout: Layout) -> Claimer:
         kind = self.engine.dialect
         if dialect.is_sqlite(kind):
-            return SqliteRows(self.engine, layout, self.ordered)
+            return SqliteClaimer(self.engine, layout, self.ordered)
         if not dialect.is_postgresql(kind) or kind.is_async:
             raise ConfigError(
                 f"{type(self).__name__} takes a sync Engine of PostgreSQL or SQLite, not"
                 f" {kind.name}+{kind.driver}; make one from the same URL"
             )
-        rows = PsycopgRows if dialect.uses_psycopg(kind) else Rows
-        return rows(self.engine, layout, self.ordered)
+        claimer = PsycopgClaimer if dialect.uses_psycopg(kind) else Claimer
+        return claimer(self.engine, layout, self.ordered)
 
 
 class Claim:
-    """The settler of the rows of one transaction; ends it when each of them is settled."""
+    """Settles the rows of one claim, and ends the claim when all of them are settled."""
 
-    def __init__(self, source: TableSource, opened: Opened) -> None:
+    def __init__(self, source: TableSource, opened: ClaimedRows) -> None:
         self.since = time.monotonic()
         self._source = source
         self._opened = opened
@@ -196,7 +206,7 @@ class Claim:
         self._rows = {row.id: row for row in opened.rows}
         self._waiting = dict(self._rows)
         self._acked: list[Any] = []
-        self._nacked: list[tuple[Row, Error]] = []
+        self._nacked: list[tuple[ClaimedRow, Error]] = []
         self._ended = False
 
     @property
@@ -219,7 +229,7 @@ class Claim:
                 self._end()
 
     def release(self) -> None:
-        """End now: what was settled is marked, the rest is claimable again."""
+        """End the claim now: mark settled rows, leave the others claimable."""
         with self._lock:
             if not self._ended:
                 self._end()
@@ -227,21 +237,21 @@ class Claim:
     def _end(self) -> None:
         self._ended = True
         self._source.ended(self)
-        resting = self._source.resting
+        backoff = self._source.backoff
         failures = [self._failure(row, error) for row, error in self._nacked if _costs(error)]
         unmarked = self._opened.settle(self._acked, failures)
         if self._acked:
-            resting.forget(self._acked)
+            backoff.forget(self._acked)
         parked = {failure.id for failure in failures if failure.parks}
         for row, error in self._nacked:
-            # What is parked is not claimed, and goes at once when an operator sends it again.
+            # A parked row is not claimed; after an operator's retry it is published at once.
             if not isinstance(error, GivenBack) and row.id not in parked:
-                resting.add(row.id, row.key, row.attempts, costs=_costs(error))
+                backoff.add(row.id, row.key, row.attempts, costs=_costs(error))
         for id_ in unmarked:
             row = self._rows[id_]
-            resting.add(id_, row.key, row.attempts, costs=True)
+            backoff.add(id_, row.key, row.attempts, costs=True)
 
-    def _failure(self, row: Row, error: Error) -> Failure:
+    def _failure(self, row: ClaimedRow, error: Error) -> Failure:
         is_last = row.attempts + 1 >= self._source.max_attempts
         parks = is_last or isinstance(error, PermanentError)
         reason = error_text(error)
@@ -258,3 +268,88 @@ def checked_attempts(count: int) -> int:
 
 def _costs(error: Error) -> bool:
     return not isinstance(error, Blameless)
+
+
+_attributes = msgspec.json.Decoder(dict[str, Any])
+
+
+class OutboxRow(NamedTuple):
+    """Holds a claimed row of the generic outbox."""
+
+    id: int
+    topic: str
+    event_type: str
+    event_id: str
+    key: str | None
+    content_type: str
+    data: bytes
+    attributes: str
+    attempts: int
+
+
+def outbox_layout(table: str = OUTBOX_TABLE) -> Layout:
+    return Layout(
+        outbox_table(table),
+        OutboxRow,
+        order=("id",),
+        start=("0",),
+        key="key",
+        first_key="",
+        attempts="attempts",
+        as_text=frozenset({"attributes"}),
+    )
+
+
+class OutboxSource(TableSource):
+    """Claims rows of the generic outbox as messages; ack marks a row published, nack leaves it.
+
+    Several sources, in threads, processes or on machines, share the rows. `ordered` publishes the
+    rows of a key in the order of their ids, by one relay at a time; a row that fails or is parked
+    blocks its own key only. A failed row is retried after a second, then after twice as long each
+    time, up to five minutes; it is parked at `max_attempts`.
+
+    An idle `read` polls every `poll` seconds, and at once when a writer notifies it (`wakeup`). A
+    claim that is not settled within `hold` seconds is released, so that a forgotten message
+    cannot keep a transaction open for ever.
+    """
+
+    def __init__(
+        self,
+        engine: Engine | str | URL,
+        table: str = OUTBOX_TABLE,
+        *,
+        max_attempts: int = 10,
+        ordered: bool = False,
+        poll: float = 0.5,
+        wakeup: bool = True,
+        hold: float = 300.0,
+    ) -> None:
+        super().__init__(
+            dialect.as_engine(engine),
+            outbox_layout(table),
+            max_attempts=checked_attempts(max_attempts),
+            ordered=ordered,
+            poll=poll,
+            wakeup=wakeup,
+            hold=hold,
+        )
+
+    def named(self, row: OutboxRow) -> dict[str, str]:
+        return {"event_id": row.event_id, "event_type": row.event_type, "row": str(row.id)}
+
+    def _message(self, row: OutboxRow, acking: Acking) -> Message[bytes]:
+        """Build the stored message; attributes that are missing are taken from the columns."""
+        try:
+            attributes: Attributes = _attributes.decode(row.attributes)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise InvalidMessage(f"attributes is not a JSON object: {error}") from error
+        attributes.setdefault("id", row.event_id)
+        attributes.setdefault("type", row.event_type)
+        if row.content_type != "application/json":
+            attributes.setdefault("datacontenttype", row.content_type)
+        message = Message(
+            row.data, attributes, acking=acking, topic=row.topic, deliveries=row.attempts + 1
+        )
+        if row.key and message.key != row.key:
+            attributes["partitionkey"] = row.key
+        return message

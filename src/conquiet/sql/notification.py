@@ -1,11 +1,11 @@
-"""Wake-up: how a relay that waits learns of new rows before it looks again by itself.
+"""Notify waiting relays of new rows, between their polls.
 
-    writer:  COMMIT ──▶ written(engine) ──▶ [at most one NOTIFY per interval, in a thread]
+    writer:  COMMIT ──▶ notify_relays(engine) ──▶ [at most one NOTIFY per interval, in a thread]
     relay:   wait(seconds) ◀── LISTEN on a connection of its own, or PRAGMA data_version
 
-A NOTIFY inside the writing transaction makes commits queue up behind each other; so it is sent
-after the commit, off the writer's path, once for all that was written meanwhile. It is a hint
-and may be lost: the relay looks by itself every `poll` seconds as well.
+A NOTIFY inside the writing transaction serializes commits. So a thread sends it after the commit,
+once for all rows written since the last one. A notification is a hint and may be lost: the relay
+polls every `poll` seconds as well.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from conquiet.backoff import Backoff
 from conquiet.sql import dialect
-from conquiet.sql.tables import OUTBOX_TABLE, checked_name
+from conquiet.sql.schema import OUTBOX_TABLE, checked_name
 
 logger = logging.getLogger("conquiet.relay")
 
@@ -33,32 +33,32 @@ NOTIFY_INTERVAL_SECONDS = 0.02
 """The least time between two notifications of one process about one table."""
 
 _IDLE_SECONDS = 1.0
-"""How long the thread that notifies keeps its connection with nothing to say."""
+"""How long the notifying thread keeps its connection while there is nothing to send."""
 _LOOK_SECONDS = 0.01
-"""How often SQLite is asked whether somebody has written: 10 µs each."""
+"""How often SQLite is asked for its data version, which costs 10 µs."""
 
 
 class Wakeup(Protocol):
-    """Waits for rows."""
+    """Waits for new rows."""
 
     def wait(self, seconds: float) -> bool:
-        """True if rows may have come; False when the time is over or after `close`."""
+        """Return True if there may be new rows; False after `seconds` or `close`."""
 
     def close(self) -> None:
-        """End the wait that is under way, and every later one at once."""
+        """End the current wait and every later one at once."""
 
 
 def wakeup_of(engine: Engine, table: str = OUTBOX_TABLE, *, enabled: bool = True) -> Wakeup:
-    """What fits the engine; plain polling where there is nothing better, or it is not wanted."""
+    """Choose LISTEN, SQLite's data version or plain polling, as the engine allows."""
     if enabled and dialect.uses_psycopg(engine.dialect):
         return Listener(engine, table)
     if enabled and dialect.is_sqlite(engine.dialect) and not dialect.is_in_memory(engine):
-        return Watcher(engine)  # by a connection of its own, which a database in memory has not
+        return Watcher(engine)  # needs a second connection, which an in-memory database cannot have
     return Timer()
 
 
 class Timer:
-    """Waits for the time to pass, and no more."""
+    """Waits for the time to pass: plain polling."""
 
     def __init__(self) -> None:
         self._closed = threading.Event()
@@ -72,7 +72,7 @@ class Timer:
 
 
 class Watcher:
-    """Looks whether another connection has changed a SQLite file, without reading it."""
+    """Watches SQLite's data version, which changes when another connection commits."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -85,7 +85,7 @@ class Watcher:
         deadline = time.monotonic() + seconds
         while not self._closed.is_set():
             version = self._current_version()
-            # The first answer is no news: what was written before it was not looked for.
+            # The first version counts as a change: earlier rows were not looked for yet.
             if version != self._version:
                 self._version = version
                 return True
@@ -120,7 +120,7 @@ class Watcher:
 
 
 class Listener:
-    """LISTENs on a connection of its own, which PgBouncer must hand out for a session."""
+    """LISTENs on a connection of its own; PgBouncer must pool by session for it."""
 
     def __init__(self, engine: Engine, table: str) -> None:
         self._engine = engine
@@ -138,7 +138,7 @@ class Listener:
             if self._closed:
                 return False
             if self._connection is None and time.monotonic() >= self._retry_at and self._listen():
-                return True  # what was written before we listened was not announced to us
+                return True  # rows written before LISTEN were not announced
             return self._wait(seconds)
 
     def _listen(self) -> bool:
@@ -165,15 +165,15 @@ class Listener:
         if connection is None or ready != [connection.fileno()]:
             return False
         try:
-            # All that has come by now: a hundred notifications are one reason to look.
+            # Take all pending notifications: a hundred of them are one reason to poll.
             return len(list(connection.notifies(timeout=0))) > 0
         except self._engine.dialect.loaded_dbapi.Error as error:
-            logger.warning("the connection that listens was lost, polling: %s", error)
+            logger.warning("the LISTEN connection was lost, polling: %s", error)
             self._disconnect()
             return False
 
     def close(self) -> None:
-        with self._closing:  # who waits may close it too, when it is told to end
+        with self._closing:  # the waiting thread and another may close it at the same time
             if self._closed:
                 return
             self._wake.send(b".")  # ends the wait that holds the lock
@@ -191,15 +191,15 @@ class Listener:
 
 
 def channel(table: str) -> str:
-    """The channel of a table; those of the same name in several schemas share it, harmlessly."""
+    """Return the channel of a table; tables of one name in several schemas share it."""
     return f"conquiet_{checked_name(table)[1]}"
 
 
-def written(engine: Engine, table: str = OUTBOX_TABLE) -> None:
-    """Tell the relays, soon and once, that rows of this table were committed.
+def notify_relays(engine: Engine, table: str = OUTBOX_TABLE) -> None:
+    """Notify relays that rows of this table were committed; call it after the commit.
 
-    To be called after the commit. It costs the caller a flag; a thread sends the notification.
-    On SQLite, and for drivers other than psycopg, it does nothing.
+    The caller only sets a flag; a thread sends one notification per interval. On SQLite, and with
+    drivers other than psycopg, it does nothing.
     """
     if not dialect.uses_psycopg(engine.dialect) or engine.dialect.is_async:
         return
@@ -207,19 +207,19 @@ def written(engine: Engine, table: str = OUTBOX_TABLE) -> None:
     if notifier is None:
         with _notifiers_lock:
             notifier = _notifiers.setdefault(engine, Notifier(engine))
-    notifier.written(table)
+    notifier.notify(table)
 
 
 def notify_statement(table: str = OUTBOX_TABLE) -> str:
-    """The statement that wakes the relays, for those who commit by a driver of their own."""
+    """Return the statement that notifies relays, for a driver other than psycopg."""
     return f"SELECT pg_notify('{channel(table)}', '')"
 
 
 class Notifier:
-    """Sends what was written meanwhile as one notification per table and interval."""
+    """Sends at most one notification per table and interval, from a thread."""
 
     def __init__(self, engine: Engine, interval: float = NOTIFY_INTERVAL_SECONDS) -> None:
-        # Not the engine itself: the dictionary of notifiers would keep it alive for ever.
+        # Not the engine: the weak dictionary of notifiers would then keep it alive for ever.
         self._pool = engine.pool
         self._error = engine.dialect.loaded_dbapi.Error
         self._interval = interval
@@ -228,7 +228,7 @@ class Notifier:
         self._thread: threading.Thread | None = None
         self.sent = 0
 
-    def written(self, table: str) -> None:
+    def notify(self, table: str) -> None:
         with self._changed:
             self._tables.add(table)
             if self._thread is None or not self._thread.is_alive():
@@ -237,8 +237,10 @@ class Notifier:
                 )
                 try:
                     self._thread.start()
-                except RuntimeError as error:  # no more threads; the caller has committed
-                    logger.warning("relays were not notified; they find it by polling: %s", error)
+                except RuntimeError as error:  # out of threads; the caller has committed
+                    logger.warning(
+                        "could not notify relays; they will find the rows by polling: %s", error
+                    )
             else:
                 self._changed.notify()
 
@@ -251,7 +253,7 @@ class Notifier:
                         connection = _connect(self._pool)
                         connection.autocommit = True
                     for table in tables:
-                        # No disk has to wait for a hint.
+                        # A hint needs no durable commit.
                         connection.execute(
                             "SELECT set_config('synchronous_commit', 'off', true),"
                             " pg_notify(%s, '')",
@@ -259,7 +261,9 @@ class Notifier:
                         )
                     self.sent += len(tables)
                 except (SQLAlchemyError, self._error) as error:
-                    logger.warning("relays were not notified; they find it by polling: %s", error)
+                    logger.warning(
+                        "could not notify relays; they will find the rows by polling: %s", error
+                    )
                     _close(connection)
                     connection = None
                 time.sleep(self._interval)
@@ -267,12 +271,12 @@ class Notifier:
             _close(connection)
 
     def _next(self) -> list[str]:
-        """What was written since; nothing if that was nothing for a while."""
+        """Return the tables written since the last call; none after an idle time."""
         with self._changed:
             if not self._tables:
                 self._changed.wait(_IDLE_SECONDS)
             if not self._tables:
-                self._thread = None  # under the lock: the next write starts another
+                self._thread = None  # under the lock: the next write starts a new thread
             tables = sorted(self._tables)
             self._tables.clear()
             return tables
@@ -283,7 +287,7 @@ _notifiers_lock = threading.Lock()
 
 
 def _forget_notifiers() -> None:
-    """In a forked child their threads are missing, and a lock may be held for ever."""
+    """Drop notifiers in a forked child: it has no such threads, and a lock may be held."""
     global _notifiers_lock
     _notifiers_lock = threading.Lock()
     _notifiers.clear()
@@ -293,7 +297,7 @@ os.register_at_fork(after_in_child=_forget_notifiers)
 
 
 def _connect(pool: Pool) -> Any:
-    """A driver's connection, made as the pool makes them, which it then forgets."""
+    """Open a driver connection as the pool does, and detach it from the pool."""
     pooled = pool.connect()
     connection = pooled.driver_connection
     pooled.detach()

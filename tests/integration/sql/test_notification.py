@@ -15,9 +15,16 @@ from tests.waiting import eventually
 from conquiet import sql
 from conquiet.errors import ConfigError
 from conquiet.message import Message
-from conquiet.sql import Outbox, Transaction, schema, wakeup
-from conquiet.sql.claim import OutboxSource
-from conquiet.sql.wakeup import Listener, Notifier, Timer, Watcher, notify_statement, written
+from conquiet.sql import Outbox, Transaction, notification, schema
+from conquiet.sql.notification import (
+    Listener,
+    Notifier,
+    Timer,
+    Watcher,
+    notify_relays,
+    notify_statement,
+)
+from conquiet.sql.outbox_source import OutboxSource
 
 
 @pytest.fixture
@@ -37,7 +44,7 @@ def test_S13_a_waiting_read_is_woken_by_a_write(engine):
     thread.start()
     began = time.monotonic()
     fill(engine, 3)
-    written(engine)
+    notify_relays(engine)
     thread.join(20)
     assert len(found) == 3
     assert time.monotonic() - began < 5
@@ -74,7 +81,7 @@ def test_S13_a_hundred_writes_are_a_few_notifications(postgres, listener):
     notifier = Notifier(postgres, interval=0.2)
     began = time.monotonic()
     for _ in range(100):
-        notifier.written("outbox")
+        notifier.notify("outbox")
         time.sleep(0.005)
     assert listener.wait(5)
     assert 1 <= notifier.sent <= 2 + (time.monotonic() - began) / 0.2
@@ -85,7 +92,7 @@ def test_S13_the_writer_pays_a_flag_and_no_statement(postgres):
     event.listen(postgres, "before_cursor_execute", lambda *a: statements.append(a[2]))
     began = time.perf_counter()
     for _ in range(1_000):
-        written(postgres)
+        notify_relays(postgres)
     assert time.perf_counter() - began < 0.5
     assert statements == []
 
@@ -98,8 +105,8 @@ def test_S13_polling_finds_what_was_not_announced(engine):
 
 
 def test_S13_wakeup_can_be_switched_off(postgres, sqlite):
-    assert isinstance(wakeup.wakeup_of(postgres, enabled=False), Timer)
-    assert isinstance(wakeup.wakeup_of(sqlite, enabled=False), Timer)
+    assert isinstance(notification.wakeup_of(postgres, enabled=False), Timer)
+    assert isinstance(notification.wakeup_of(sqlite, enabled=False), Timer)
     with postgres.connect() as connection:
         source = OutboxSource(postgres, wakeup=False)
         source.read(1, 0.01)
@@ -122,7 +129,7 @@ def test_a_listener_whose_connection_was_killed_listens_again(postgres, listener
         )
     assert not listener.wait(5)
     assert eventually(lambda: listener.wait(0.1))
-    written(postgres)
+    notify_relays(postgres)
     assert listener.wait(5)
 
 
@@ -130,14 +137,14 @@ def test_a_server_that_is_away_leaves_the_time_to_pass(postgres, monkeypatch):
     def refuse(pool):
         raise postgres.dialect.loaded_dbapi.OperationalError("away")
 
-    monkeypatch.setattr(wakeup, "_connect", refuse)
+    monkeypatch.setattr(notification, "_connect", refuse)
     waiting = Listener(postgres, "outbox")
     assert not waiting.wait(0.01)
     waiting.close()
 
 
 def test_another_tables_rows_wake_nobody(postgres, listener):
-    written(postgres, "others")
+    notify_relays(postgres, "others")
     assert not listener.wait(0.3)
 
 
@@ -157,11 +164,11 @@ def test_a_statement_of_ones_own_wakes_too(postgres, listener):
 
 
 def test_the_thread_that_notifies_ends_when_there_is_nothing_to_say(postgres, monkeypatch):
-    monkeypatch.setattr(wakeup, "_IDLE_SECONDS", 0.05)
+    monkeypatch.setattr(notification, "_IDLE_SECONDS", 0.05)
     notifier = Notifier(postgres, interval=0.01)
-    notifier.written("outbox")
+    notifier.notify("outbox")
     eventually(lambda: notifier._thread is None)
-    notifier.written("outbox")
+    notifier.notify("outbox")
     eventually(lambda: notifier.sent == 2)
     eventually(lambda: notifier._thread is None)
 
@@ -195,18 +202,18 @@ def test_a_notification_that_cannot_be_sent_fails_nobody_who_has_committed(postg
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    written(postgres)
+    notify_relays(postgres)
 
 
 def test_a_forked_process_has_notifiers_of_its_own(postgres):
-    written(postgres)
-    notifier = wakeup._notifiers[postgres]
-    with notifier._changed, wakeup._notifiers_lock:  # as another thread might, at the fork
+    notify_relays(postgres)
+    notifier = notification._notifiers[postgres]
+    with notifier._changed, notification._notifiers_lock:  # as another thread might, at the fork
         child = os.fork()
         if not child:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(10)
-            written(postgres)
+            notify_relays(postgres)
             os._exit(0)
         assert os.waitpid(child, 0) == (child, 0)
 

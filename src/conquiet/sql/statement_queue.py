@@ -1,11 +1,11 @@
-"""Statements that return nothing wait, and are sent together, without a round trip for each.
+"""Queue statements that return nothing, and send them together in one round trip.
 
     INSERT ──▶ queued ┐
-    INSERT ──▶ queued ├──▶ anything else, or COMMIT: they are sent and answered before it
+    INSERT ──▶ queued ├──▶ any other statement, or COMMIT: the queue is executed before it
     INSERT ──▶ queued ┘
 
-Adapters notice nothing: what reads (a SELECT, RETURNING, a row count) finds them done. An error of
-a queued statement is raised by whatever waits for it, at the latest before COMMIT.
+Adapters need not know: a read (SELECT, RETURNING, a row count) executes the queue first. An error
+of a queued statement is raised by the next call that waits, at the latest before COMMIT.
 """
 
 from __future__ import annotations
@@ -23,28 +23,27 @@ from psycopg.abc import Params
 from psycopg.pq import TransactionStatus
 
 from conquiet.errors import HandlerError
-from conquiet.sql.control import not_yours, refuse_control
-from conquiet.sql.dialect import Own
+from conquiet.sql.dialect import FrozenParameters, control_error, refuse_control
 
-MOST_QUEUED = 1000
-"""They are sent after this many, so that they never pile up."""
+MAX_QUEUED = 1000
+"""The queue is sent when it holds this many statements."""
 
-FEWEST_TOGETHER = 3
-"""Fewer are executed one by one: entering and leaving psycopg's pipeline costs as much."""
+MIN_PIPELINED = 3
+"""Fewer are executed one by one: entering and leaving psycopg's pipeline mode costs as much."""
 
 _FROZEN = frozenset(
     (str, int, float, bool, bytes, type(None), Decimal, UUID, date, datetime, time, timedelta)
 )
-"""What nobody can change between queueing and sending; other parameters are sent at once."""
+"""Immutable types; statements with parameters of other types are sent at once."""
 
 
 def is_supported() -> bool:
-    """Whether the libpq in use can do it (14 and later)."""
+    """Return whether libpq supports pipeline mode (14 and later)."""
     return psycopg.Pipeline.is_supported()
 
 
-class Pipeline:
-    """The queue of one connection, for the time of one transaction."""
+class StatementQueue:
+    """Queues statements of one connection during one transaction."""
 
     def __init__(
         self, connection: psycopg.Connection[Any], in_savepoint: Callable[[], bool]
@@ -60,16 +59,16 @@ class Pipeline:
         self._former = connection.cursor_factory, connection.server_cursor_factory
         connection.cursor_factory = self._cursor  # type: ignore[assignment]
         connection.server_cursor_factory = self._server_cursor  # type: ignore[assignment]
-        # These send their statements past the cursors, and so past what waits.
+        # These methods bypass the cursors, and so the queue.
         connection.transaction = self._transaction  # type: ignore[method-assign]
         connection.commit = self._commit  # type: ignore[method-assign]
         connection.rollback = self._rollback  # type: ignore[method-assign]
 
     def finish(self) -> None:
-        """Execute what waits, before COMMIT; from now on nothing is queued.
+        """Execute the queue before COMMIT, and queue nothing more.
 
-        Raises if a queued statement ever failed, also if somebody caught that error since: the
-        statements behind it were lost with it, and PostgreSQL need not know of them.
+        Raises if a queued statement ever failed, also if a handler caught that error: the
+        statements behind it were dropped, and PostgreSQL may not know of them.
         """
         self._finished = True
         self.wait()
@@ -77,17 +76,17 @@ class Pipeline:
             raise self._failure
         if self._failure is not None:
             raise HandlerError(
-                "a queued statement failed and nobody raised its error, so that a COMMIT would"
-                " commit only a part; let SQL errors pass, or run the statement in"
+                "a queued statement failed and its error was swallowed, so a COMMIT would"
+                " commit only a part; do not catch SQL errors, or run the statement in"
                 f" begin_nested(): {self._failure!s:.300}"
             ) from self._failure
         self._restore()
 
     def close(self) -> None:
-        """Forget what waits, before ROLLBACK, and leave the connection as it was."""
+        """Discard the queue before ROLLBACK, and restore the connection."""
         self._finished = True
         self._waiting.clear()
-        with suppress(psycopg.Error):  # of what was sent; it is rolled back
+        with suppress(psycopg.Error):  # errors of sent statements, which are rolled back
             self.wait()
         self._restore()
 
@@ -98,10 +97,10 @@ class Pipeline:
 
     @contextmanager
     def _transaction(self, *arguments: Any, **options: Any) -> Iterator[psycopg.Transaction]:
-        """A savepoint by psycopg: what waits was asked for before it, and outlives its rollback."""
+        """Begin a psycopg savepoint; queued statements come before it and survive its rollback."""
         self.wait()
         if self._connection.info.transaction_status is TransactionStatus.IDLE:
-            # psycopg would take it for the whole transaction, and commit.
+            # psycopg would treat the block as the whole transaction, and commit.
             psycopg.Cursor(self._connection).execute("SELECT 1")
         self._blocks += 1
         try:
@@ -113,28 +112,29 @@ class Pipeline:
             self._blocks -= 1
 
     def _commit(self) -> None:
-        raise not_yours("commit()")
+        raise control_error("commit()")
 
     def _rollback(self) -> None:
-        # By SQLAlchemy after a failed flush, or by a handler. What waits would begin anew.
+        # Called by SQLAlchemy after a failed flush, or by a handler. Queued statements would
+        # begin another transaction.
         self._waiting.clear()
-        self._failure = self._failure or not_yours("rollback()")
+        self._failure = self._failure or control_error("rollback()")
         type(self._connection).rollback(self._connection)
 
     def add(self, query: str, params: Any, cursor: QueueingCursor) -> None:
         """Queue a statement."""
-        if len(self._waiting) >= MOST_QUEUED:
+        if len(self._waiting) >= MAX_QUEUED:
             self.wait()
         self._waiting.append((query, params, ref(cursor)))
 
     def take_back(self, cursor: QueueingCursor) -> tuple[Any, Any] | None:
-        """The statement that this cursor has just queued, if it is the last."""
+        """Remove and return the last queued statement if this cursor queued it."""
         if self._waiting and self._waiting[-1][2]() is cursor:
             return self._waiting.pop()[:2]
         return None
 
     def send(self) -> None:
-        """Send what waits, in order, and do not wait for the answers."""
+        """Send the queue in order, without waiting for results."""
         try:
             self._send()
         except BaseException as error:
@@ -153,7 +153,7 @@ class Pipeline:
             if runs and (query != last or holder is not None):
                 self._send_runs(last, runs)
                 runs = []
-            if holder is not None:  # somebody may still ask it for its row count
+            if holder is not None:  # its row count may still be read
                 self._sent.add(query)
                 holder.send(query, params)
             else:
@@ -181,9 +181,9 @@ class Pipeline:
             cursor.executemany(query, runs)
 
     def wait(self) -> None:
-        """Send what waits and take the answers; raises the first error among them."""
+        """Send the queue and read the results; raise the first error."""
         try:
-            if self._mode is None and len(self._waiting) < FEWEST_TOGETHER:
+            if self._mode is None and len(self._waiting) < MIN_PIPELINED:
                 self._execute_plainly()
             elif self._waiting:
                 self._send()
@@ -199,7 +199,7 @@ class Pipeline:
             self._sent.clear()
 
     def explain(self, error: BaseException) -> None:
-        """Say which statements an error may belong to that another statement raised."""
+        """Note on an error which queued statements may have caused it."""
         for query in self._sent:
             error.add_note(
                 f"raised late, perhaps by this statement, which was queued: {query:.300}"
@@ -207,8 +207,8 @@ class Pipeline:
 
     @property
     def may_queue(self) -> bool:
-        # Before BEGIN psycopg has to wait anyway; in a failed transaction an error is due now. A
-        # savepoint is there to catch errors, so they must come up inside it.
+        # Before BEGIN psycopg waits anyway; in a failed transaction the error must be raised now.
+        # A savepoint catches errors, so they must be raised inside it.
         if self._finished or self._blocks or self._in_savepoint():
             return False
         if self._waiting or self._mode is not None:
@@ -217,7 +217,7 @@ class Pipeline:
 
     def _cursor(self, *arguments: Any, **options: Any) -> QueueingCursor:
         cursor = QueueingCursor(*arguments, **options)
-        cursor.pipeline = self
+        cursor.queue = self
         return cursor
 
     def _server_cursor(self, *arguments: Any, **options: Any) -> Any:
@@ -226,77 +226,78 @@ class Pipeline:
 
 
 class QueueingCursor(psycopg.Cursor[Any]):
-    """A cursor that queues what returns nothing, and waits before all else."""
+    """Queues statements that return nothing, and executes the queue before any other."""
 
-    pipeline: Pipeline
+    queue: StatementQueue
     _queued = False
 
     def execute(self, query: Any, params: Params | None = None, **options: Any) -> Any:
-        pipeline = self.pipeline
+        queue = self.queue
         self._queued = (
             type(query) is str
-            and params is not None  # or psycopg would read each % in it as a placeholder
+            and params is not None  # else psycopg would read each % as a placeholder
             and is_silent(query)
             and not options
-            and pipeline.may_queue
+            and queue.may_queue
         )
         if not self._queued:
             if type(query) is str:
                 refuse_control(query)
-            pipeline.wait()
+            queue.wait()
             return super().execute(query, params, **options)
         frozen = _frozen(params)
         if frozen is not None:
-            pipeline.add(query, frozen, self)
+            queue.add(query, frozen, self)
         else:
-            pipeline.send()
+            queue.send()
             super().execute(query, params)
         return self
 
     def send(self, query: Any, params: Any) -> None:
-        """Execute what was queued."""
+        """Execute a statement that this cursor queued."""
         super().execute(query, params)
 
     @property
     def rowcount(self) -> int:
         if self._queued:
             self._queued = False
-            own = self.pipeline.take_back(self)
-            self.pipeline.wait()
+            own = self.queue.take_back(self)
+            self.queue.wait()
             if own is not None:
                 super().execute(*own)
         return super().rowcount
 
     def close(self) -> None:
-        if not self._queued:  # or it could not be executed any more
+        if not self._queued:  # a closed cursor could not execute it later
             super().close()
 
     def executemany(self, query: Any, params_seq: Iterable[Params], **options: Any) -> None:
-        self.pipeline.wait()
+        self.queue.wait()
         super().executemany(query, params_seq, **options)
 
     def copy(self, *arguments: Any, **options: Any) -> Any:
-        self.pipeline.wait()
+        self.queue.wait()
         return super().copy(*arguments, **options)
 
     def stream(self, *arguments: Any, **options: Any) -> Any:
-        self.pipeline.wait()
+        self.queue.wait()
         return super().stream(*arguments, **options)
 
 
 _silent: dict[str, bool] = {}
-_MOST_KNOWN = 1000
+_MAX_KNOWN = 1000
 
 
 def is_silent(query: str) -> bool:
-    """Whether a statement returns nothing that SQLAlchemy or anybody must see at once.
+    """Return whether a statement is an INSERT without RETURNING, whose result is not read.
 
-    An INSERT without RETURNING. Of UPDATE and DELETE, SQLAlchemy reads the row count, and also of
-    what it gets as text: those are executed at once.
+    SQLAlchemy reads the row count of UPDATE and DELETE, so these are executed at once.
     """
     known = _silent.get(query)
     if known is None:
-        if len(_silent) >= _MOST_KNOWN:  # texts with values in them would fill it for ever
+        if (
+            len(_silent) >= _MAX_KNOWN
+        ):  # statements with values in their text would fill it without limit
             _silent.clear()
         begins = query.lstrip()[:7].upper()
         known = begins.split() == ["INSERT"] and "returning" not in query.lower()
@@ -305,8 +306,8 @@ def is_silent(query: str) -> bool:
 
 
 def _frozen(params: Any) -> Any:
-    """A copy of parameters that nobody can change any more; None if some value can be."""
-    if type(params) is Own:
+    """Copy parameters so that they cannot change; None if a value is mutable."""
+    if type(params) is FrozenParameters:
         return params
     if type(params) is dict:
         for value in params.values():

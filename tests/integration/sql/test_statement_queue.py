@@ -22,7 +22,7 @@ from tests.integration.sql.queueing import (
 )
 
 from conquiet.sql import Transaction, connection, session
-from conquiet.sql.pipeline import MOST_QUEUED, is_silent
+from conquiet.sql.statement_queue import MAX_QUEUED, is_silent
 
 
 class Base(DeclarativeBase):
@@ -64,7 +64,7 @@ def test_inserts_are_sent_together(postgres: Engine, sent: list[str]) -> None:
 
 
 def test_pipeline_may_be_switched_off(postgres: Engine, sent: list[str]) -> None:
-    with Transaction(postgres, pipeline=False).scope(()), connection(postgres) as found:
+    with Transaction(postgres, queue_statements=False).scope(()), connection(postgres) as found:
         for number in range(3):
             found.execute(SAVE, {"id": str(number)})
     assert sent == ["INSERT"] * 3
@@ -138,9 +138,9 @@ def test_statements_keep_their_order(postgres: Engine) -> None:
 def test_more_than_the_queue_holds(postgres: Engine) -> None:
     with Transaction(postgres).scope(()), connection(postgres) as found:
         found.execute(select(ORDERS))
-        for number in range(2 * MOST_QUEUED + 7):
+        for number in range(2 * MAX_QUEUED + 7):
             found.execute(SAVE, {"id": str(number)})
-    assert len(amounts(postgres)) == 2 * MOST_QUEUED + 7
+    assert len(amounts(postgres)) == 2 * MAX_QUEUED + 7
 
 
 # --- the connection afterwards --------------------------------------------------------------

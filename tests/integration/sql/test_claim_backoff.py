@@ -11,8 +11,8 @@ from conquiet.acking import Acking
 from conquiet.errors import ConfigError, GivenBack, SinkUnavailable
 from conquiet.message import Message
 from conquiet.relay import Relay, publish_batch
-from conquiet.sql import resting as module
-from conquiet.sql.resting import Resting
+from conquiet.sql import claim as module
+from conquiet.sql.claim import RowBackoff
 
 
 class Clock:
@@ -28,7 +28,7 @@ def clock():
 
 
 def test_a_row_rests_twice_as_long_each_time_up_to_five_minutes(clock):
-    rests = Resting(by_key=False, clock=clock)
+    rests = RowBackoff(by_key=False, clock=clock)
     for times in range(12):
         rests.add(1, None, times, costs=True)
         longest = min(300.0, 2.0**times)
@@ -39,14 +39,14 @@ def test_a_row_rests_twice_as_long_each_time_up_to_five_minutes(clock):
 
 
 def test_a_published_row_is_forgotten(clock):
-    rests = Resting(by_key=False, clock=clock)
+    rests = RowBackoff(by_key=False, clock=clock)
     rests.add(1, None, 0, costs=True)
     rests.forget([1])
     assert rests.ids() == []
 
 
 def test_what_an_outage_held_up_returns_within_a_second_of_the_first_success(clock):
-    rests = Resting(by_key=False, clock=clock)
+    rests = RowBackoff(by_key=False, clock=clock)
     for _ in range(10):
         rests.add(1, None, 0, costs=False)
     rests.add(2, None, 9, costs=True)
@@ -58,7 +58,7 @@ def test_what_an_outage_held_up_returns_within_a_second_of_the_first_success(clo
 
 
 def test_an_ordered_relay_rests_keys_and_rows_without_key(clock):
-    rests = Resting(by_key=True, clock=clock)
+    rests = RowBackoff(by_key=True, clock=clock)
     rests.add(1, "k", 0, costs=True)
     rests.add(2, "k", 0, costs=True)
     rests.add(3, None, 0, costs=True)
@@ -68,8 +68,8 @@ def test_an_ordered_relay_rests_keys_and_rows_without_key(clock):
 
 
 def test_the_number_of_resting_rows_is_bounded(clock, monkeypatch):
-    monkeypatch.setattr(module, "_MOST_RESTING", 3)
-    rests = Resting(by_key=False, clock=clock)
+    monkeypatch.setattr(module, "_MAX_DELAYED_ROWS", 3)
+    rests = RowBackoff(by_key=False, clock=clock)
     for id_ in range(10):
         rests.add(id_, None, 0, costs=bool(id_ % 2))
     assert rests.ids() == [7, 8, 9]
@@ -160,7 +160,7 @@ def test_a_batch_size_that_cannot_work_is_refused():
 
 def test_a_rest_by_nobodys_fault_is_short(clock):
     """Or the last rows of an outage would wait for minutes when it is over."""
-    rests = Resting(by_key=False, clock=clock)
+    rests = RowBackoff(by_key=False, clock=clock)
     for _ in range(30):
         rests.add(1, None, 0, costs=False)
     assert rests.seconds_to_next() <= 10
