@@ -35,7 +35,7 @@ from conquiet.events import EventSource, emit
 from conquiet.events import schema as events_schema
 from conquiet.redis import StreamSink
 from conquiet.relay.metrics import RelayMetrics
-from conquiet.relay.watched import WatchedRelay
+from conquiet.relay.process import WatchedRelay
 from conquiet.source import Source
 from conquiet.sql import Outbox, OutboxSource, engine, notify_relays, schema
 from marketplace.catalog import CATALOG, NotificationRequested

@@ -16,8 +16,7 @@ from conquiet.errors import ConfigError, InvalidMessage
 from conquiet.kombu.layout import Keys
 from conquiet.operations.streams import peek
 from conquiet.redis import StreamSink, StreamSource
-from conquiet.relay.inspection import Inspection
-from conquiet.relay.search import Search
+from conquiet.relay.inspection import Inspection, Search
 from conquiet.relay.sinks import HttpSink
 from conquiet.relay.sinks.envelope import pack
 from conquiet.sql import Cleanup, Inbox, Outbox, OutboxLog, OutboxSource, engine, schema

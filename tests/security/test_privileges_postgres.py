@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from uuid import uuid4
 
 import psycopg
@@ -181,7 +181,7 @@ def test_domain_events_from_the_service_to_the_cleanup(engine_of, ordered) -> No
     refused(engine_of("conquiet_reader"), insert, f"UPDATE {rows} SET attempt_count = 0")
 
     cleanup = engine_of("conquiet_cleanup")
-    assert Inspection(cleanup, rows).prune(timedelta(microseconds=1)) == 1
+    assert Inspection(cleanup, rows).prune(1e-6) == 1
     refused(cleanup, insert, f"UPDATE {rows} SET payload_json = '1'", f"DROP TABLE {rows}")
 
 

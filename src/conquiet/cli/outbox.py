@@ -265,7 +265,7 @@ def _status(options: Namespace) -> int:
 
 def _list(options: Namespace) -> int:
     with _inspection(options) as inspection:
-        from conquiet.relay.search import Search
+        from conquiet.relay.inspection import Search
 
         state: Any = "parked" if options.parked else options.state
         search = Search(state, type=options.type, aggregate=options.aggregate, error=options.error)
@@ -324,13 +324,13 @@ def _retry(options: Namespace) -> int:
 def _prune(options: Namespace) -> int:
     with _inspection(options) as inspection:
         what = (
-            f"delete {inspection.prunable(options.older_than):,} rows of {inspection.name} that"
-            f" were published more than {options.older_than} ago"
+            f"delete {inspection.prunable(options.older_than.total_seconds()):,} rows of"
+            f" {inspection.name} that were published more than {options.older_than} ago"
         )
         if not confirm(what, options.yes):
             return FAILED
         with Progress("pruning") as progress:
-            removed = inspection.prune(options.older_than, tell=progress.tell)
+            removed = inspection.prune(options.older_than.total_seconds(), progress.tell)
     if options.json:
         print_json({"removed": removed})
     else:

@@ -1,4 +1,4 @@
-"""The relay: publishes an outbox to a sink, and marks what the sink confirmed."""
+"""Relay: publishes an outbox to a sink, and marks the rows that the sink confirmed."""
 
 from conquiet.relay.relay import Outcome, Relay, publish_batch
 

@@ -1,7 +1,7 @@
-"""Health: `/healthz`, `/readyz` and `/metrics`, answered beside the work.
+"""Serve `/healthz`, `/readyz` and `/metrics` while the relay works.
 
-A check runs in a thread of its own, one at a time, and its answer is kept for a while: however
-many probes come, and however long a dependency hangs, it is asked no more often than that.
+A check runs in a thread of its own, one at a time, and its answer is cached: many probes, or a
+dependency that hangs, do not cause more checks.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from conquiet.errors import ConfigError
 logger = logging.getLogger("conquiet.relay")
 
 FRESH_SECONDS = 2.0
-_REST = 10  # a look that takes long is not repeated before ten times as long
+_REST = 10  # a slow check is repeated after ten times its duration at the earliest
 _REQUEST_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a check found."""
+    """Holds the result of a check."""
 
     ok: bool
     milliseconds: float
@@ -37,7 +37,7 @@ class Answer:
 
 
 class Check:
-    """Asks one dependency: `look` gives details, or raises if it is not there."""
+    """Checks one dependency: `look` returns details, or raises if it is unavailable."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Check:
         self.looks = 0
 
     def answer(self) -> Answer:
-        """The last answer if it is fresh, else a new one; waits `timeout` at most."""
+        """Return the last answer if it is fresh, else a new one within `timeout` seconds."""
         with self._lock:
             if self._answer is not None and time.monotonic() < self._until:
                 return self._answer
@@ -79,7 +79,7 @@ class Check:
         try:
             detail: Mapping[str, Any] = self._look() or {}
             ok = True
-        except Exception as error:  # noqa: BLE001 - whatever it was, the dependency is not ready
+        except Exception as error:  # noqa: BLE001 - any error means that the dependency is not ready
             ok, detail = False, {"error": f"{type(error).__name__}: {error!s:.300}"}
         taken = round((time.perf_counter() - began) * 1000, 1)
         with self._lock:
@@ -91,7 +91,7 @@ class Check:
 
 
 class Health:
-    """The answers; `alive` says why the relay should be started anew, or None."""
+    """Answers probes; `alive` returns why the relay should be restarted, or None."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Health:
         self.stopping = False
 
     def respond(self, path: str) -> tuple[int, str, bytes]:
-        """Status, content type and body."""
+        """Return status, content type and body for a path."""
         if path == "/healthz":
             trouble = self._alive()
             return _json(200 if trouble is None else 503, {"ok": trouble is None, "error": trouble})
@@ -156,10 +156,10 @@ class HealthServer:
 
 
 class _Server(ThreadingHTTPServer):
-    request_queue_size = 256  # with the 5 of the library, a few connections hold up a probe
+    request_queue_size = 256  # with the default of 5, a few connections would block a probe
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A prober that hangs up is not worth a traceback."""
+        """Log a probe that hangs up without a traceback."""
         logger.debug("a probe from %s failed", client_address, exc_info=True)
 
 
@@ -185,7 +185,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Probes come every few seconds: they are not worth a line."""
+        """Log nothing: probes come every few seconds."""
 
 
 def _json(status: int, body: Mapping[str, Any]) -> tuple[int, str, bytes]:

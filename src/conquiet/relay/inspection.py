@@ -1,16 +1,16 @@
-"""Inspection: what an operator sees of an outbox table, and does about it.
+"""Inspect an outbox table: count, search, show, retry and prune its rows.
 
-Both tables are looked at alike: the generic `outbox`, which says with `parked_at` that a row's
-attempts are used up, and `outbox_events`, whose locked layout has only the count to tell.
+Both tables are handled alike: the generic `outbox`, which parks a row by `parked_at`, and
+`outbox_events`, which parks it by its attempt count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, Literal, get_args
 from uuid import UUID
 
 from sqlalchemy import (
@@ -25,6 +25,7 @@ from sqlalchemy import (
     cast,
     column,
     func,
+    or_,
     select,
     table,
     true,
@@ -33,29 +34,82 @@ from sqlalchemy import (
 )
 from sqlalchemy.exc import SQLAlchemyError
 
-from conquiet.errors import StoreError
+from conquiet.errors import ConfigError, StoreError
 from conquiet.events.table import UuidText
-from conquiet.relay.search import Search
 from conquiet.relay.settings import has_events_layout
 from conquiet.sql import Cleanup, dialect
 from conquiet.sql.schema import checked_name
+
+State = Literal["waiting", "pending", "parked", "published", "any"]
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """Selects rows that match all given fields; `*` in `type` matches anything.
+
+    >>> Search(state="parked", type="order.*", error="timeout").state
+    'parked'
+    """
+
+    state: State = "waiting"
+    """`waiting` means not published: pending or parked."""
+    id: str = ""
+    """The id of the event or of the row."""
+    type: str = ""
+    aggregate: str = ""
+    """The aggregate's id or type; in the generic outbox, the key or the topic."""
+    error: str = ""
+    """A part of the last error; case does not matter."""
+    attempts: int = 0
+    """The least number of attempts."""
+
+    def __post_init__(self) -> None:
+        if self.state not in get_args(State):
+            raise ConfigError(f"state={self.state!r}: choose one of {', '.join(get_args(State))}")
+
+    def condition(
+        self,
+        states: Mapping[str, ColumnElement[bool]],
+        columns: Mapping[str, ColumnElement[Any]],
+        named: ColumnElement[bool] | None,
+    ) -> ColumnElement[bool]:
+        """Build the SQL condition from the columns, which have other names in each table."""
+        wanted = [states[self.state]]
+        if named is not None:
+            wanted.append(named)
+        if self.type:
+            wanted.append(columns["type"].like(_pattern(self.type), escape="\\"))
+        if self.aggregate:
+            ids = (columns["aggregate_id"], columns["aggregate_type"])
+            wanted.append(or_(*(column == self.aggregate for column in ids)))
+        if self.error:
+            wanted.append(columns["error"].icontains(self.error, autoescape=True))
+        if self.attempts:
+            wanted.append(columns["attempts"] >= self.attempts)
+        return and_(*wanted)
+
+
+def _pattern(text: str) -> str:
+    plain = text.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
+    return plain.replace("*", "%")
+
 
 _STATEMENT_MS = 5_000
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """How an outbox is doing now."""
+    """Counts the unpublished rows of an outbox."""
 
     pending: int
     parked: int
     oldest_seconds: float
-    """Age of the oldest row that waits to be published; 0 if none does."""
+    """Age of the oldest pending row; 0 if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One row, as operators see it."""
+    """Describes one row to an operator."""
 
     id: str
     event_id: str
@@ -71,7 +125,7 @@ class Entry:
 
 
 class Inspection:
-    """Looks at one outbox table, and changes what an operator asks for."""
+    """Reads and changes the rows of one outbox table for an operator."""
 
     def __init__(self, engine: Engine, name: str, *, max_attempts: int = 10) -> None:
         self.engine = engine
@@ -139,12 +193,12 @@ class Inspection:
         self._event_id = event_id
 
     def reach(self, timeout_ms: int = _STATEMENT_MS) -> None:
-        """Raises if the database or the table is not there."""
+        """Raise if the database or the table is unavailable."""
         with self._reading(timeout_ms) as connection:
             connection.execute(select(self._table.c.id).limit(1)).first()
 
     def figures(self, timeout_ms: int = _STATEMENT_MS) -> Figures:
-        """Counts, by the partial indexes: what is published costs nothing."""
+        """Count unpublished rows by the partial indexes; published rows cost nothing."""
         oldest = func.min(self._table.c.created_at)
         with self._reading(timeout_ms) as connection:
             age: ColumnElement[Any]
@@ -168,15 +222,15 @@ class Inspection:
         newest: bool = False,
         after: str | None = None,
     ) -> list[Entry]:
-        """What waits, the oldest first; or only what is parked, or what a search says.
+        """List unpublished rows, the oldest first; or parked rows, or those of a search.
 
-        `after` is the id of the last row that was seen: what follows is the next page.
+        `after` is the id of the last row of the previous page.
         """
         search = search or Search("parked" if parked else "waiting")
         named = self._named([search.id]) if search.id else None
         wanted = search.condition(self._states, self._searched, named)
         columns = self._table.c
-        # The key of the generic outbox counts up, and is an index of its own.
+        # The primary key of the generic outbox ascends, so its index gives the order.
         order = (columns.created_at, columns.id) if self.is_events or not newest else (columns.id,)
         turned = [column.desc() for column in order] if newest else order
         if after is not None:
@@ -188,7 +242,7 @@ class Inspection:
     def _beyond(
         self, id_: str, order: Sequence[ColumnElement[Any]], newest: bool
     ) -> ColumnElement[bool]:
-        """What follows a row, compared by the database: SQLite has moments in several forms."""
+        """Select the rows behind a row; the database compares, since SQLite's time formats vary."""
         seen = self._table.alias("seen")
         columns = [seen.c[str(column.key)] for column in order]
         key = _uuid(id_) if self.is_events else int(id_) if _is_key(id_) else None
@@ -197,8 +251,8 @@ class Inspection:
         return here < one if newest else here > one
 
     def show(self, id_: str) -> tuple[Entry, dict[str, Any]] | None:
-        """One row by its id or its event's id, with what it carries; None if there is none."""
-        query = select(*self._shown, cast_payload(self._payload).label("payload"))
+        """Return a row by its id or its event's id, with its payload; None if there is none."""
+        query = select(*self._shown, _payload_text(self._payload).label("payload"))
         if not self.is_events:
             query = query.add_columns(cast(self._table.c.attributes, Text).label("attributes"))
         query = query.where(self._named([id_])).limit(1)
@@ -215,9 +269,9 @@ class Inspection:
         return _entry(row), more
 
     def retry(self, ids: Sequence[str] | None = None) -> list[str]:
-        """Give parked rows, or all of them, new attempts; the ids of those that were parked.
+        """Reset the attempts of the given or all parked rows; return their event ids.
 
-        The last error stays, until it is replaced by another.
+        `last_error` is kept until another error replaces it.
         """
         wanted = self._parked if ids is None else and_(self._parked, self._named(ids))
         values: dict[Any, Any] = {self._attempts: 0}
@@ -227,47 +281,45 @@ class Inspection:
             statement = update(self._table).where(wanted).values(values).returning(self._event_id)
             return [str(id_) for (id_,) in connection.execute(statement)]
 
-    def prunable(self, older_than: timedelta) -> int:
-        """How many rows `prune` would take away now."""
+    def prunable(self, older_than: float) -> int:
+        """Count the rows that `prune` would delete now."""
         query = select(func.count()).select_from(self._table)
         published = self._table.c.published_at
         with self._reading() as connection:
             if dialect.is_postgresql(connection.dialect):
-                old = published < func.now() - older_than
+                old = published < func.now() - timedelta(seconds=older_than)
             else:
-                ago = f"-{older_than.total_seconds()} seconds"
+                ago = f"-{older_than} seconds"
                 old = published < func.datetime("now", ago, type_=Text)
             return int(connection.execute(query.where(old)).scalar_one())
 
-    def prune(self, older_than: timedelta, tell: Callable[[int], object] | None = None) -> int:
-        """Delete what was published longer ago than that, in small transactions."""
-        cleanup = Cleanup(
-            self.engine, inbox=None, outbox=self.name, retention=older_than.total_seconds()
-        )
-        return cleanup.run_once(tell).outbox
+    def prune(self, older_than: float, progress: Callable[[int], object] | None = None) -> int:
+        """Delete rows published more than `older_than` seconds ago, in small transactions."""
+        cleanup = Cleanup(self.engine, inbox=None, outbox=self.name, retention=older_than)
+        return cleanup.run_once(progress).outbox
 
     def _named(self, ids: Sequence[str]) -> ColumnElement[bool]:
-        if self.is_events:  # by the primary key, however the UUIDs are written
+        if self.is_events:  # by the primary key, in any notation of UUIDs
             return self._table.c.id.in_([id_ for text in ids if (id_ := _uuid(text))])
         return self._event_id.in_(ids) | self._id.in_(ids)
 
     @contextmanager
     def _reading(self, timeout_ms: int = _STATEMENT_MS) -> Iterator[Connection]:
-        with self._told(), self.engine.connect() as connection:
+        with self._store_errors(), self.engine.connect() as connection:
             if dialect.is_postgresql(connection.dialect):
                 connection.exec_driver_sql(f"SET LOCAL statement_timeout = {int(timeout_ms)}")
             yield connection
 
     @contextmanager
     def _writing(self) -> Iterator[Connection]:
-        with self._told(), self.engine.begin() as connection:
+        with self._store_errors(), self.engine.begin() as connection:
             if dialect.is_sqlite(connection.dialect):
                 dialect.begin_immediate(connection)
             yield connection
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
-        """Errors in one line, without the password."""
+    def _store_errors(self) -> Iterator[None]:
+        """Raise database errors as `StoreError`, in one line and without the password."""
         try:
             yield
         except SQLAlchemyError as error:
@@ -278,7 +330,7 @@ class Inspection:
 _NOTHING: ColumnElement[Any] = cast("", Text).label("aggregate_type")
 
 
-def cast_payload(payload: ColumnElement[Any]) -> ColumnElement[Any]:
+def _payload_text(payload: ColumnElement[Any]) -> ColumnElement[Any]:
     return cast(payload, Text) if isinstance(payload.type, Text) else payload
 
 

@@ -1,4 +1,4 @@
-"""Metrics of a relay, for Prometheus. `METRICS` is also what the documentation shows."""
+"""Export metrics of a relay to Prometheus. The documentation lists `METRICS`."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _by_name = {metric.name: metric for metric in METRICS}
 
 
 class _Gauges(Collector):
-    """Reads the table when somebody asks, through a cache; says nothing if it cannot."""
+    """Reads the table on a scrape, through a cache; exports no value if that fails."""
 
     def __init__(self, figures: Callable[[], Figures | None]) -> None:
         self._figures = figures
@@ -82,7 +82,7 @@ class _Gauges(Collector):
 
 
 class RelayMetrics:
-    """The metrics of one relay, on a registry of its own."""
+    """Holds the metrics of one relay, on a registry of its own."""
 
     def __init__(self, figures: Callable[[], Figures | None] | None = None) -> None:
         self.registry = CollectorRegistry()
@@ -96,7 +96,7 @@ class RelayMetrics:
         self.attempts = self._histogram("conquiet_relay_attempts", ATTEMPT_BUCKETS)
 
     def exposition(self) -> bytes:
-        """What `/metrics` answers."""
+        """Return the body of `/metrics`."""
         return generate_latest(self.registry)
 
     def _counter(self, name: str) -> Counter:

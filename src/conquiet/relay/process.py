@@ -1,9 +1,9 @@
-"""The relay process: settings → source, sink, health → publish until a signal.
+"""Run a relay as a process: open source, sink and health server, publish until a signal.
 
-    SIGTERM ──▶ no new batch ──▶ the one under way is published and marked ──▶ exit 0
+    SIGTERM ──▶ no new batch ──▶ the current batch is published and marked ──▶ exit 0
                      └ it takes longer than the grace time, or a second signal ──▶ exit 1
 
-Whatever ends it, its rows are free as soon as its connection is gone.
+However the process ends, its claimed rows are free as soon as its connection is closed.
 """
 
 from __future__ import annotations
@@ -13,38 +13,151 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from conquiet.acking import Error
+from conquiet.backoff import Backoff
 from conquiet.config import DATABASE_VARIABLE, Url, missing_extra, require
-from conquiet.errors import ConfigError
+from conquiet.errors import Blameless, ConfigError
+from conquiet.message import Message
 from conquiet.registry import SinkOptions, connect_sink, open_database, sink_scheme
 from conquiet.relay.health import Check, Health, HealthServer
-from conquiet.relay.relay import Outcome
+from conquiet.relay.logs import fields
+from conquiet.relay.relay import Outcome, Relay
 from conquiet.relay.settings import Settings, has_events_layout
+from conquiet.sink import Sink
 from conquiet.source import EndOfSource, Source
 from conquiet.stopping import Signals
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
 
+    from conquiet.relay.metrics import RelayMetrics
+
 logger = logging.getLogger("conquiet.relay")
 
 _LOOK_SECONDS = 0.1
 _COUNT_MS = 30_000
+_MAX_UNMARKED = 10_000
+_IDLE_FACTOR = 4
 OK, FAILED = 0, 1
 
 
+class WatchedRelay(Relay):
+    """Reports each event to metrics and logs.
+
+    While there is nothing to publish, it polls less and less often, at least every 4 × `poll`.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        sink: Sink,
+        metrics: RelayMetrics,
+        *,
+        batch_size: int = 50,
+        ordered: bool = False,
+        poll: float = 0.5,
+        longest_pause: float = 10.0,
+        publish_seconds: float = 10.0,
+    ) -> None:
+        super().__init__(
+            source,
+            sink,
+            batch_size=batch_size,
+            ordered=ordered,
+            longest_pause=longest_pause,
+            publish_seconds=publish_seconds,
+            observe=self._observed,
+        )
+        self._metrics = metrics
+        self._idle = Backoff(first=poll, cap=poll * _IDLE_FACTOR)
+        self._confirmed: list[Message[Any]] = []
+        self._unmarked: dict[str, None] = {}
+        """Ids that were published and could not be marked: the next publication is a duplicate."""
+        self._busy_since: float | None = None
+        self._wait(poll)
+
+    @property
+    def busy_seconds(self) -> float:
+        """Return how long the current batch has taken; 0 between batches and while polling."""
+        since = self._busy_since
+        return 0.0 if since is None else max(0.0, time.monotonic() - since)
+
+    def run_once(self, timeout: float = 0.0) -> Outcome:
+        self._confirmed = []
+        try:
+            outcome = super().run_once(timeout)
+        finally:
+            self._busy_since = None
+        if outcome.outage is not None:
+            self._metrics.outages.inc()
+            self._remember_unmarked(outcome.outage)
+        if outcome == Outcome():
+            self._wait(self._idle.next())
+        else:
+            self._idle.reset()
+        return outcome
+
+    def _read(self, timeout: float) -> Sequence[Message[Any]]:
+        self._busy_since = time.monotonic() + timeout  # until then it may be polling
+        messages = super()._read(timeout)
+        self._busy_since = time.monotonic()
+        return messages
+
+    def _wait(self, seconds: float) -> None:
+        self.read_seconds = seconds
+        if hasattr(self.source, "poll"):  # an outbox table; reads of a stream block by themselves
+            self.source.poll = seconds
+
+    def _observed(
+        self,
+        messages: Sequence[Message[Any]],
+        answers: Sequence[Error],
+        outage: Exception | None,
+        seconds: float,
+    ) -> None:
+        self._metrics.publish_seconds.observe(seconds)
+        for message, answer in zip(messages, answers, strict=True):
+            if answer is None:
+                self._published(message)
+            elif outage is None and not isinstance(answer, Blameless):
+                self._metrics.failed.labels(type(answer).__name__).inc()
+
+    def _published(self, message: Message[Any]) -> None:
+        self._confirmed.append(message)
+        self._metrics.published.inc()
+        self._metrics.attempts.observe(message.deliveries)
+        if message.id in self._unmarked:
+            del self._unmarked[message.id]
+            self._metrics.duplicates.inc()
+            logger.warning("published again", extra=fields(message, duplicate=True))
+        elif logger.isEnabledFor(logging.INFO):
+            logger.info("published", extra=fields(message, topic=message.topic))
+
+    def _remember_unmarked(self, error: Exception) -> None:
+        for message in self._confirmed:
+            logger.warning(
+                "published but not marked, it will be published again: %s",
+                error,
+                extra=fields(message),
+            )
+            self._unmarked[message.id] = None
+        while len(self._unmarked) > _MAX_UNMARKED:
+            del self._unmarked[next(iter(self._unmarked))]
+
+
 class RelayProcess:
-    """Everything that `conquiet relay run` runs; `run()` returns the exit code."""
+    """Runs what `conquiet relay run` needs; `run()` returns the exit code."""
 
     def __init__(self, settings: Settings) -> None:
         try:
             from conquiet.relay.inspection import Inspection
             from conquiet.relay.metrics import RelayMetrics
-            from conquiet.relay.watched import WatchedRelay
         except ModuleNotFoundError as error:
             raise missing_extra(error, "postgres,redis") from error
         self.settings = settings
@@ -58,7 +171,7 @@ class RelayProcess:
             opened = connect_sink(settings.sink, sink_options(settings, self._open))
             inspection = Inspection(probing, settings.table, max_attempts=settings.max_attempts)
             seconds = settings.check_timeout_seconds
-            # Counting takes long behind a long backlog, which is no reason to be unready.
+            # Counting a long backlog takes long; that must not make the relay unready.
             self._counts = Check(
                 lambda: asdict(inspection.figures(_COUNT_MS)), timeout=seconds / 2, fresh=5.0
             )
@@ -93,11 +206,13 @@ class RelayProcess:
             undo.pop_all()
 
     def run(self) -> int:
-        """Publish until a signal comes; the batch under way is finished."""
+        """Publish until a signal, then finish the current batch."""
         thread = threading.Thread(target=self._publish, name="conquiet-relay", daemon=True)
         self._crash: BaseException | None = None
         with Signals() as signals:
-            if self.server is not None:  # told when signals are minded: who waits for it may stop
+            if (
+                self.server is not None
+            ):  # after the signal handlers: readers of this line may stop us
                 logger.info("health is at http://%s:%d", self.server.host, self.server.port)
             thread.start()
             while thread.is_alive() and not signals.count:
@@ -105,7 +220,7 @@ class RelayProcess:
                 self._end_if_stuck()
             finished = self._drain(thread, signals)
         if not finished:
-            logger.error("the batch under way was abandoned; its rows will be published again")
+            logger.error("the current batch was abandoned; its rows will be published again")
             _end_now()
         self._open.close()
         if self._crash is not None:
@@ -114,7 +229,7 @@ class RelayProcess:
         return OK
 
     def run_until_empty(self) -> int:
-        """Publish what waits now; 1 if something could not be published."""
+        """Publish the backlog once; return 1 if a message could not be published."""
         outcome = Outcome()
         try:
             outcome = self.relay.run_once()
@@ -128,13 +243,13 @@ class RelayProcess:
             self._open.close()
         logger.info("done: published %d, failed %d", self.relay.published, self.relay.failed)
         if outcome.outage is not None:
-            logger.error("an outage: %s", outcome.outage)
+            logger.error("stopped by an outage: %s", outcome.outage)
         return FAILED if self.relay.failed or outcome.outage is not None else OK
 
     def _publish(self) -> None:
         try:
             self.relay.run()
-        except BaseException as error:  # noqa: BLE001 - raised again where the process ends
+        except BaseException as error:  # noqa: BLE001 - raised by run() when the process ends
             self._crash = error
 
     def _drain(self, thread: threading.Thread, signals: Signals) -> bool:
@@ -150,12 +265,12 @@ class RelayProcess:
         busy = self.relay.busy_seconds
         if busy < self.settings.stuck_after_seconds:
             return None
-        return f"a batch has been under way for {busy:.0f} s"
+        return f"a batch has been in progress for {busy:.0f} s"
 
     def _end_if_stuck(self) -> None:
         trouble = self._trouble()
         if trouble is not None:
-            logger.critical("%s: ended, so that its rows are free again", trouble)
+            logger.critical("%s: exiting, so that its rows are released", trouble)
             faulthandler.dump_traceback(sys.stderr)
             _end_now()
 
@@ -231,6 +346,6 @@ def _open_source(settings: Settings, engine: Engine, *, cloudevents: bool) -> So
 
 
 def _end_now() -> None:
-    """Without waiting for threads that hang in a sink's library."""
+    """Exit without waiting for threads that hang in a sink's library."""
     logging.shutdown()
     os._exit(FAILED)

@@ -1,13 +1,13 @@
-"""Relay: claim → publish → settle, until told to stop.
+"""Publish an outbox: claim → publish → settle, until stopped.
 
     claim ──▶ publish ──▶ confirmed ──▶ ack
                  │ one of several failed ──▶ nack, which costs it an attempt
-                 └ nothing went out ──▶ an outage: nack without cost, pause, smaller batches
+                 └ nothing was published ──▶ an outage: nack without cost, pause, smaller batches
 
-A sink that cannot be reached is nobody's fault. Neither, as far as one can tell, is a batch of
-which nothing went out; so the next one is half as large, down to a single message. That one is
-suspected and pays; but if others fail alone as well, with nothing gone out in between, it is the
-sink after all, and they pay nothing (S7).
+An unreachable sink costs no message an attempt. Neither does a batch of which nothing was
+published; the next batch is half as large, down to a single message. That message is suspected and
+costs an attempt; but if other messages fail alone as well, with nothing published in between, the
+sink is at fault, and they cost nothing. So an outage does not use up the attempts of a backlog.
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ _READ_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one batch."""
+    """Counts the results of one batch."""
 
     published: int = 0
     failed: int = 0
-    """Messages that failed by themselves; each has used up an attempt."""
+    """Messages that failed by their own fault; each cost an attempt."""
     outage: Exception | None = None
-    """Why nothing went out at all; it cost no attempt."""
+    """Why nothing was published; it cost no attempt."""
 
 
 Observe: TypeAlias = Callable[
     [Sequence[Message[Any]], Sequence[Error], Exception | None, float], None
 ]
-"""Is told, before they are settled: messages, answers, the outage if it is one, seconds."""
+"""Called before a batch is settled, with messages, answers, the outage if any, and seconds."""
 
 
 class Relay:
-    """Publishes what a source claims to a sink.
+    """Publishes the messages of a source to a sink.
 
-    `ordered` keeps the order within a key also when a message fails: what follows it waits.
-    Without a sink that does so by itself (`keeps_order = True`), the messages of one key go
-    out one by one, those of different keys together; what is not begun within `publish_seconds`
-    is left for the next batch, so that what went out is marked.
+    `ordered` keeps the order within a key also when a message fails: later messages of the key
+    wait. Unless the sink does so by itself (`keeps_order = True`), messages of one key are
+    published one by one, those of different keys together; messages that are not begun within
+    `publish_seconds` are left for the next batch, so that published ones are marked in time.
 
-    The process around it, with settings, health and signals, is `conquiet relay run`.
+    `conquiet relay run` runs it as a process, with settings, health and signals.
     """
 
     def __init__(
@@ -82,9 +82,9 @@ class Relay:
         self.failed = 0
         self.last_error: Exception | None = None
         self.in_outage = False
-        """Whether the last batch that was tried met an outage."""
+        """Whether the last batch met an outage."""
         self.read_seconds = _READ_SECONDS
-        """How long one read may wait; `stop()` is noticed after it."""
+        """How long one read may wait; `stop()` takes effect after it."""
         self._publish_seconds = publish_seconds
         self._observe = observe
         self._limit = batch_size
@@ -103,7 +103,7 @@ class Relay:
                 if outcome.outage is not None:
                     wait = self._pauses.next()
                     logger.warning(
-                        "outage, next try in %.1f s: %s", wait, printable(str(outcome.outage))
+                        "outage, retry in %.1f s: %s", wait, printable(str(outcome.outage))
                     )
                     self._stopping.wait(wait)
         finally:
@@ -111,7 +111,7 @@ class Relay:
             self.sink.close()
 
     def run_once(self, timeout: float = 0.0) -> Outcome:
-        """One batch; waits `timeout` seconds at most for it. Says what happened, never raises."""
+        """Publish one batch, waiting up to `timeout` seconds for it; errors are in the outcome."""
         try:
             outcome = publish_messages(
                 self._read(timeout),
@@ -123,13 +123,13 @@ class Relay:
             )
         except EndOfSource:
             raise
-        except Exception as error:  # noqa: BLE001 - the database is away: the same as an outage
+        except Exception as error:  # noqa: BLE001 - an unreachable database is an outage too
             outcome = Outcome(outage=error)
         self._learn(outcome)
         return outcome
 
     def stop(self) -> None:
-        """End `run()` after the batch that is under way."""
+        """End `run()` after the current batch."""
         self._stopping.set()
         end_waiting = getattr(self.source, "stop", None)
         if end_waiting is not None:
@@ -139,7 +139,7 @@ class Relay:
         return self.source.read(self._limit, timeout)
 
     def _blames(self, message: Message[Any]) -> bool:
-        """Whether a message that failed alone is to blame: one at most until something goes out."""
+        """Return whether a message that failed alone is at fault: one until the next success."""
         if self._suspect is None:
             self._suspect = message.id
         return self._suspect == message.id
@@ -169,7 +169,7 @@ def publish_batch(
 ) -> Outcome:
     """Claim up to `limit` messages, publish them, settle them.
 
-    Raises what the source raises, when it reads and when it settles: what was published then
+    Raises the errors of the source, from reading and from settling: messages that were published
     and could not be marked will be published again.
     """
     return publish_messages(source.read(limit, timeout), sink, ordered=ordered, observe=observe)
@@ -184,7 +184,7 @@ def publish_messages(
     observe: Observe | None = None,
     blames: Callable[[Message[Any]], bool] = lambda message: True,
 ) -> Outcome:
-    """Publish what was claimed, and settle it; `blames` judges one that failed alone."""
+    """Publish claimed messages and settle them; `blames` judges one that failed alone."""
     if not messages:
         return Outcome()
     began = time.perf_counter()
@@ -219,7 +219,7 @@ def _outage(
     answers: Sequence[Error],
     blames: Callable[[Message[Any]], bool],
 ) -> Exception | None:
-    """Why nothing went out, if it is not the fault of the one message that was tried."""
+    """Return why nothing was published, unless the only tried message is at fault."""
     tried = [
         (message, answer)
         for message, answer in zip(messages, answers, strict=True)
@@ -234,9 +234,9 @@ def _outage(
     if len(tried) == 1 and blames(message):
         return None
     outage = SinkUnavailable(
-        f"none of {len(tried)} messages went out: {first!r:.300}"
+        f"none of {len(tried)} messages was published: {first!r:.300}"
         if len(tried) > 1
-        else f"nothing has gone out since another message failed: {first!r:.300}"
+        else f"nothing was published since another message failed: {first!r:.300}"
     )
     outage.__cause__ = first
     return outage
@@ -254,11 +254,11 @@ def _log(message: Message[Any], answer: Exception) -> None:
 
 
 def _log_waiting(answers: Sequence[Error]) -> None:
-    """Of what waits at no cost while others went out, nothing else would tell."""
+    """Log messages that wait for a part of the sink while others were published."""
     waiting = [answer for answer in answers if isinstance(answer, SinkUnavailable)]
     if waiting:
         logger.warning(
-            "%d of %d not published, tried again later: %s",
+            "%d of %d not published, retried later: %s",
             len(waiting),
             len(answers),
             printable(str(waiting[0])),

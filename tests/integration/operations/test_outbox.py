@@ -10,8 +10,7 @@ from sqlalchemy import text
 
 from conquiet.cli import main
 from conquiet.events import schema
-from conquiet.relay.inspection import Inspection
-from conquiet.relay.search import Search
+from conquiet.relay.inspection import Inspection, Search
 from conquiet.sql import engine as make_engine
 from marketplace.catalog import CATALOG
 

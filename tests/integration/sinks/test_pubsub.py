@@ -219,7 +219,7 @@ def test_more_than_a_request_may_hold_goes_out_in_several(
 def test_requests_that_there_is_no_time_for_are_given_back(
     server: PubSubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("conquiet.relay.sinks.pubsub._MOST_MESSAGES", 1)
+    monkeypatch.setattr("conquiet.relay.sinks.pubsub._MAX_MESSAGES", 1)
     sink = PubSubSink("shop", "orders", timeout=1, ordered=True)
     server.faults.update({f"m-{number}": 0.4 for number in range(8)})
     answers = sink.publish(numbered(8, partitionkey="a"))

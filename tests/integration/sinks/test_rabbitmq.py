@@ -123,7 +123,7 @@ def test_a_message_that_no_queue_takes_is_refused_and_not_lost(rabbitmq: RabbitM
     lost.attributes["type"] = "returned"
     answers = sink.publish([first, lost, last])
     assert [type(answer) for answer in answers] == [type(None), Refused, type(None)]
-    assert "no queue takes it" in str(answers[1])
+    assert "no queue is bound for it" in str(answers[1])
     assert len(deliveries(rabbitmq, "sold")) == 2
     sink.close()
 

@@ -9,8 +9,7 @@ import pytest
 from sqlalchemy import insert
 
 from conquiet.cli import main
-from conquiet.relay.inspection import Inspection
-from conquiet.relay.search import Search
+from conquiet.relay.inspection import Inspection, Search
 from conquiet.sql import engine as make_engine
 from conquiet.sql import schema
 from conquiet.sql.schema import outbox_table

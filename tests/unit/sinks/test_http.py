@@ -104,7 +104,7 @@ def test_a_receiver_that_says_for_how_long_is_not_asked_before(
 def test_a_receiver_that_wants_to_be_left_alone_for_a_day_is_asked_sooner(
     receiver: Receiver, sink: HttpSink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("conquiet.relay.sinks.http._LONGEST_PAUSE", 0.2)
+    monkeypatch.setattr("conquiet.relay.sinks.http._MAX_PAUSE_SECONDS", 0.2)
     receiver.answers["*"] = [503, 204]
     receiver.headers["retry-after"] = "86400"
 

@@ -1,4 +1,4 @@
-"""Sinks: where a relay publishes to. The Redis Stream is `conquiet.redis.StreamSink`."""
+"""Sinks of a relay, and how to open one by URL. `conquiet.redis.StreamSink` is the Redis Stream."""
 
 from conquiet.relay.sinks.answers import Refused
 from conquiet.relay.sinks.http import HttpSink, Rejected

@@ -1,4 +1,4 @@
-"""The answers of a batch: who went out, who failed alone, and when all of it is an outage."""
+"""Collect a sink's answers for a batch: confirmed, refused alone, or an outage of all."""
 
 from __future__ import annotations
 
@@ -13,36 +13,38 @@ from conquiet.relay.sinks.envelope import Envelope, pack
 
 
 class Refused(ConquietError):
-    """The receiver refused one message; the others of its batch went their way."""
+    """The receiver refused one message; the rest of its batch is not affected."""
 
 
 def not_tried() -> GivenBack:
-    """For what a slow sink left no time for: what went out before it can be marked meanwhile."""
-    return GivenBack("not tried: those before it took all the time")
+    """Return the answer for messages that a slow sink left no time for."""
+    return GivenBack("not tried: earlier messages of the batch took all the time")
 
 
 class Answers:
-    """One answer per message, `None` for each that was confirmed.
+    """Holds one answer per message, `None` for each that was confirmed.
 
-    After `seconds` nothing more is begun, so that a batch ends however slow the receiver is.
+    After `seconds` no message is begun any more, so that a batch ends also with a slow receiver.
     """
 
     def __init__(self, messages: Sequence[Message[Any]], seconds: float) -> None:
         self._messages = messages
         self._deadline = time.monotonic() + seconds
-        self._answers: list[Error] = [SinkUnavailable("it was not answered")] * len(messages)
+        self._answers: list[Error] = [SinkUnavailable("the receiver did not answer")] * len(
+            messages
+        )
         self._sent: list[int] = []
         self._open: set[int] = set()
 
     @property
     def are_late(self) -> bool:
-        """Whether what was not begun is to be given back."""
+        """Return whether messages that are not begun must be given back."""
         return time.monotonic() > self._deadline
 
     def packed(
         self, check: Callable[[Message[Any], Envelope], object]
     ) -> list[tuple[int, Envelope]]:
-        """The place and envelope of each message that can be sent; the others have failed."""
+        """Return place and envelope of each message that can be sent; the others fail."""
         good: list[tuple[int, Envelope]] = []
         for place, message in enumerate(self._messages):
             try:
@@ -64,7 +66,7 @@ class Answers:
         return place in self._open
 
     def interrupted(self, why: SinkUnavailable) -> None:
-        """Whoever is not answered will not be, for this reason; unless it is tried again."""
+        """Set the reason for all messages without an answer; they may be tried again."""
         for place in self._open:
             self._answers[place] = why
 
@@ -73,7 +75,7 @@ class Answers:
         packed: Sequence[tuple[int, Envelope]],
         send: Callable[[tuple[int, Envelope]], object],
     ) -> None:
-        """Send each alone; when the sink is away or the time is over, the rest is not tried."""
+        """Send each alone; after an outage or the time limit, the rest is not tried."""
         outage: SinkUnavailable | None = None
         for one in packed:
             if outage is not None:
@@ -88,7 +90,7 @@ class Answers:
                 outage = answer
 
     def concluded(self) -> list[Error]:
-        """All answers; raises `SinkUnavailable` if the sink answered for none that was sent."""
+        """Return all answers; raise `SinkUnavailable` if no sent message was answered."""
         answers = [self._answers[place] for place in self._sent]
         if answers and all(isinstance(answer, SinkUnavailable) for answer in answers):
             assert answers[0] is not None

@@ -1,4 +1,4 @@
-"""What every sink sends: the data, and the attributes of a message as text."""
+"""Pack a message for a sink: its data, and its attributes as text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from conquiet.message import Message, check_kinds, describe
 _REQUIRED = ("id", "source", "type")
 _attribute_name = re.compile(r"[a-z0-9]+")
 
-# What consumers of domain events filter by; CloudEvents allows no underscore in a name of its own.
+# Names that consumers of domain events filter by; CloudEvents names have no underscore.
 _PLAIN_NAMES = {
     "event_id": ("eventid", "id"),
     "event_type": ("eventtype", "type"),
@@ -26,14 +26,14 @@ _PLAIN_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """A message, ready to be sent."""
+    """Holds a message as a sink sends it."""
 
     body: bytes
     content_type: str | None
     attributes: dict[str, str]
-    """Those of CloudEvents; each binding has a prefix for them. Without the content type."""
+    """CloudEvents attributes without the content type; each binding has its own prefix."""
     plain: dict[str, str]
-    """`event_id`, `event_type` and the like, which go without a prefix."""
+    """`event_id`, `event_type` and so on, which are sent without a prefix."""
 
     def headers(self, prefix: str) -> dict[str, str]:
         return {
@@ -43,7 +43,7 @@ class Envelope:
 
 
 def pack(message: Message[Any]) -> Envelope:
-    """The envelope of a message; what no sink could send is `InvalidMessage`.
+    """Pack a message; raise `InvalidMessage` if no sink could send it.
 
     >>> pack(Message(b"{}", {"id": "1", "type": "sold", "source": "/shop"})).plain
     {'event_id': '1', 'event_type': 'sold'}
@@ -76,7 +76,7 @@ def pack(message: Message[Any]) -> Envelope:
 
 
 def _text(name: str, value: Any, message: Message[Any]) -> str:
-    """A value in CloudEvents' canonical string form."""
+    """Format a value in CloudEvents' canonical string form."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, bytes):
@@ -92,7 +92,7 @@ def _text(name: str, value: Any, message: Message[Any]) -> str:
 
 
 def topic_of(message: Message[Any], default: str | None) -> str:
-    """Where a message goes: to its own topic, else to the sink's."""
+    """Return the topic of a message, or the default of the sink."""
     topic = message.topic or default
     if not topic:
         raise ConfigError(

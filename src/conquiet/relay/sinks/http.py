@@ -1,9 +1,9 @@
-"""HttpSink: CloudEvents over HTTP in binary mode, one request per message.
+"""Publish CloudEvents over HTTP in binary mode, one request per message.
 
 2xx                                   confirmed
-408 425 429 502 503 504               the receiver cannot now: nobody is blamed
-3xx 401 403 404 405 407 410           the address or the credentials are wrong: likewise
-other 4xx                             this message will never be taken: `Rejected`
+408 425 429 502 503 504               the receiver is busy: an outage, which costs no attempt
+3xx 401 403 404 405 407 410           wrong address or credentials: an outage likewise
+other 4xx                             the receiver will never accept this message: `Rejected`
 other 5xx                             the receiver failed at this message: `Refused`
 """
 
@@ -26,32 +26,32 @@ from conquiet.relay.sinks.envelope import Envelope
 
 _BUSY = frozenset((408, 425, 429, 502, 503, 504))
 _WRONG_ADDRESS = frozenset((401, 403, 404, 405, 407, 410))
-_LONGEST_PAUSE = 60.0
-_MOST_TIMEOUTS = 2
-_LONGEST_ANSWER = 64 * 1024
-# CloudEvents' HTTP binding: printable ASCII stands for itself, but for space, " and %.
+_MAX_PAUSE_SECONDS = 60.0
+_MAX_TIMEOUTS = 2
+_MAX_ANSWER_BYTES = 64 * 1024
+# CloudEvents' HTTP binding: printable ASCII is not quoted, except space, " and %.
 _UNQUOTED = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) not in '"%')
 
 
 class Rejected(PermanentError):
-    """The receiver will never take this message."""
+    """The receiver will never accept this message."""
 
 
 class _Pause(SinkUnavailable):
-    """The receiver asks to be left alone for a while."""
+    """The receiver asked for a pause, by its status or Retry-After."""
 
 
 class _Silent(SinkUnavailable):
-    """The receiver took the request and did not answer in time."""
+    """The receiver accepted the request and did not answer in time."""
 
 
 class HttpSink:
     """Posts each message to one URL.
 
-    The topic of a message goes along as the header `ce-topic`, unless it has none. Requests of
-    one batch go out one after the other, on one connection; what is not begun within `timeout` is
-    given back. A certificate that cannot be verified is an outage; `context` is for
-    private certificate authorities.
+    The topic of a message is sent as the header `ce-topic`. Requests of one batch are sent one
+    after the other, on one connection; messages that are not begun within `timeout` seconds are
+    given back. A certificate that cannot be verified is an outage; `context` is for private
+    certificate authorities.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class HttpSink:
             raise ConfigError("the URL of an HTTP sink must look like https://host/path")
         if parts.username or parts.password:
             raise ConfigError(
-                "the URL of an HttpSink must hold no password, which proxies log; give"
-                " headers={'authorization': …}, or make it by HttpSink.from_url"
+                "the URL of an HttpSink must not contain a password, which proxies log; give"
+                " headers={'authorization': …}, or use HttpSink.from_url"
             )
         self._place = parts.netloc
         self._path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
@@ -91,16 +91,16 @@ class HttpSink:
 
     @classmethod
     def from_url(cls, url: str, topic: str | None = None, timeout: float = 10.0) -> Self:
-        """By the URL alone; all of its query belongs to the receiver.
+        """Create a sink from a URL; its query belongs to the receiver.
 
         `https://USER:PASSWORD@host/` authenticates by Basic, `https://TOKEN@host/` by Bearer; both
-        go into a header, and never into the address.
+        are sent in a header, never in the address.
         """
         plain, credentials = _credentials(url)
         return cls(plain, topic, timeout=timeout, headers=credentials)
 
     def publish(self, messages: Sequence[Message[Any]]) -> Sequence[Error]:
-        """One answer per message; raises `SinkUnavailable` if none was answered."""
+        """Return one answer per message; raise `SinkUnavailable` if none was answered."""
         answers = Answers(messages, self._timeout)
         silent: list[int] = []
         stopped: SinkUnavailable | None = None
@@ -109,25 +109,25 @@ class HttpSink:
             if stopped is not None:
                 answers.set(place, SinkUnavailable(f"{_name(message)}: not tried: {stopped}"))
                 continue
-            if answers.are_late and not silent:  # else one more tells whose fault it is
+            if answers.are_late and not silent:  # after a timeout, one more finds who is at fault
                 answers.set(place, not_tried())
                 continue
             answer = self._answer(message, envelope)
             answers.set(place, answer)
             if not isinstance(answer, SinkUnavailable):
-                # It hung at those, and went on with this one: it was them.
+                # The receiver hung at earlier messages and answered this one: they are at fault.
                 for earlier in silent:
                     answers.set(earlier, Refused(f"{_name(messages[earlier])}: no answer in time"))
                 silent.clear()
             elif isinstance(answer, _Silent):
                 silent.append(place)
-                stopped = answer if len(silent) >= _MOST_TIMEOUTS else None
+                stopped = answer if len(silent) >= _MAX_TIMEOUTS else None
             else:
                 stopped = answer
         return answers.concluded()
 
     def check(self) -> None:
-        """Raises `SinkUnavailable` if nobody listens there."""
+        """Raise `SinkUnavailable` if the receiver cannot be reached."""
         connection = self._open()
         try:
             connection.connect()
@@ -137,7 +137,7 @@ class HttpSink:
             connection.close()
 
     def close(self) -> None:
-        """Let go of the connection; the next message opens another."""
+        """Close the connection; the next message opens another."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
@@ -152,7 +152,7 @@ class HttpSink:
     def _answer(self, message: Message[Any], envelope: Envelope) -> Error:
         left = self._paused_until - time.monotonic()
         if left > 0:
-            return _Pause(f"{self._place} asked to be left alone for {left:.0f} s more")
+            return _Pause(f"{self._place} asked for a pause of {left:.0f} s more")
         try:
             return self._post(message, envelope)
         except TimeoutError as error:
@@ -168,7 +168,7 @@ class HttpSink:
             try:
                 return self._exchange(message, envelope.body, headers)
             except (ConnectionError, http.client.BadStatusLine):
-                self.close()  # a connection that was kept open may be closed at any time
+                self.close()  # the receiver may close an idle connection at any time
         self._connection = self._open()
         try:
             self._connection.connect()
@@ -179,20 +179,20 @@ class HttpSink:
             return self._exchange(message, envelope.body, headers)
         except (ConnectionError, http.client.BadStatusLine) as error:
             self.close()
-            return Refused(f"{_name(message)}: {self._place} hung up on it: {error!r:.200}")
+            return Refused(f"{_name(message)}: {self._place} closed the connection: {error!r:.200}")
 
     def _exchange(self, message: Message[Any], body: bytes, headers: dict[str, str]) -> Error:
         assert self._connection is not None
         self._connection.request("POST", self._path, body, headers)
         response = self._connection.getresponse()
-        text = response.read(_LONGEST_ANSWER)
+        text = response.read(_MAX_ANSWER_BYTES)
         if response.read(1) or response.will_close:
             self.close()
         return self._judge(message, response, text)
 
     def _all_headers(self, message: Message[Any], envelope: Envelope) -> dict[str, str]:
         headers = {f"ce-{name}": _quoted(text) for name, text in envelope.attributes.items()}
-        # With hyphens: servers and proxies drop headers whose names have an underscore.
+        # With hyphens: servers and proxies drop headers with an underscore in the name.
         for name, text in envelope.plain.items():
             headers[name.replace("_", "-")] = _quoted(text)
         topic = message.topic or self._topic
@@ -208,24 +208,25 @@ class HttpSink:
         status = response.status
         if 200 <= status < 300:
             return None
-        said = f"{status} {response.reason}: {text[:200].decode(errors='backslashreplace')}"
+        answer = f"{status} {response.reason}: {text[:200].decode(errors='backslashreplace')}"
         if status in _BUSY:
             self._paused_until = time.monotonic() + _seconds(response.getheader("retry-after"))
-            return _Pause(f"{self._place} cannot take it now: {said}")
+            return _Pause(f"{self._place} is busy: {answer}")
         if status < 400 or status in _WRONG_ADDRESS:
             return SinkUnavailable(
-                f"{self._place} takes nothing at this address: {said}; mend the URL or the headers"
+                f"{self._place} accepts nothing at this address: {answer}; correct the URL or the"
+                " headers"
             )
         kind = Rejected if status < 500 else Refused
-        return kind(f"{_name(message)}: {self._place} answered {said}")
+        return kind(f"{_name(message)}: {self._place} answered {answer}")
 
 
 def _credentials(url: str) -> tuple[str, dict[str, str]]:
-    """A URL without its user and password, and the header that says them instead."""
+    """Split a URL into one without user and password, and the header that carries them."""
     try:
         parts = urlsplit(url)
     except ValueError:
-        return url, {}  # which is refused by its name later
+        return url, {}  # the constructor refuses it
     given, at, place = parts.netloc.rpartition("@")
     if not at or not given:
         return url, {}
@@ -251,7 +252,7 @@ def _printable(text: str) -> str:
 
 
 def _seconds(retry_after: str | None) -> float:
-    """What Retry-After says in seconds; a date is left to the backoff of the relay."""
+    """Parse Retry-After in seconds; for a date, the relay's own backoff applies."""
     if retry_after is None or not retry_after.strip().isdecimal():
         return 0.0
-    return min(float(retry_after), _LONGEST_PAUSE)
+    return min(float(retry_after), _MAX_PAUSE_SECONDS)

@@ -1,4 +1,4 @@
-"""KafkaSink: publishes to Kafka, and waits for the delivery report of every message."""
+"""Publish to Kafka, and wait for the delivery report of every message."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _Place = tuple[int, Envelope]
 
 
 class _Quiet(logging.LoggerAdapter[logging.Logger]):
-    """What librdkafka says, as details: what it means for a batch is told by its answers."""
+    """Logs librdkafka's lines at DEBUG; the answers of a batch report its failures."""
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         super().log(logging.DEBUG, msg, *args, **kwargs)
@@ -35,9 +35,9 @@ _quiet = _Quiet(logging.getLogger("conquiet.relay.kafka"))
 class KafkaSink:
     """Publishes each message to its Kafka topic, keyed by `partitionkey` or `subject`.
 
-    The producer is idempotent: what it tries again by itself arrives once, in order. A message
-    that no broker has confirmed within `timeout` seconds counts as not published; it may still
-    arrive. `settings` are librdkafka's, such as `{"security.protocol": "SASL_SSL"}`.
+    The producer is idempotent: its own retries arrive once, in order. A message that no broker has
+    confirmed within `timeout` seconds counts as not published; it may still arrive. `settings` are
+    librdkafka's, such as `{"security.protocol": "SASL_SSL"}`.
     """
 
     def __init__(
@@ -69,50 +69,50 @@ class KafkaSink:
         self._producer: Any = None
         self._down: str | None = None
         self._unlike: str | None = None
-        """What was wrong with the certificate of a broker, or with our credentials."""
+        """The last error about a broker's certificate, or about our credentials."""
         self._broken = False
         self._waiting = 0
-        self._connected()  # a wrong setting is an error now, not with the first message
+        self._connected()  # raises for a wrong setting now, not at the first message
 
     @classmethod
     def from_url(cls, url: str, topic: str | None = None, timeout: float = 10.0) -> Self:
-        """By `kafka://HOST:PORT,HOST:PORT/TOPIC?timeout=5`; other settings are librdkafka's."""
+        """Create one by `kafka://HOST:PORT,HOST:PORT/TOPIC?timeout=5`; others are librdkafka's."""
         given = Url(url)
         seconds = given.seconds(timeout)
         return cls(given.place, given.path or topic, timeout=seconds, settings=given.others())
 
     def publish(self, messages: Sequence[Message[Any]]) -> Sequence[Error]:
-        """One answer per message; raises `SinkUnavailable` if none was confirmed or refused."""
+        """Return an answer per message; raise `SinkUnavailable` if there is none at all."""
         answers = Answers(messages, self._timeout)
         packed = answers.packed(lambda message, _: topic_of(message, self._topic))
         if not packed:
             return answers.concluded()
         refused = self._send(messages, packed, answers)
         if len(packed) > 1:
-            # A broker refuses what came in one request as a whole.
+            # A broker refuses a request as a whole.
             answers.one_by_one(refused, lambda one: self._send(messages, [one], answers))
         return answers.concluded()
 
     def check(self) -> None:
-        """Raises `SinkUnavailable` if no broker answers."""
+        """Raise `SinkUnavailable` if no broker answers."""
         try:
             self._connected().list_topics(timeout=self._timeout)
         except self._kafka.KafkaException as error:
-            self._connected().poll(0)  # which tells why
+            self._connected().poll(0)  # calls _on_error with the cause
             raise SinkUnavailable(f"Kafka cannot be reached: {self._unlike or error}") from error
 
     def close(self) -> None:
-        """Let go of the connections; nothing is buffered between two calls."""
+        """Close the connections; nothing is buffered between two calls."""
         producer, self._producer = self._producer, None
         if producer is not None:
-            with suppress(self._kafka.KafkaException):  # a fatal one, which was told before
+            with suppress(self._kafka.KafkaException):  # a fatal error, reported before
                 producer.purge()
                 producer.flush(0)
 
     def _connected(self) -> Any:
         if self._producer is None:
             try:
-                # librdkafka would write to stderr by itself, ten lines a second in an outage.
+                # By default librdkafka logs to stderr, ten lines a second in an outage.
                 self._producer = self._kafka.Producer(self._settings, logger=_quiet)
             except (self._kafka.KafkaException, TypeError, ValueError) as error:
                 raise ConfigError(f"the settings of the Kafka sink: {error}") from error
@@ -122,10 +122,10 @@ class KafkaSink:
     def _send(
         self, messages: Sequence[Message[Any]], packed: Sequence[_Place], answers: Answers
     ) -> list[_Place]:
-        """Send these, and wait; returns those that a broker refused."""
+        """Send messages and wait for reports; return those that a broker refused."""
         producer = self._connected()
         refused: list[_Place] = []
-        self._forget_the_past(producer)
+        self._reset(producer)
         for place, envelope in packed:
             message = messages[place]
 
@@ -150,16 +150,16 @@ class KafkaSink:
                 answers.set(place, self._failure(message, error.args[0]))
         try:
             self._await(producer)
-        except self._kafka.KafkaException as error:  # a fatal one: this producer is of no use
+        except self._kafka.KafkaException as error:  # fatal: this producer cannot be used again
             self._broken = True
             answers.interrupted(SinkUnavailable(f"Kafka did not confirm it: {error}"))
         if self._broken:
             self.close()
         return refused
 
-    def _forget_the_past(self, producer: Any) -> None:
-        """Brokers close idle connections, which is no outage of now."""
-        with suppress(self._kafka.KafkaException):  # a fatal one will be told again
+    def _reset(self, producer: Any) -> None:
+        """Drop earlier errors: a broker that closed an idle connection is no outage."""
+        with suppress(self._kafka.KafkaException):  # a fatal error will be raised again
             producer.poll(0)
         self._down, self._unlike, self._waiting = None, None, 0
 
@@ -179,7 +179,7 @@ class KafkaSink:
         self._waiting += 1
 
     def _await(self, producer: Any) -> None:
-        """Until every message is reported; or, all brokers gone, give up what is queued."""
+        """Wait for all delivery reports; purge the queue if all brokers are down."""
         deadline = time.monotonic() + self._timeout + _GRACE_SECONDS
         while self._waiting and time.monotonic() < deadline:
             producer.poll(_POLL_SECONDS)
@@ -188,7 +188,7 @@ class KafkaSink:
                 producer.poll(_POLL_SECONDS)
                 break
         if self._waiting:
-            # What is still out there must not report to the next batch.
+            # Late reports must not reach the next batch.
             self._broken = True
 
     def _failure(self, message: Message[Any], error: Any) -> Exception:
@@ -203,9 +203,9 @@ class KafkaSink:
             codes.CLUSTER_AUTHORIZATION_FAILED,
             codes.TOPIC_AUTHORIZATION_FAILED,
         ):
-            # A new producer asks again, where this one would remember for minutes.
+            # A new producer retries at once; this one would cache the error for minutes.
             self._broken = True
-            return SinkUnavailable(f"{name}: Kafka takes nothing from us: {error}")
+            return SinkUnavailable(f"{name}: Kafka refuses this producer: {error}")
         if error.retriable() or error.code() in (
             codes._TRANSPORT,
             codes._ALL_BROKERS_DOWN,

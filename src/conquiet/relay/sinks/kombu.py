@@ -1,7 +1,7 @@
-"""KombuSink: publishes through Kombu: to RabbitMQ with confirms, and to what else Kombu knows.
+"""Publish through Kombu: to RabbitMQ with confirms, and to Kombu's other transports.
 
-A topic is a durable exchange of its name; the type of a message is its routing key, so that
-consumers bind their queues by type, or with `#` for all.
+A topic is a durable exchange of that name; the message type is the routing key, so that consumers
+bind their queues by type, or with `#` for all.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from conquiet.relay.sinks.answers import Answers, Refused, not_tried
 from conquiet.relay.sinks.envelope import Envelope, topic_of
 
 _PERSISTENT = 2
-_LONGEST_SHORT_STRING = 255
+_MAX_SHORT_STRING_BYTES = 255
 _NOT_OF_A_MESSAGE = (403, 404)
-"""Reply codes of AMQP: no right to write there, no such exchange."""
+"""Reply codes of AMQP: access refused, exchange not found."""
 
 _Place = tuple[int, Envelope]
 
@@ -31,12 +31,12 @@ _Place = tuple[int, Envelope]
 class KombuSink:
     """Publishes persistent messages to the exchange of their topic.
 
-    On AMQP a message counts as published when the broker has confirmed it, and a message that
-    no queue is bound for is refused rather than lost (`mandatory`). `queues` are declared and
-    bound to every topic, so that messages wait there for consumers that come later; transports
-    that cannot tell whether a message found a queue need at least one. Without `declare`,
-    exchanges and queues must be there. Certificates are verified on amqps; `tls` is for private
-    authorities, `{"ca_certs": "ca.pem"}`, and has the other settings of Python's ssl.
+    On AMQP a message counts as published when the broker has confirmed it, and a message without a
+    bound queue is refused rather than lost (`mandatory`). `queues` are declared and bound to every
+    topic, so that messages wait there for later consumers; transports without `mandatory` need at
+    least one. Without `declare`, exchanges and queues must exist. Certificates are verified on
+    amqps; `tls` takes the settings of Python's ssl, `{"ca_certs": "ca.pem"}` for a private
+    authority.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class KombuSink:
             ) from None
         if not self._confirms and not self._queues:
             raise ConfigError(
-                "this transport of Kombu drops messages that no queue is bound for; name one:"
+                "this transport of Kombu drops messages without a bound queue; name one:"
                 " ?queues=events in its URL, or KombuSink(…, queues=['events'])"
             )
         self._refusals: tuple[type[Exception], ...] = tuple(connection.channel_errors)
@@ -77,9 +77,10 @@ class KombuSink:
 
     @classmethod
     def from_url(cls, url: str, topic: str | None = None, timeout: float = 10.0) -> Self:
-        """By `amqp://USER:PASSWORD@HOST/VHOST?queues=a,b&mandatory=true&declare=true&timeout=5`.
+        """Create one by `amqp://USER:PASSWORD@HOST/VHOST?queues=a,b&mandatory=true&timeout=5`.
 
-        `kombu+` stands before the URL of any other transport of Kombu.
+        `declare=false` leaves exchanges and queues alone. Prefix the URL of any other transport of
+        Kombu with `kombu+`.
         """
         given = Url(url.removeprefix("kombu+"))
         queues, seconds = given.names("queues"), given.seconds(timeout)
@@ -89,18 +90,18 @@ class KombuSink:
         return cls(given.rest, topic, queues=queues, timeout=seconds, **settings)
 
     def publish(self, messages: Sequence[Message[Any]]) -> Sequence[Error]:
-        """One answer per message; raises `SinkUnavailable` if none was confirmed or refused."""
-        batch = _Batch(messages, self._timeout)
+        """Return an answer per message; raise `SinkUnavailable` if there is none at all."""
+        batch = _KombuBatch(messages, self._timeout)
         packed = batch.answers.packed(self._check)
         refused = self._send(batch, packed)
         if refused is not None:
-            # The broker closed the channel over one of them, and does not say which.
+            # The broker closed the channel because of one message, without naming it.
             left = [one for one in packed if batch.answers.is_open(one[0])]
             batch.answers.one_by_one(left, lambda one: self._send_alone(batch, one))
         return batch.answers.concluded()
 
     def check(self) -> None:
-        """Raises `SinkUnavailable` if the broker does not answer."""
+        """Raise `SinkUnavailable` if the broker does not answer."""
         connection = self._connection()
         try:
             _connect(connection)
@@ -110,7 +111,7 @@ class KombuSink:
             connection.release()
 
     def close(self) -> None:
-        """Let go of the connection; the next message opens another."""
+        """Close the connection; the next message opens another."""
         link, self._link = self._link, None
         if link is not None:
             link.close()
@@ -124,7 +125,7 @@ class KombuSink:
                 "write_timeout": self._timeout,
             }
         if scheme == "amqps":
-            # Left to itself, the client would take any certificate that somebody vouches for.
+            # By default the client does not verify the host name of a certificate.
             own = {"server_hostname": urlsplit(self._url).hostname, "cert_reqs": ssl.CERT_REQUIRED}
             settings["ssl"] = {**own, **self._tls}
         return self._kombu.Connection(self._url, connect_timeout=self._timeout, **settings)
@@ -132,20 +133,20 @@ class KombuSink:
     def _check(self, message: Message[Any], envelope: Envelope) -> None:
         topic = topic_of(message, self._topic)
         short = (topic, message.type, message.id, envelope.content_type or "")
-        if max(len(text.encode()) for text in short) > _LONGEST_SHORT_STRING:
+        if max(len(text.encode()) for text in short) > _MAX_SHORT_STRING_BYTES:
             raise InvalidMessage(
-                f"{describe(message.attributes)}: AMQP takes {_LONGEST_SHORT_STRING} bytes at most"
-                " for each of topic, type, id and datacontenttype"
+                f"{describe(message.attributes)}: AMQP takes at most"
+                f" {_MAX_SHORT_STRING_BYTES} bytes for each of topic, type, id and datacontenttype"
             )
 
-    def _send_alone(self, batch: _Batch, one: _Place) -> None:
+    def _send_alone(self, batch: _KombuBatch, one: _Place) -> None:
         refused = self._send(batch, [one])
         if refused is not None and getattr(refused, "reply_code", 0) not in _NOT_OF_A_MESSAGE:
             name = describe(batch.messages[one[0]].attributes)
             batch.answers.set(one[0], Refused(f"{name}: the broker refused it: {refused}"))
 
-    def _send(self, batch: _Batch, packed: Sequence[_Place]) -> Exception | None:
-        """Send these; returns why the broker closed the channel over one of them, if it did."""
+    def _send(self, batch: _KombuBatch, packed: Sequence[_Place]) -> Exception | None:
+        """Send messages; return the error if the broker closed the channel because of one."""
         if not packed:
             return None
         link = self._link
@@ -160,10 +161,10 @@ class KombuSink:
             return None
         try:
             for place, envelope in packed:
-                if batch.answers.are_late:  # without confirms, a message may take its time
+                if batch.answers.are_late:  # without confirms, each send may take long
                     batch.answers.set(place, not_tried())
                     continue
-                self._publish(link, batch.messages[place], envelope, batch.tell(place))
+                self._publish(link, batch.messages[place], envelope, batch.setter(place))
             link.wait(batch.deadline)
         except self._troubles as error:
             self._interrupt(batch, error)
@@ -171,25 +172,33 @@ class KombuSink:
                 return error
         return None
 
-    def _interrupt(self, batch: _Batch, error: Exception) -> None:
+    def _interrupt(self, batch: _KombuBatch, error: Exception) -> None:
         self.close()
         batch.answers.interrupted(SinkUnavailable(f"the broker cannot be used: {error!r:.300}"))
 
     def _publish(
-        self, link: _Link, message: Message[Any], envelope: Envelope, tell: Callable[[Error], None]
+        self,
+        link: _Link,
+        message: Message[Any],
+        envelope: Envelope,
+        answer: Callable[[Error], None],
     ) -> None:
         name = describe(message.attributes)
 
-        def answer(outcome: str | None) -> None:
+        def report(outcome: str | None) -> None:
             if outcome is None:
-                tell(None)
+                answer(None)
             elif outcome == "nack":
-                tell(SinkUnavailable(f"{name}: the broker did not take it: its queue is full"))
+                answer(SinkUnavailable(f"{name}: the broker did not accept it: its queue is full"))
             else:
-                tell(Refused(f"{name}: no queue takes it: {outcome}; bind one, or name `queues`"))
+                answer(
+                    Refused(
+                        f"{name}: no queue is bound for it: {outcome}; bind one, or name `queues`"
+                    )
+                )
 
         link.publish(
-            answer,
+            report,
             envelope.body,
             exchange=topic_of(message, self._topic),
             routing_key=message.type,
@@ -205,24 +214,24 @@ class KombuSink:
 
 
 def _connect(connection: Any) -> None:
-    """Once, and again at once; Kombu's own `connect` would sleep in between."""
+    """Connect, with one immediate retry; Kombu's own `connect` would sleep in between."""
     connection.ensure_connection(max_retries=1, interval_start=0, interval_max=0.1)
 
 
-class _Batch:
-    """One call of `publish`."""
+class _KombuBatch:
+    """Holds one call of `publish`."""
 
     def __init__(self, messages: Sequence[Message[Any]], seconds: float) -> None:
         self.messages = messages
         self.answers = Answers(messages, seconds)
         self.deadline = time.monotonic() + seconds
 
-    def tell(self, place: int) -> Callable[[Error], None]:
+    def setter(self, place: int) -> Callable[[Error], None]:
         return lambda answer: self.answers.set(place, answer)
 
 
 class _Link:
-    """A connection with one channel, and what the broker has yet to confirm on it."""
+    """Holds a connection with one channel, and the messages not yet confirmed on it."""
 
     def __init__(self, kombu: Any, connection: Any, confirms: bool) -> None:
         self._kombu = kombu
@@ -269,7 +278,7 @@ class _Link:
             answer(None)
 
     def wait(self, deadline: float) -> None:
-        """Until all is confirmed; raises `TimeoutError` if the broker needs longer."""
+        """Wait until all is confirmed; raise `TimeoutError` after the deadline."""
         while self._waiting:
             left = deadline - time.monotonic()
             if left <= 0:
@@ -278,12 +287,12 @@ class _Link:
         self._returned.clear()
 
     def close(self) -> None:
-        with suppress(Exception):  # it may be broken, which is why we let go of it
+        with suppress(Exception):  # it may be broken, which is why it is closed
             self._connection.release()
 
     def _on_ack(self, tag: int, multiple: bool) -> None:
         for each in self._settled(tag, multiple):
-            # The broker returns a message that has nowhere to go, and then acks it.
+            # The broker returns a message without a queue, and then acks it.
             self._waiting.pop(each)(self._returned.get(self._names.pop(each)))
 
     def _on_nack(self, tag: int, multiple: bool) -> None:

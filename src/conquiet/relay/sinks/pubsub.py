@@ -1,7 +1,7 @@
-"""PubSubSink: publishes to Google Cloud Pub/Sub.
+"""Publish to Google Cloud Pub/Sub.
 
-A request of Pub/Sub is confirmed or refused as a whole. What was refused together is sent again
-one by one, so that a message which fails fails alone.
+Pub/Sub confirms or refuses a request as a whole. The messages of a refused request are sent again
+one by one, so that an invalid message fails alone.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from conquiet.message import Message, describe
 from conquiet.relay.sinks.answers import Answers, Refused, not_tried
 from conquiet.relay.sinks.envelope import Envelope, topic_of
 
-_MOST_MESSAGES = 1000
-_MOST_BYTES = 9_000_000
-_MOST_ATTRIBUTES = 100
-_LONGEST_NAME = 256
-_LONGEST_VALUE = 1024
+_MAX_MESSAGES = 1000
+_MAX_BYTES = 9_000_000
+_MAX_ATTRIBUTES = 100
+_MAX_NAME_BYTES = 256
+_MAX_VALUE_BYTES = 1024
 _GRACE_SECONDS = 1.0
 _SENDERS = 8
 
-# After a long outage, gRPC would wait for two minutes before it looks again.
+# By default, after a long outage, gRPC waits two minutes before it reconnects.
 _CHANNEL = (("grpc.max_reconnect_backoff_ms", 5_000),)
 
 _topic_path = re.compile(r"projects/[^/]+/topics/[^/]+")
@@ -42,8 +42,8 @@ _Place = tuple[int, Envelope]
 class PubSubSink:
     """Publishes each message to its Pub/Sub topic, `orders` or `projects/shop/topics/orders`.
 
-    `ordered` sends `partitionkey` or `subject` as the ordering key, and gives later messages of
-    a key back when one of it fails. Credentials are Google's defaults, unless a `client` (a
+    `ordered` sends `partitionkey` or `subject` as the ordering key; when a message of a key fails,
+    later ones of the key are given back. Credentials are Google's defaults, unless a `client` (a
     `google.pubsub_v1.PublisherClient`) is given; with PUBSUB_EMULATOR_HOST, an emulator's.
     """
 
@@ -71,18 +71,18 @@ class PubSubSink:
 
     @classmethod
     def from_url(cls, url: str, topic: str | None = None, timeout: float = 10.0) -> Self:
-        """By `pubsub://PROJECT/TOPIC?ordered=true&timeout=5`."""
+        """Create a sink by `pubsub://PROJECT/TOPIC?ordered=true&timeout=5`."""
         given = Url(url)
         ordered, seconds = given.flag("ordered", default=False), given.seconds(timeout)
         given.end()
         return cls(given.place, given.path or topic, ordered=ordered, timeout=seconds)
 
     def publish(self, messages: Sequence[Message[Any]]) -> Sequence[Error]:
-        """One answer per message; raises `SinkUnavailable` if none was confirmed or refused."""
-        return _Batch(self, messages).publish()
+        """Return an answer per message; raise `SinkUnavailable` if there is none at all."""
+        return _PubSubBatch(self, messages).publish()
 
     def check(self) -> None:
-        """Raises `SinkUnavailable` if Pub/Sub does not answer for the topic of this sink."""
+        """Raise `SinkUnavailable` if Pub/Sub does not answer for the topic of this sink."""
         try:
             path = self._path(self._topic or "any")
             self._connected().get_topic(topic=path, retry=None, timeout=self._timeout)
@@ -93,7 +93,7 @@ class PubSubSink:
             raise SinkUnavailable(f"Pub/Sub cannot be reached: {error}") from error
 
     def close(self) -> None:
-        """Let go of the connection; the next message opens another."""
+        """Close the connection; the next message opens another."""
         senders, self._senders = self._senders, None
         if senders is not None:
             senders.shutdown(wait=False, cancel_futures=True)
@@ -128,12 +128,12 @@ class PubSubSink:
             return topic
         if not topic or "/" in topic:
             raise ConfigError(
-                f"{topic!r:.100} is no topic of Pub/Sub: use NAME or projects/P/topics/T"
+                f"{topic!r:.100} is not a topic of Pub/Sub: use NAME or projects/P/topics/T"
             )
         return f"projects/{self._project}/topics/{topic}"
 
     def _start(self, topic: str, key: str, envelopes: Sequence[Envelope]) -> Future[Any]:
-        """Send one request; the future raises what Pub/Sub answers."""
+        """Send one request; the future raises Pub/Sub's error."""
         client = self._connected()
         request = self._pubsub.PublishRequest(
             topic=topic,
@@ -146,7 +146,7 @@ class PubSubSink:
         )
         if self._senders is None:
             self._senders = ThreadPoolExecutor(_SENDERS, thread_name_prefix="conquiet-pubsub")
-        # No retry here: the relay tries again, and its pauses grow.
+        # No retry here: the relay retries, with growing pauses.
         return self._senders.submit(
             client.publish, request=request, retry=None, timeout=self._timeout
         )
@@ -164,8 +164,8 @@ class PubSubSink:
         return SinkUnavailable(f"{name}: Pub/Sub did not confirm it: {error!r:.300}")
 
 
-class _Batch:
-    """One call of `publish`: all requests at once, then what was refused one by one."""
+class _PubSubBatch:
+    """Publishes one batch: all requests at once, then the refused messages one by one."""
 
     def __init__(self, sink: PubSubSink, messages: Sequence[Message[Any]]) -> None:
         self._sink = sink
@@ -173,7 +173,7 @@ class _Batch:
         self._answers = Answers(messages, sink._timeout)
         self._deadline = 0.0
         self._lost: set[str] = set()
-        """Keys of which a message failed; what follows must wait."""
+        """Keys with a failed message; their later messages must wait."""
 
     def publish(self) -> Sequence[Error]:
         packed = self._answers.packed(self._check)
@@ -181,7 +181,7 @@ class _Batch:
             packed = self._without_followers(packed)
         groups = list(self._groups(packed))
         while groups:
-            # One request of each topic and key at a time, so that none overtakes another.
+            # One request of each topic and key at a time keeps their order.
             sent = [(topic, key, chunks[0]) for topic, key, chunks in groups]
             futures = [self._send(*request) for request in sent]
             self._deadline = time.monotonic() + self._sink._timeout + _GRACE_SECONDS
@@ -203,7 +203,7 @@ class _Batch:
         _check_limits(message, envelope)
 
     def _without_followers(self, packed: Sequence[_Place]) -> list[_Place]:
-        """What may be sent although some message of the batch could not be packed."""
+        """Drop messages behind one of the same key that could not be packed."""
         good = dict(packed)
         lost: set[str] = set()
         for place, message in enumerate(self._messages):
@@ -218,7 +218,7 @@ class _Batch:
         return list(good.items())
 
     def _groups(self, packed: Sequence[_Place]) -> Iterator[tuple[str, str, list[list[_Place]]]]:
-        """By topic and key, since a request holds one ordering key, within Pub/Sub's limits."""
+        """Group by topic and key, since a request has one ordering key, within Pub/Sub's limits."""
         groups: dict[tuple[str, str], list[_Place]] = {}
         for place, envelope in packed:
             message = self._messages[place]
@@ -249,7 +249,7 @@ class _Batch:
         self._answers.one_by_one(places, send)
 
     def _settle(self, key: str, places: Sequence[_Place], future: Future[Any] | None) -> bool:
-        """Answer for these; True if Pub/Sub has something against one of them."""
+        """Set the answers of a request; return whether Pub/Sub refused it."""
         error = None if future is None else _error_of(future, self._deadline)
         answer: Error = None
         for place, _ in places:
@@ -268,7 +268,7 @@ def _error_of(future: Future[Any], deadline: float) -> BaseException | None:
     try:
         return future.exception(max(0.0, deadline - time.monotonic()))
     except FutureTimeout as late:
-        future.cancel()  # if it is still waiting for its turn
+        future.cancel()  # if it has not begun yet
         return late
 
 
@@ -277,7 +277,7 @@ def _chunks(places: Sequence[_Place]) -> list[list[_Place]]:
     size = 0
     for place, envelope in places:
         more = _size(envelope)
-        if not chunks or len(chunks[-1]) >= _MOST_MESSAGES or size + more > _MOST_BYTES:
+        if not chunks or len(chunks[-1]) >= _MAX_MESSAGES or size + more > _MAX_BYTES:
             chunks.append([])
             size = 0
         chunks[-1].append((place, envelope))
@@ -304,11 +304,11 @@ def _size(envelope: Envelope) -> int:
 def _check_limits(message: Message[Any], envelope: Envelope) -> None:
     attributes = _attributes(envelope)
     subject = describe(message.attributes)
-    if len(attributes) > _MOST_ATTRIBUTES:
-        raise InvalidMessage(f"{subject}: Pub/Sub takes {_MOST_ATTRIBUTES} attributes at most")
+    if len(attributes) > _MAX_ATTRIBUTES:
+        raise InvalidMessage(f"{subject}: Pub/Sub takes {_MAX_ATTRIBUTES} attributes at most")
     for name, value in attributes.items():
-        if len(name.encode()) > _LONGEST_NAME or len(value.encode()) > _LONGEST_VALUE:
+        if len(name.encode()) > _MAX_NAME_BYTES or len(value.encode()) > _MAX_VALUE_BYTES:
             raise InvalidMessage(
                 f"{subject}: attribute {name!r:.60} is too long for Pub/Sub, which takes"
-                f" {_LONGEST_NAME} bytes for a name and {_LONGEST_VALUE} for a value"
+                f" {_MAX_NAME_BYTES} bytes for a name and {_MAX_VALUE_BYTES} for a value"
             )

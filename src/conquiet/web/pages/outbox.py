@@ -16,7 +16,7 @@ from conquiet.web.place import link
 from conquiet.web.rendering import page
 
 if TYPE_CHECKING:
-    from conquiet.relay.search import Search
+    from conquiet.relay.inspection import Search
     from conquiet.web.app import Dashboard
 
 _PAGE = 50
@@ -35,7 +35,7 @@ def routes(app: Dashboard) -> list[BaseRoute]:
 def _rows(request: Request) -> Response:
     app: Dashboard = request.app
     inspection = app.stores.outbox
-    from conquiet.relay.search import State
+    from conquiet.relay.inspection import State
 
     search, after = _search(request), asked(request, "after")
     newest = search.state in ("published", "any")
@@ -64,7 +64,7 @@ def _rows(request: Request) -> Response:
 
 
 def _search(request: Request) -> Search:
-    from conquiet.relay.search import Search, State
+    from conquiet.relay.inspection import Search, State
 
     state, attempts = asked(request, "state"), asked(request, "attempts")
     return Search(

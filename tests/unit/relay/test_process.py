@@ -16,7 +16,7 @@ from conquiet.message import Message
 from conquiet.relay import logs
 from conquiet.relay.inspection import Figures
 from conquiet.relay.metrics import METRICS, RelayMetrics
-from conquiet.relay.watched import WatchedRelay
+from conquiet.relay.process import WatchedRelay
 
 
 class Rows:
