@@ -19,7 +19,7 @@ from conquiet import Message
 from conquiet.acking import Acking
 from conquiet.errors import InvalidMessage
 from conquiet.events.catalog import Catalog
-from conquiet.events.layout import Row as DomainRow
+from conquiet.events.source import EventRow as DomainRow
 from conquiet.events.source import EventSource
 from conquiet.kombu.topology import decode_binding, encode_binding
 from conquiet.middleware import JsonSchema

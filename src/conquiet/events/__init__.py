@@ -1,22 +1,21 @@
-"""Domain events: catalog, envelope, the table `outbox_events`, its relay source, idempotency.
+"""Domain events: catalog, envelope, the table `outbox_events`, its source, idempotency.
 
-What needs SQLAlchemy or redis-py is imported when it is first used: a consumer has no database,
-and a service that emits may have no Redis.
+Names that need SQLAlchemy or redis-py are imported on first use: a consumer has no database, and
+a service that emits events may have no Redis.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from conquiet.events.catalog import Catalog, Consumer, InvalidEvent, Received, UnknownEvent
+from conquiet.events.catalog import Catalog, Consumer, Event, InvalidEvent, Received, UnknownEvent
 from conquiet.events.envelope import ActorRef, Envelope, ErrorEnvelope, ErrorRef
-from conquiet.events.event import Event
 
 if TYPE_CHECKING:
-    from conquiet.events.emitting import emit, emit_async
+    from conquiet.events import schema
     from conquiet.events.idempotency import Idempotency, LeaseLost
-    from conquiet.events.model import AppendOnly, OutboxEvent, mapped
-    from conquiet.events.outbox import EventsOutbox
+    from conquiet.events.outbox import EventsOutbox, emit, emit_async
     from conquiet.events.source import EventSource
+    from conquiet.events.table import AppendOnly, OutboxEvent, map_outbox_events
 
 __all__ = [
     "ActorRef",
@@ -37,23 +36,26 @@ __all__ = [
     "UnknownEvent",
     "emit",
     "emit_async",
-    "mapped",
+    "map_outbox_events",
+    "schema",
 ]
 
 _home = {
-    "AppendOnly": "conquiet.events.model",
+    "AppendOnly": "conquiet.events.table",
     "EventSource": "conquiet.events.source",
     "EventsOutbox": "conquiet.events.outbox",
     "Idempotency": "conquiet.events.idempotency",
     "LeaseLost": "conquiet.events.idempotency",
-    "OutboxEvent": "conquiet.events.model",
-    "emit": "conquiet.events.emitting",
-    "emit_async": "conquiet.events.emitting",
-    "mapped": "conquiet.events.model",
+    "OutboxEvent": "conquiet.events.table",
+    "emit": "conquiet.events.outbox",
+    "emit_async": "conquiet.events.outbox",
+    "map_outbox_events": "conquiet.events.table",
 }
 
 
 def __getattr__(name: str) -> Any:
+    if name == "schema":
+        return import_module("conquiet.events.schema")
     if name not in _home:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_home[name]), name)

@@ -1,17 +1,17 @@
-"""Catalog: which events there are, of which aggregates, and what each version of them says.
+"""Declare event types, aggregate types and the data of each version; create and read events.
 
     class EventType(StrEnum) ─┐
     class AggregateType …     ├─▶ Catalog ─▶ enums of the database, checks of emit, consumers, docs
     @catalog.declare(…)      ─┘
 
-It is the one place where an event type is written down.
+It is the only place that lists event types.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from datetime import datetime
+from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any, NamedTuple, TypeVar
 from uuid import UUID
@@ -20,7 +20,31 @@ import msgspec
 
 from conquiet.errors import ConfigError, InvalidMessage, PermanentError
 from conquiet.events.envelope import ActorRef, Envelope
-from conquiet.events.event import Event, now
+from conquiet.message import new_id
+
+
+def now() -> datetime:
+    return datetime.now(UTC)
+
+
+def new_event_id() -> UUID:
+    """Return a UUIDv7: ids ascend in the order of their creation."""
+    return UUID(new_id())
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    """Holds an event before it is stored; its id is also that of row, envelope and message."""
+
+    catalog: Catalog
+    event_type: str
+    aggregate_type: str
+    aggregate_id: UUID
+    version: int
+    data: msgspec.Struct | Mapping[str, Any]
+    occurred_at: datetime
+    actor: ActorRef | None = None
+    id: UUID = msgspec.field(default_factory=new_event_id)
+
 
 S = TypeVar("S", bound=type[msgspec.Struct])
 
@@ -28,15 +52,15 @@ _value = re.compile(r"[a-z][a-z0-9_]{0,62}")
 
 
 class InvalidEvent(PermanentError):
-    """An event that must not be stored, now or later; the transaction was not touched."""
+    """An event that cannot be stored; it was refused before any statement was sent."""
 
 
 class UnknownEvent(InvalidMessage):
-    """A type or a version that this catalog does not declare: a newer producer wrote it."""
+    """An event type or version that this catalog does not declare, of a newer producer."""
 
 
 class Declaration(NamedTuple):
-    """What one version of an event type carries."""
+    """Names the aggregate and the data of one version of an event type."""
 
     event_type: str
     version: int
@@ -45,22 +69,22 @@ class Declaration(NamedTuple):
 
 
 class Consumer(NamedTuple):
-    """A consumer by its name, and the event types that it takes."""
+    """Names a consumer and the event types that it accepts."""
 
     name: str
     accepts: frozenset[str]
 
 
 class Received(NamedTuple):
-    """An event as a consumer has it."""
+    """Holds an event as a consumer receives it."""
 
     envelope: Envelope
     data: Any
-    """An instance of the struct that is declared for its type and version."""
+    """An instance of the struct declared for its type and version."""
 
 
 class Catalog:
-    """Event types, aggregate types, and the struct of each (type, version).
+    """Declares event types, aggregate types, and the struct of each (type, version).
 
     >>> class EventType(StrEnum):
     ...     ORDER_PLACED = "order_placed"
@@ -82,10 +106,8 @@ class Catalog:
         self._by_struct: dict[type, Declaration] = {}
         self._decoders: dict[tuple[str, int], msgspec.json.Decoder[Any]] = {}
 
-    # --- declaring --------------------------------------------------------------------------
-
     def declare(self, event_type: str, aggregate_type: str, version: int = 1) -> Callable[[S], S]:
-        """Decorator: this struct is the data of that version of that event type."""
+        """Return a decorator that declares a struct as the data of an event type and version."""
         if event_type not in self.event_types:
             raise ConfigError(f"event type {event_type!r:.60} is not in the enum of the catalog")
         if aggregate_type not in self.aggregate_types:
@@ -109,7 +131,7 @@ class Catalog:
         return declared
 
     def consumer(self, name: str, accepts: Iterable[str]) -> Consumer:
-        """Declare that a consumer takes these event types."""
+        """Declare that a consumer accepts these event types."""
         types = frozenset(map(str, accepts))
         unknown = types.difference(self.event_types)
         if unknown:
@@ -120,7 +142,7 @@ class Catalog:
 
     @property
     def declarations(self) -> list[Declaration]:
-        """All of them, in the order of the enum and the versions."""
+        """Return all declarations, in the order of the enum and the versions."""
         order = {name: place for place, name in enumerate(self.event_types)}
         return sorted(self._declared.values(), key=lambda one: (order[one.event_type], one.version))
 
@@ -130,8 +152,6 @@ class Catalog:
     def versions(self, event_type: str) -> list[int]:
         return sorted(version for name, version in self._declared if name == event_type)
 
-    # --- making -----------------------------------------------------------------------------
-
     def event(
         self,
         data: msgspec.Struct,
@@ -140,7 +160,7 @@ class Catalog:
         actor: ActorRef | None = None,
         occurred_at: datetime | None = None,
     ) -> Event:
-        """An event of the type that its struct was declared for. `emit` checks and stores it."""
+        """Create an event of the type that its struct declares; `emit` checks and stores it."""
         found = self._by_struct.get(type(data))
         if found is None:
             raise InvalidEvent(
@@ -169,7 +189,7 @@ class Catalog:
         actor: ActorRef | None = None,
         occurred_at: datetime | None = None,
     ) -> Event:
-        """An event from names and plain data, for callers that have no structs."""
+        """Create an event from names and plain data, for callers without structs."""
         return Event(
             catalog=self,
             event_type=event_type,
@@ -181,10 +201,8 @@ class Catalog:
             occurred_at=occurred_at or now(),
         )
 
-    # --- reading ----------------------------------------------------------------------------
-
     def open(self, event_type: str, payload: bytes | str) -> Received:
-        """The envelope and the typed data of what a relay published."""
+        """Decode the envelope and the typed data of a published payload."""
         try:
             envelope = Envelope.read(payload)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -192,7 +210,7 @@ class Catalog:
         return Received(envelope, self.read(event_type, envelope.version, envelope.data))
 
     def read(self, event_type: str, version: int, data: bytes | msgspec.Raw) -> Any:
-        """The struct that was declared for a type and version, from JSON."""
+        """Decode JSON into the struct declared for a type and version."""
         decoder = self._decoders.get((event_type, version))
         if decoder is None:
             known = ", ".join(map(str, self.versions(event_type))) or "none"

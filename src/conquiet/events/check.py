@@ -1,4 +1,4 @@
-"""Checks: everything that a database could refuse is refused here, before it is asked (S9)."""
+"""Check events before they are stored: a refusal by the database would abort the transaction."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from uuid import UUID
 import msgspec
 
 from conquiet.errors import InvalidMessage
-from conquiet.events.catalog import Declaration, InvalidEvent
+from conquiet.events.catalog import Declaration, Event, InvalidEvent
 from conquiet.events.envelope import ActorRef
-from conquiet.events.event import Event
 
 MAX_PAYLOAD_BYTES = 256 * 1024
-"""What every sink takes: Kafka's default is a megabyte, some clouds' queues a quarter of it."""
+"""A size that every sink accepts: Kafka's default is 1 MB, some cloud queues take 256 KB."""
 
 _encode = msgspec.json.Encoder(order="sorted").encode
-_nul = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")  # an escaped NUL, not an escaped backslash before it
+_nul = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")  # an escaped NUL, not an escaped backslash and u0000
 
 
 class Checked(NamedTuple):
-    """The columns of a row that was found good."""
+    """Holds the columns of a checked event."""
 
     id: UUID
     event_type: str
@@ -35,15 +34,15 @@ class Checked(NamedTuple):
 
 
 def canonical(value: Any) -> bytes:
-    """JSON with sorted keys and no spaces: the same content is the same bytes, everywhere."""
+    """Encode JSON with sorted keys and no spaces: equal content gives equal bytes."""
     return _encode(value)
 
 
 def check(event: Event, max_bytes: int = MAX_PAYLOAD_BYTES) -> Checked:
-    """The row of an event; raises `InvalidEvent` with what to change."""
+    """Check an event and return its row; raise `InvalidEvent` with what to change."""
     if not isinstance(event, Event):
         raise InvalidEvent(
-            f"{type(event).__name__} is no event: make one with catalog.event(…), and emit several"
+            f"{type(event).__name__} is not an event: create one by catalog.event(…), emit several"
             " by emit(session, *events)"
         )
     declaration = _declared(event)
@@ -90,7 +89,7 @@ def _declared(event: Event) -> Declaration:
 def _payload(event: Event, declaration: Declaration) -> bytes:
     try:
         data = _plain(event.data)
-        # A struct's own constructor checks no types: what is written must be readable again.
+        # A struct's constructor checks no types: decode what was encoded.
         kept = event.catalog.read(declaration.event_type, declaration.version, _encode(data))
         unknown = list(_unknown(data, kept))
         if unknown:
@@ -115,7 +114,7 @@ def _payload(event: Event, declaration: Declaration) -> bytes:
 
 
 def _unknown(given: Any, kept: Any, where: str = "") -> Iterator[str]:
-    """The fields, at every level, that were given and that no struct has: they would be lost."""
+    """Yield given fields, at every level, that no struct has: they would be lost."""
     if isinstance(kept, msgspec.Struct) and isinstance(given, dict):
         fields = _fields(type(kept))
         for name, value in given.items():
@@ -133,7 +132,7 @@ def _unknown(given: Any, kept: Any, where: str = "") -> Iterator[str]:
 
 @lru_cache(maxsize=1024)
 def _fields(kind: type[msgspec.Struct]) -> dict[str, str]:
-    """A struct's fields by their names in JSON; msgspec works annotations out at every call."""
+    """Cache a struct's fields by their JSON names; msgspec resolves annotations at every call."""
     return {field.encode_name: field.name for field in msgspec.structs.fields(kind)}
 
 
@@ -147,7 +146,7 @@ def _with_utc(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_with_utc(one) for one in value]
     if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{value} is no number of JSON")
+        raise ValueError(f"{value} is not a JSON number")
     return _in_utc(value) if isinstance(value, datetime) else value
 
 

@@ -1,10 +1,10 @@
-"""The envelope of a domain event, with the names that are locked in JSON.
+"""Define the envelope of a domain event, whose JSON names are locked.
 
     {"version": 1, "eventId": "0190…", "occurredAt": "2026-01-31T12:00:00Z",
      "actor": {"type": "user", "id": "…"}, "data": {…}}
 
-Envelopes are in camel case, `data` is in snake case. `actor` is left out where nobody acted.
-Within a version, only optional fields are added; a reader passes over what it does not know.
+Envelopes are in camel case, `data` is in snake case. `actor` is absent if there is none. Within a
+version, only optional fields are added; a reader ignores unknown fields.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from uuid import UUID
 import msgspec
 
 Moment = Annotated[datetime, msgspec.Meta(tz=True)]
-"""A moment that knows its offset; written in UTC, with `Z`."""
+"""A time with an offset; encoded in UTC, with `Z`."""
 
 
 class ActorRef(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
-    """Who caused an event; an id, never a name or an address."""
+    """Identifies the actor of an event by an id, never by a name or an address."""
 
     type: Literal["user", "store", "system"]
     id: str
     store_id: UUID | None = None
-    """`storeId`: the store on whose behalf."""
+    """`storeId`: the store that the actor acted for."""
 
 
 class Envelope(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True, kw_only=True):
-    """What `payload_json` holds, and what consumers receive as data.
+    """Wraps the data of an event in `payload_json`, and in the messages of consumers.
 
     >>> envelope = Envelope.read(
     ...     b'{"version": 1, "eventId": "01900000-0000-7000-8000-000000000001",'
@@ -46,16 +46,16 @@ class Envelope(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True, 
     """`occurredAt`: when it happened, which may be before it was stored."""
     actor: ActorRef | None = None
     data: msgspec.Raw
-    """What happened, as JSON that is not looked into here."""
+    """The event's data as undecoded JSON."""
 
     @classmethod
     def read(cls, payload: bytes | str) -> Envelope:
-        """An envelope from JSON; raises `msgspec.DecodeError` with the place of a misfit."""
+        """Decode an envelope; raise `msgspec.DecodeError` with the path of the first error."""
         return _decoder.decode(payload)
 
 
 class ErrorRef(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
-    """Why something failed: a code for programs, a sentence for people."""
+    """Describes a failure: a code for programs, a message for people."""
 
     code: str
     message: str
@@ -63,7 +63,7 @@ class ErrorRef(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
 
 
 class ErrorEnvelope(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True, kw_only=True):
-    """What a consumer reports about an event that it cannot handle."""
+    """Reports an event that a consumer cannot handle."""
 
     version: Annotated[int, msgspec.Meta(ge=1)]
     event_id: UUID

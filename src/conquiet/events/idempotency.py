@@ -1,30 +1,34 @@
-"""Idempotency: a consumer's side effects of an event happen once, though it may come again.
+"""Make a consumer idempotent: remember in Redis which events it has handled.
 
     absent ──claim──▶ processing:<owner> ──confirm──▶ done:<owner> ──ttl──▶ absent
-                          │ handler failed: release, if it is still ours
-                          │ handler runs long: renewed
-                          └ crash: ends by itself after the lease
+                          │ handler failed: released, if the lease is still ours
+                          │ handler runs long: the lease is renewed
+                          └ crash: the lease expires
 
-Duplicates are possible; consumers must be idempotent. The key is the consumer and the event id.
-A duplicate of what is done may be acked; one of what is in progress elsewhere must not.
+Relays may publish duplicates, so consumers must be idempotent. The key is the consumer and the
+event id. A duplicate of a done event may be acked; one that is in progress elsewhere must not.
 """
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import logging
 import re
+import threading
 import time
 import uuid
 from collections.abc import Callable
 from datetime import timedelta
+from functools import wraps
 from importlib.resources import files
+from types import TracebackType
 from typing import Any, Literal, NamedTuple, cast
 from uuid import UUID
 
 import redis
 
 from conquiet.errors import Blameless, ConfigError, StoreError
-from conquiet.events.guard import Guard
 from conquiet.events.ttl import as_seconds, default_ttl
 from conquiet.lease import LeaseKeeper
 from conquiet.redis.transaction import InProgress
@@ -37,7 +41,7 @@ LEASE_SECONDS = 30.0
 Answer = Literal["ours", "done", "held", "gone"]
 
 _RENEWALS = 3
-"""How often a lease is renewed before it would end."""
+"""How many renewals a lease has time for before it expires."""
 _CONFIRMS = 3
 _PAUSE_SECONDS = 0.1
 _name = re.compile(r"[A-Za-z0-9_.\-]{1,100}")
@@ -45,7 +49,7 @@ _script = files(__package__).joinpath("idempotency.lua").read_text()
 
 
 class LeaseLost(Blameless):
-    """The handler ran, but its lease had ended and somebody else took the event meanwhile."""
+    """The lease expired while the handler ran, and another consumer took the event."""
 
 
 class Idempotency:
@@ -59,10 +63,10 @@ class Idempotency:
     sent
     seen before
 
-    `client` is a plain `redis.Redis`, for `async` too. `lease` is what a crash costs: how long an
-    event waits until another may take it. `ttl` is how long one is remembered, in seconds or as a
-    timedelta; a delivery later than that takes effect again. It is 7 days, unless the environment
-    says otherwise: CONQUIET_OUTBOX_IDEMPOTENCY_TTL_HOURS.
+    `client` is a plain `redis.Redis`, also in async code. After a crash, an event waits for `lease`
+    seconds until another consumer may take it. A handled event is remembered for `ttl` seconds (or
+    a timedelta); a later delivery takes effect again. The default is 7 days, or
+    CONQUIET_OUTBOX_IDEMPOTENCY_TTL_HOURS of the environment.
     """
 
     def __init__(
@@ -82,7 +86,7 @@ class Idempotency:
         if not isinstance(client, (redis.Redis, redis.RedisCluster)):
             raise ConfigError(
                 f"Idempotency takes a redis.Redis, not {type(client).__module__}."
-                f"{type(client).__name__}; its guard can be used by coroutines all the same"
+                f"{type(client).__name__}; coroutines can use its guard too"
             )
         self.prefix = prefix
         self.keeper = LeaseKeeper("conquiet-idempotency")
@@ -101,28 +105,27 @@ class Idempotency:
     def check_and_mark_processed(
         self, consumer: str, event_id: UUID | str, ttl: float | timedelta | None = None
     ) -> bool:
-        """Whether it was processed already; if not, it counts as processed from now on.
+        """Return whether the event was processed before; mark it as processed if not.
 
-        One call, before the side effects: **a crash after the mark drops the event**. Use
-        `guard`, which marks after success, unless that is what you want. Raises `InProgress`
-        while a guard elsewhere is at it.
+        It marks before the side effects: **a crash after the mark drops the event**. Prefer
+        `guard`, which marks after success. Raises `InProgress` while another consumer holds it.
         """
         key = self.key(consumer, event_id)
         seconds = self.ttl if ttl is None else as_seconds("ttl", ttl)
         answer = self._ask(key, "mark", uuid.uuid4().hex, seconds)
         if answer == "held":
-            raise InProgress(f"{key}: somebody else is at it; do not ack")
+            raise InProgress(f"{key}: in progress elsewhere; do not ack")
         return answer == "done"
 
     def claim(self, consumer: str, event_id: UUID | str) -> Claim | None:
-        """Ours to handle, under a lease; None if it is done. Raises `InProgress` if it is held.
+        """Claim an event under a lease; None if it is done. Raises `InProgress` if it is held.
 
-        The parts of `guard`, for those who need them apart: confirm it or release it.
+        Use it instead of `guard` to confirm or release the claim yourself.
         """
         claim = Claim(self, self.key(consumer, event_id), uuid.uuid4().hex)
         answer = self._ask(claim.key, "claim", claim.owner, self.lease)
         if answer == "held":
-            raise InProgress(f"{claim.key}: somebody else is at it; do not ack")
+            raise InProgress(f"{claim.key}: in progress elsewhere; do not ack")
         if answer == "done":
             return None
         self.keeper.add(claim, claim.every)
@@ -135,11 +138,11 @@ class Idempotency:
         *,
         ttl: float | timedelta | None = None,
     ) -> Guard:
-        """Context manager and decorator around side effects.
+        """Return a context manager and decorator around side effects, sync or async.
 
-        As a context manager it tells whether the event is fresh; a body that raises releases it.
-        As a decorator, `event_id` is a function of the arguments, and a duplicate returns None
-        without running. Both know `async`.
+        As a context manager it returns whether the event is fresh; an exception in its body
+        releases the event. As a decorator, `event_id` is a function of the arguments, and a
+        duplicate returns None without a call.
         """
         if not callable(event_id):
             self.key(consumer, event_id)
@@ -155,7 +158,7 @@ class Idempotency:
 
 
 class Claim(NamedTuple):
-    """An event that is ours while the lease lasts, which is renewed."""
+    """Holds an event under a lease, which is renewed."""
 
     idempotency: Idempotency
     key: str
@@ -163,36 +166,38 @@ class Claim(NamedTuple):
 
     @property
     def every(self) -> float:
-        """The seconds between two renewals."""
+        """Return the seconds between two renewals."""
         return self.idempotency.lease / _RENEWALS
 
     def renew(self) -> float | None:
-        """Renew the lease, for the keeper; None if it is not ours any more."""
+        """Renew the lease and return when to renew it next; None if it was lost."""
         answer = self._ask("renew", self.idempotency.lease)
         if answer == "held":
-            logger.warning("%s: the lease was lost while its handler runs", self.key)
+            logger.warning("%s: the lease was lost while its handler is running", self.key)
         return self.every if answer == "ours" else None
 
     def confirm(self, ttl: float | None = None) -> None:
-        """It took effect: remember it for long. Raises `LeaseLost` if another has taken it."""
+        """Mark the event as done for the TTL; raise `LeaseLost` if another consumer took it."""
         self.idempotency.keeper.remove(self)
         answer = self._confirm(self.idempotency.ttl if ttl is None else ttl)
         if answer != "ours":
             raise LeaseLost(
-                f"{self.key}: its lease ended and another took the event; its effects may have"
-                " happened twice. Give it a longer lease"
+                f"{self.key}: its lease expired and another consumer took the event; its effects"
+                " may have happened twice. Use a longer lease"
             )
 
     def release(self) -> None:
-        """It took no effect: the next delivery may try at once. Does nothing if it is not ours."""
+        """Release the event, so that the next delivery is handled; does nothing if it was lost."""
         self.idempotency.keeper.remove(self)
         try:
             self._ask("release", 0)
         except StoreError as error:
-            logger.warning("not released, ends with its lease: %s", error)
+            logger.warning(
+                "could not release an event, it waits for its lease to expire: %s", error
+            )
 
     def _confirm(self, ttl: float) -> Answer:
-        """Again if the reply was lost: the effects are there, and confirming twice does no harm."""
+        """Confirm, with retries if the reply was lost; confirming twice is harmless."""
         for left in reversed(range(_CONFIRMS)):
             try:
                 return self._ask("confirm", ttl)
@@ -207,3 +212,107 @@ class Claim(NamedTuple):
 
     def __repr__(self) -> str:
         return f"<Claim {self.key}>"
+
+
+Function = Callable[..., Any]
+
+
+class Guard:
+    """Guards the side effects of one event, or of each call of one function.
+
+    `claim` is None for a duplicate.
+    """
+
+    def __init__(
+        self,
+        idempotency: Idempotency,
+        consumer: str,
+        event_id: UUID | str | Callable[..., UUID | str],
+        ttl: float | None,
+    ) -> None:
+        self.claim: Claim | None = None
+        self._idempotency = idempotency
+        self._consumer = consumer
+        self._event_id = event_id
+        self._ttl = ttl
+        self._handover = threading.Lock()
+        self._entered = self._cancelled = False
+
+    def __enter__(self) -> bool:
+        if callable(self._event_id):
+            raise ConfigError("guard(…, function) is a decorator; a block needs the event's id")
+        self.claim = self._idempotency.claim(self._consumer, self._event_id)
+        return self.claim is not None
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        claim, self.claim = self.claim, None
+        if claim is None:
+            return
+        if error is None:
+            claim.confirm(self._ttl)
+        else:
+            claim.release()
+
+    async def __aenter__(self) -> bool:
+        self._entered = self._cancelled = False
+        try:
+            return await asyncio.to_thread(self._enter_unless_cancelled)
+        except asyncio.CancelledError:
+            # The thread goes on and may claim: the later of the two releases the claim.
+            with self._handover:
+                self._cancelled = True
+                entered = self._entered
+            if entered:
+                asyncio.get_running_loop().run_in_executor(None, self._abandon)
+            raise
+
+    def _enter_unless_cancelled(self) -> bool:
+        fresh = self.__enter__()
+        with self._handover:
+            self._entered = True
+            cancelled = self._cancelled
+        if cancelled:
+            self._abandon()
+        return fresh
+
+    def _abandon(self) -> None:
+        claim, self.claim = self.claim, None
+        if claim is not None:
+            claim.release()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # Shielded: a cancelled task must still settle its claim.
+        await asyncio.shield(asyncio.to_thread(self.__exit__, kind, error, trace))
+
+    def __call__(self, function: Function) -> Function:
+        if inspect.iscoroutinefunction(function):
+
+            @wraps(function)
+            async def guarded_async(*args: Any, **kwargs: Any) -> Any:
+                async with self._for(args, kwargs) as fresh:
+                    return await function(*args, **kwargs) if fresh else None
+
+            return guarded_async
+
+        @wraps(function)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            with self._for(args, kwargs) as fresh:
+                return function(*args, **kwargs) if fresh else None
+
+        return guarded
+
+    def _for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Guard:
+        """Create a guard for one call: calls may run concurrently."""
+        given = self._event_id
+        event_id = given(*args, **kwargs) if callable(given) else given
+        return Guard(self._idempotency, self._consumer, event_id, self._ttl)

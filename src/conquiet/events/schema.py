@@ -1,24 +1,45 @@
-"""`outbox_events`: create, upgrade, print, compare. The enums are those of a catalog."""
+"""Create, upgrade, print and compare the table `outbox_events`; its enums are those of a catalog.
+
+Values of a newer catalog are added. PostgreSQL does so by ALTER TYPE … ADD VALUE, which rewrites
+nothing. SQLite cannot change a CHECK: the table is recreated and its rows are copied, in the
+transaction of the migration.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from alembic import command
 from alembic.config import Config
-from sqlalchemy import URL, Connection, Dialect, Engine, Index, MetaData, Table, inspect
+from sqlalchemy import (
+    URL,
+    Connection,
+    Dialect,
+    Engine,
+    Enum,
+    Index,
+    MetaData,
+    Table,
+    insert,
+    inspect,
+    select,
+    text,
+)
 from sqlalchemy.dialects import registry
 from sqlalchemy.dialects.postgresql import CreateEnumType
 from sqlalchemy.schema import CreateIndex, CreateTable
 
 from conquiet.errors import ConfigError
-from conquiet.events import enums, trigger
 from conquiet.events.catalog import Catalog
 from conquiet.events.table import (
+    AGGREGATE_TYPE_ENUM,
+    EVENT_TYPE_ENUM,
     EVENTS_TABLE,
     aggregate_types,
+    create_trigger_statements,
     event_types,
     events_table,
     ordered_index,
@@ -26,8 +47,87 @@ from conquiet.events.table import (
 from conquiet.sql import dialect
 from conquiet.sql.schema import DIALECTS, Difference, checked_name
 
+_VALUES = text(
+    "SELECT e.enumlabel FROM pg_enum e JOIN pg_type t ON t.oid = e.enumtypid"
+    " WHERE t.oid = to_regtype(:name) ORDER BY e.enumsortorder"
+)
+_literal = re.compile(r"'([^']*)'")
+
+
+def compare_enums(
+    connection: Connection, catalog: Catalog, table: Table
+) -> Iterator[tuple[str, Sequence[str], Sequence[str]]]:
+    """Yield the name of each enum, its values in the catalog, and those in the database."""
+    for enum, wanted in (
+        (EVENT_TYPE_ENUM, catalog.event_types),
+        (AGGREGATE_TYPE_ENUM, catalog.aggregate_types),
+    ):
+        yield enum, wanted, stored_values(connection, enum, table)
+
+
+def stored_values(connection: Connection, enum: str, table: Table) -> list[str]:
+    """Return the values of an enum in the database, in its order."""
+    if dialect.is_postgresql(connection.dialect):
+        name = f"{table.schema}.{enum}" if table.schema else enum
+        return list(connection.execute(_VALUES, {"name": name}).scalars())
+    checks = inspect(connection).get_check_constraints(table.name)
+    return next((_literal.findall(c["sqltext"]) for c in checks if c["name"] == enum), [])
+
+
+def extend_enums(connection: Connection, catalog: Catalog, name: str) -> list[str]:
+    """Add missing values to the enums and return them; extra values are kept."""
+    table = events_table(catalog, name)
+    missing = {
+        enum: [value for value in wanted if value not in found]
+        for enum, wanted, found in compare_enums(connection, catalog, table)
+    }
+    added = [value for values in missing.values() for value in values]
+    if not added:
+        return []
+    if dialect.is_postgresql(connection.dialect):
+        for enum, values in missing.items():
+            full = f"{table.schema}.{enum}" if table.schema else enum
+            for value in values:  # a catalog's values need no quoting: a-z, 0-9 and _
+                connection.exec_driver_sql(f"ALTER TYPE {full} ADD VALUE IF NOT EXISTS '{value}'")
+    else:
+        _recreate(connection, catalog, table)
+    return added
+
+
+def _recreate(connection: Connection, catalog: Catalog, table: Table) -> None:
+    is_guarded = connection.exec_driver_sql(
+        "SELECT count(*) FROM sqlite_master WHERE type = 'trigger' AND name = ?",
+        (f"{table.name}_append_only",),
+    ).scalar_one()
+    kept = {
+        enum: stored_values(connection, enum, table)
+        for enum in (EVENT_TYPE_ENUM, AGGREGATE_TYPE_ENUM)
+    }
+    for column, enum in (("event_type", EVENT_TYPE_ENUM), ("aggregate_type", AGGREGATE_TYPE_ENUM)):
+        _keep_values(table.c[column].type, kept[enum])
+    old = table.to_metadata(MetaData(), name=f"{table.name}_old")
+    had = {index["name"] for index in inspect(connection).get_indexes(table.name)}
+    if f"{table.name}_by_aggregate" in had:
+        ordered_index(table)
+    for index in table.indexes:
+        connection.exec_driver_sql(f"DROP INDEX IF EXISTS {index.name}")
+    connection.exec_driver_sql(f"ALTER TABLE {table.name} RENAME TO {old.name}")
+    table.create(connection)
+    connection.execute(insert(table).from_select(list(table.c.keys()), select(old)))
+    connection.exec_driver_sql(f"DROP TABLE {old.name}")
+    if is_guarded:
+        for statement in create_trigger_statements("sqlite", table.name):
+            connection.exec_driver_sql(statement)
+
+
+def _keep_values(kind: object, values: Sequence[str]) -> None:
+    """Keep values that only the database has: rows may use them."""
+    assert isinstance(kind, Enum)
+    kind.enums.extend(value for value in values if value not in kind.enums)
+
+
 VERSION_TABLE = "conquiet_events_alembic_version"
-_LOCK = 0x636F6E76  # whoever holds it changes the table of events
+_LOCK = 0x636F6E76  # the advisory lock for changes of the table
 
 
 def init(
@@ -39,10 +139,10 @@ def init(
     ordered: bool = False,
     version_table: str = VERSION_TABLE,
 ) -> None:
-    """Create what is missing, at the newest version; safe to call again, and by many at once.
+    """Create what is missing, at the newest version; safe to repeat, also concurrently.
 
-    `append_only=False` leaves the trigger out; the model refuses changes all the same. `ordered`
-    adds the index that relays need to keep the order of aggregates behind a long backlog.
+    `append_only=False` leaves the trigger out; the ORM model refuses changes also without it.
+    `ordered` adds the index that ordered relays need behind a long backlog.
     """
     with _locked(engine) as connection:
         schema, name = checked_name(table)
@@ -61,13 +161,15 @@ def create(
     *,
     append_only: bool = True,
 ) -> None:
-    """Create table, enums, indexes and trigger in the caller's transaction: for a migration of
-    one's own, `schema.create(op.get_bind(), CATALOG)`."""
+    """Create table, enums, indexes and trigger in the caller's transaction.
+
+    For your own migrations: `schema.create(op.get_bind(), CATALOG)`.
+    """
     metadata = MetaData()
     events_table(catalog, table, metadata)
     metadata.create_all(connection)
     if append_only:
-        for statement in trigger.create_statements(connection.dialect.name, table):
+        for statement in create_trigger_statements(connection.dialect.name, table):
             connection.exec_driver_sql(statement)
 
 
@@ -81,20 +183,19 @@ def migrate(
     version_table: str = VERSION_TABLE,
     revision: str = "head",
 ) -> None:
-    """Upgrade from nothing, from an older conquiet or catalog, or from a table of one's own.
+    """Create the table, or upgrade it from an older conquiet or catalog.
 
-    Values that the catalog has and the database lacks are added; none is ever removed. The same
-    goes for indexes, those of `ordered` included.
+    Missing enum values and indexes are added, with `ordered` its index too; none is removed.
     """
     with _locked(engine) as connection:
         given = _config(connection, catalog, table, append_only, version_table)
         schema, name = checked_name(table)
         there = inspect(connection)
         if there.has_table(name, schema=schema) and not there.has_table(version_table):
-            command.stamp(given, "0001")  # made by other means, such as the ticket's own migration
+            command.stamp(given, "0001")  # created by other means, such as your own migration
         command.upgrade(given, revision)
         if revision == "head":
-            enums.extend(connection, catalog, table)
+            extend_enums(connection, catalog, table)
             _add_indexes(connection, catalog, table, ordered)
 
 
@@ -106,7 +207,7 @@ def downgrade(
     version_table: str = VERSION_TABLE,
     revision: str = "base",
 ) -> None:
-    """Go back to an older version; `base` drops the table and all that is in it."""
+    """Go back to an older version; `base` drops the table with its rows."""
     with _locked(engine) as connection:
         command.downgrade(_config(connection, catalog, table, True, version_table), revision)
 
@@ -119,7 +220,7 @@ def ddl(
     append_only: bool = True,
     ordered: bool = False,
 ) -> str:
-    """The statements that create it all, for migrations of one's own."""
+    """Return the statements that create everything, for your own migrations."""
     if dialect_name not in DIALECTS:
         raise ConfigError(f"dialect {dialect_name!r}: choose one of {', '.join(DIALECTS)}")
     target: Dialect = registry.load(dialect_name)()
@@ -133,7 +234,7 @@ def ddl(
     indexes = sorted(made.indexes, key=lambda index: str(index.name))
     statements.extend(_compiled(CreateIndex(index), target) for index in indexes)
     if append_only:
-        statements.extend(trigger.create_statements(dialect_name, table))
+        statements.extend(create_trigger_statements(dialect_name, table))
     return ";\n\n".join(statements) + ";\n"
 
 
@@ -144,16 +245,13 @@ def verify(
     *,
     ordered: bool = False,
 ) -> list[Difference]:
-    """What differs from the locked schema; nothing, if all is well.
+    """Return the differences from the locked schema; an empty list if there are none.
 
-    Names of indexes are free; columns, types, enums and what is indexed are not. The trigger may
-    be there or not.
+    Columns, types, enums and what is indexed must match; names of indexes may differ, and the
+    trigger is optional.
     """
     with _engine(engine) as checked, checked.connect() as connection:
         return list(_differences(connection, catalog, _table(catalog, table, ordered)))
-
-
-# --- inside ---------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -168,7 +266,7 @@ def _engine(given: Engine | str | URL) -> Iterator[Engine]:
 
 @contextmanager
 def _locked(given: Engine | str | URL) -> Iterator[Connection]:
-    """One transaction in which nobody else changes the table."""
+    """Open a transaction that excludes other changes of the table."""
     with _engine(given) as engine, engine.connect() as connection, connection.begin():
         if dialect.is_sqlite(engine.dialect):
             dialect.begin_immediate(connection)
@@ -197,7 +295,7 @@ def _config(
 def _table(catalog: Catalog, name: str, ordered: bool) -> Table:
     made = events_table(catalog, name)
     if ordered:
-        ordered_index(made)  # joins the table's
+        ordered_index(made)  # attaches itself to the table
     return made
 
 
@@ -207,7 +305,7 @@ def _add_indexes(connection: Connection, catalog: Catalog, name: str, ordered: b
 
 
 def _missing_indexes(connection: Connection, table: Table) -> Iterator[Index]:
-    """Those that no index of the database is like, whatever its name."""
+    """Yield indexes that have no equal in the database under any name."""
     found = [
         (tuple(index["column_names"]), _is_partial(index))
         for index in inspect(connection).get_indexes(table.name, schema=table.schema)
@@ -248,7 +346,7 @@ def _differences(connection: Connection, catalog: Catalog, table: Table) -> Iter
         columns = ", ".join(column.name for column in index.columns)
         some = " of what is unpublished" if _is_for_some(index) else ""
         yield Difference(name, f"index {index.name}", f"({columns}){some}", "missing")
-    for enum, wanted_values, values in enums.compare(connection, catalog, table):
+    for enum, wanted_values, values in compare_enums(connection, catalog, table):
         if set(wanted_values) - set(values):
             missing = ", ".join(sorted(set(wanted_values) - set(values)))
             yield Difference(name, enum, f"with {missing}", "without; `migrate` adds it")

@@ -1,37 +1,97 @@
-"""EventSource: what a relay reads from `outbox_events`.
+"""Read `outbox_events` as a source of a relay.
 
-A row at `max_attempts` is *parked*: unpublished, and claimed no more. It knows no catalog: types
-are text to it, and a row of a type that it has never heard of goes out like any other.
+A row at `max_attempts` is *parked*: unpublished, and not claimed any more. The source needs no
+catalog: types are text, and rows of unknown types are published like any other.
 """
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from typing import NamedTuple
+from uuid import UUID
 
 import msgspec
-from sqlalchemy import URL, Engine
+from sqlalchemy import JSON, URL, Column, DateTime, Engine, Integer, MetaData, Table, Text
 
 from conquiet.acking import Acking
 from conquiet.codec import SPEC_VERSION
 from conquiet.errors import InvalidMessage
 from conquiet.events.check import canonical
-from conquiet.events.layout import Row, events_layout
-from conquiet.events.table import EVENTS_TABLE
+from conquiet.events.table import EVENTS_TABLE, UuidText
 from conquiet.message import Attributes, Message
 from conquiet.sql import dialect
+from conquiet.sql.claim import Layout
 from conquiet.sql.outbox_source import TableSource, checked_attempts
+from conquiet.sql.schema import checked_name
+
+
+class EventRow(NamedTuple):
+    """Holds a claimed row of `outbox_events`."""
+
+    id: UUID
+    event_type: str
+    aggregate_type: str
+    aggregate_id: UUID
+    payload_json: str
+    created_at: datetime
+    attempt_count: int
+
+    @property
+    def key(self) -> str:
+        """Return the ordering key: the aggregate."""
+        return str(self.aggregate_id)
+
+    @property
+    def attempts(self) -> int:
+        return self.attempt_count
+
+
+def relay_table(name: str) -> Table:
+    schema, table = checked_name(name)
+    return Table(
+        table,
+        MetaData(),
+        Column("id", UuidText(), primary_key=True),
+        Column("event_type", Text),
+        Column("aggregate_type", Text),
+        Column("aggregate_id", UuidText(), nullable=False),
+        Column("payload_json", JSON),
+        Column("created_at", DateTime(timezone=True)),
+        Column("published_at", DateTime(timezone=True)),
+        Column("attempt_count", Integer),
+        Column("last_error", Text),
+        schema=schema,
+    )
+
+
+def events_layout(table: str, max_attempts: int) -> Layout:
+    return Layout(
+        relay_table(table),
+        EventRow,
+        # Rows of one transaction have the same time; their UUIDv7 ids ascend.
+        order=("created_at", "id"),
+        start=("-infinity", str(UUID(int=0))),
+        key="aggregate_id",
+        first_key=str(UUID(int=0)),
+        attempts="attempt_count",
+        as_text=frozenset({"event_type", "aggregate_type", "payload_json"}),
+        max_attempts=max_attempts,
+        # With statistics from a short backlog, the planner would read all unpublished rows by the
+        # index on published_at and sort them, instead of going by the order of an index.
+        sorts=False,
+    )
+
 
 TOPIC = "domain-events"
 
 
 class EventSource(TableSource):
-    """Claims rows of `outbox_events` as messages; ack marks one published, nack leaves it.
+    """Claims rows of `outbox_events` as messages; ack marks a row published, nack leaves it.
 
-    Several sources, in threads, processes or on machines, share the rows among them, and keep no
-    order among each other, unless they are `ordered`: then the rows of an aggregate go out in
-    their order, by one relay at a time, and one that fails or is parked holds up its aggregate
-    and no other. A failed row rests for a second, then twice as long each time, up to five
-    minutes, while the others go on.
+    Several sources, in threads, processes or on machines, share the rows, in no common order
+    unless they are `ordered`: then the rows of an aggregate are published in their order, by one
+    relay at a time, and a row that fails or is parked blocks its aggregate only. A failed row is
+    retried after a second, then after twice as long each time, up to five minutes.
 
     A message has the attributes `event_id`, `event_type`, `aggregate_type`, `aggregate_id` and
     `created_at`, besides CloudEvents' own. CloudEvents allows no `_` in a name, and sinks that
@@ -66,7 +126,7 @@ class EventSource(TableSource):
         self.source = source
         self.cloudevents = cloudevents
 
-    def named(self, row: Row) -> dict[str, str]:
+    def named(self, row: EventRow) -> dict[str, str]:
         return {
             "event_id": str(row.id),
             "event_type": row.event_type,
@@ -74,9 +134,9 @@ class EventSource(TableSource):
             "aggregate_id": str(row.aggregate_id),
         }
 
-    def _message(self, row: Row, acking: Acking) -> Message[bytes]:
+    def _message(self, row: EventRow, acking: Acking) -> Message[bytes]:
         try:
-            # JSONB has its own spaces and order of keys; what goes out is the same everywhere.
+            # JSONB changes spaces and the order of keys; the published bytes are canonical.
             data = canonical(msgspec.json.decode(row.payload_json))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidMessage(f"payload_json is not JSON: {error}") from error
@@ -88,7 +148,7 @@ class EventSource(TableSource):
             deliveries=row.attempts + 1,
         )
 
-    def _attributes(self, row: Row) -> Attributes:
+    def _attributes(self, row: EventRow) -> Attributes:
         event_id, aggregate_id, created_at = (
             str(row.id),
             str(row.aggregate_id),

@@ -1,14 +1,15 @@
-"""The table `outbox_events`, as it is locked, on PostgreSQL and SQLite.
+"""Define the table `outbox_events`, whose columns are locked, on PostgreSQL and SQLite.
 
     stored ──published──▶ published_at set
-       └─ failed: attempt_count + 1, last_error; at the maximum it is claimed no more
+       └─ failed: attempt_count + 1, last_error; at max_attempts it is parked
 
 PostgreSQL has the two enums as types, SQLite as CHECK constraints. Only `published_at`,
-`attempt_count` and `last_error` ever change; a trigger says so too, for those who want it.
+`attempt_count` and `last_error` may change; an optional trigger and the ORM model enforce it.
 """
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any
 from uuid import UUID
 
@@ -25,12 +26,15 @@ from sqlalchemy import (
     Table,
     Text,
     Uuid,
+    inspect,
 )
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.orm import registry
 from sqlalchemy.sql.expression import FunctionElement
 from sqlalchemy.types import TypeDecorator, TypeEngine
 
+from conquiet.errors import ConquietError
 from conquiet.events.catalog import Catalog
 from conquiet.sql.claim import SQLITE_NOW
 from conquiet.sql.schema import checked_name
@@ -43,7 +47,7 @@ IMMUTABLE = ("id", "event_type", "aggregate_type", "aggregate_id", "payload_json
 
 
 class UuidText(TypeDecorator[UUID]):
-    """UUID on PostgreSQL; elsewhere its 36 characters, as logs and envelopes write it."""
+    """Stores a UUID as such on PostgreSQL, elsewhere as its 36 characters."""
 
     impl = Uuid
     cache_ok = True
@@ -61,7 +65,7 @@ class UuidText(TypeDecorator[UUID]):
 
 
 class Now(FunctionElement[Any]):
-    """When the transaction began, as a default of a column; to the millisecond on SQLite."""
+    """Returns the start of the transaction, as a column default; in milliseconds on SQLite."""
 
     inherit_cache = True
     type = DateTime(timezone=True)
@@ -80,7 +84,7 @@ def _now_elsewhere(element: Now, compiler: Any, **options: Any) -> str:
 def events_table(
     catalog: Catalog, name: str = EVENTS_TABLE, metadata: MetaData | None = None
 ) -> Table:
-    """The table with the enums of a catalog."""
+    """Define the table with the enums of a catalog."""
     schema, table = checked_name(name)
     id_: Column[UUID] = Column("id", UuidText(), primary_key=True)
     created_at = Column("created_at", DateTime(timezone=True), nullable=False, server_default=Now())
@@ -104,7 +108,8 @@ def events_table(
         Index(f"{table}_published_at", published_at),
         Index(f"{table}_event_type", "event_type"),
         Index(f"{table}_aggregate", "aggregate_type", "aggregate_id"),
-        # The claim reads only what waits, in the order in which it goes out (S8, S10).
+        # A claim reads unpublished rows only, in the order of publication: published rows cost
+        # it nothing.
         Index(
             f"{table}_unpublished",
             created_at,
@@ -117,9 +122,9 @@ def events_table(
 
 
 def ordered_index(table: Table) -> Index:
-    """For claims in the order of aggregates, which step from one to the next (S12).
+    """Define the index of ordered claims, which step from one aggregate to the next.
 
-    It is not one of the locked ones: only who wants the order pays for it.
+    It is no part of the locked schema: only ordered relays need it.
     """
     waits = table.c.published_at.is_(None)
     return Index(
@@ -141,5 +146,81 @@ def aggregate_types(catalog: Catalog, schema: str | None = None) -> Enum:
 
 
 def _enum(name: str, values: tuple[str, ...], schema: str | None) -> Enum:
-    # 63, whatever the longest value of today is: SQLite cannot widen a column.
+    # The longest possible value, since SQLite cannot widen a column later.
     return Enum(*values, name=name, schema=schema, length=63, create_constraint=True)
+
+
+REFUSAL = f"is append-only: only {', '.join(MUTABLE)} can change"
+
+
+def create_trigger_statements(dialect: str, table: str = EVENTS_TABLE) -> list[str]:
+    """Return the statements that create the append-only trigger; they may be repeated."""
+    schema, name = checked_name(table)
+    if dialect == "sqlite":
+        changed = " OR ".join(f"OLD.{column} IS NOT NEW.{column}" for column in IMMUTABLE)
+        return [
+            f"CREATE TRIGGER IF NOT EXISTS {name}_append_only BEFORE UPDATE ON {table}\n"
+            f"WHEN {changed}\n"
+            f"BEGIN SELECT RAISE(ABORT, '{name} {REFUSAL}'); END"
+        ]
+    function = f"{schema}.{name}_append_only" if schema else f"{name}_append_only"
+    old, new = (", ".join(f"{row}.{column}" for column in IMMUTABLE) for row in ("OLD", "NEW"))
+    return [
+        f"CREATE OR REPLACE FUNCTION {function}() RETURNS trigger LANGUAGE plpgsql AS $$\n"
+        f"BEGIN RAISE EXCEPTION '{name} {REFUSAL}' USING ERRCODE = 'restrict_violation'; END $$",
+        f"DROP TRIGGER IF EXISTS {name}_append_only ON {table}",
+        # In WHEN, so that a relay's marks do not call the function.
+        f"CREATE TRIGGER {name}_append_only BEFORE UPDATE ON {table} FOR EACH ROW\n"
+        f"WHEN (ROW({old}) IS DISTINCT FROM ROW({new}))\n"
+        f"EXECUTE FUNCTION {function}()",
+    ]
+
+
+def drop_trigger_statements(dialect: str, table: str = EVENTS_TABLE) -> list[str]:
+    schema, name = checked_name(table)
+    if dialect == "sqlite":
+        return [f"DROP TRIGGER IF EXISTS {name}_append_only"]
+    function = f"{schema}.{name}_append_only" if schema else f"{name}_append_only"
+    return [
+        f"DROP TRIGGER IF EXISTS {name}_append_only ON {table}",
+        f"DROP FUNCTION IF EXISTS {function}()",
+    ]
+
+
+class AppendOnly(ConquietError):
+    """A locked column of a stored event was about to change."""
+
+
+class OutboxEvent:
+    """Represents a stored event, whose content cannot change.
+
+    `map_outbox_events` maps a subclass for each catalog.
+    """
+
+    id: UUID
+    event_type: str
+    aggregate_type: str
+    aggregate_id: UUID
+    payload_json: dict[str, Any]
+    created_at: datetime
+    published_at: datetime | None
+    attempt_count: int
+    last_error: str | None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in IMMUTABLE and inspect(self).has_identity and value != getattr(self, name):
+            raise AppendOnly(
+                f"{name} of event {self.id} cannot change, only {', '.join(MUTABLE)};"
+                " emit another event instead"
+            )
+        super().__setattr__(name, value)
+
+
+def map_outbox_events(
+    catalog: Catalog, name: str = EVENTS_TABLE, mapper: registry | None = None
+) -> type[OutboxEvent]:
+    """Map an ORM model to the table of a catalog, in the given or a new registry."""
+    mapper = mapper or registry()
+    model = type("OutboxEvent", (OutboxEvent,), {"__doc__": OutboxEvent.__doc__})
+    mapper.map_imperatively(model, events_table(catalog, name, mapper.metadata))
+    return model

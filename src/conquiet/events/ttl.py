@@ -1,4 +1,4 @@
-"""How long consumers remember an event: one setting, for them and for who prints it."""
+"""Read how long consumers remember an event, from the environment."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from conquiet.errors import ConfigError
 TTL_VARIABLE = "CONQUIET_OUTBOX_IDEMPOTENCY_TTL_HOURS"
 TTL_HOURS = 168
 """7 days: longer than any redelivery takes."""
-MOST_TTL_HOURS = 8_760
+MAX_TTL_HOURS = 8_760
 
 
 def default_ttl(environ: Mapping[str, str] | None = None) -> float:
-    """The seconds that the environment asks for, else 7 days.
+    """Return the TTL of the environment in seconds, or 7 days.
 
     >>> default_ttl({"CONQUIET_OUTBOX_IDEMPOTENCY_TTL_HOURS": "24"})
     86400.0
     """
     text = (os.environ if environ is None else environ).get(TTL_VARIABLE) or str(TTL_HOURS)
-    if not text.isascii() or not text.isdecimal() or not 1 <= int(text) <= MOST_TTL_HOURS:
+    if not text.isascii() or not text.isdecimal() or not 1 <= int(text) <= MAX_TTL_HOURS:
         raise ConfigError(
-            f"{TTL_VARIABLE}: {text!r:.100} is not a whole number from 1 to {MOST_TTL_HOURS}"
+            f"{TTL_VARIABLE}: {text!r:.100} is not a whole number from 1 to {MAX_TTL_HOURS}"
         )
     return int(text) * 3600.0
 
 
 def as_seconds(name: str, given: float | timedelta) -> float:
-    """A time that is more than nothing, in seconds."""
+    """Convert a positive duration to seconds."""
     seconds = given.total_seconds() if isinstance(given, timedelta) else given
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
         raise ConfigError(f"{name}={given!r:.60}: must be seconds, or a timedelta")

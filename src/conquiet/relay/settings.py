@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from conquiet import config
 from conquiet.config import Setting, read_boolean, read_text, seconds, whole
 from conquiet.errors import ConfigError
-from conquiet.events.ttl import MOST_TTL_HOURS, TTL_HOURS, TTL_VARIABLE
+from conquiet.events.ttl import MAX_TTL_HOURS, TTL_HOURS, TTL_VARIABLE
 from conquiet.registry import SINK_SCHEMES, sink_scheme
 
 EVENTS_TABLE = "outbox_events"
@@ -61,7 +61,7 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     config.MAX_ATTEMPTS,
     Setting(
-        "idempotency_ttl_hours", TTL_VARIABLE, str(TTL_HOURS), *whole(1, MOST_TTL_HOURS),
+        "idempotency_ttl_hours", TTL_VARIABLE, str(TTL_HOURS), *whole(1, MAX_TTL_HOURS),
         "how long consumers remember an event: `Idempotency` takes the variable as its default",
     ),
     config.ORDERED,

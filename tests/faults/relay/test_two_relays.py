@@ -21,7 +21,7 @@ from tests.waiting import eventually
 
 from conquiet.events import schema as events_schema
 from conquiet.events.check import check
-from conquiet.events.layout import relay_table
+from conquiet.events.source import relay_table
 from conquiet.events.table import events_table
 from conquiet.sql import engine as make_engine
 from conquiet.sql import schema

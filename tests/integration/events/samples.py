@@ -11,7 +11,7 @@ from sqlalchemy import Engine, select
 from sqlalchemy.orm import Session
 
 from conquiet.events import Event, emit
-from conquiet.events.layout import relay_table
+from conquiet.events.source import relay_table
 from marketplace.catalog import CATALOG, NotificationRequested
 
 ROWS = relay_table("outbox_events")

@@ -16,11 +16,11 @@ from tests.integration.events.samples import notification, one_of_each, rows
 from tests.waiting import eventually
 
 from conquiet.errors import ConfigError
-from conquiet.events import AppendOnly, InvalidEvent, emit, emit_async, emitting, mapped, waking
+from conquiet.events import AppendOnly, InvalidEvent, emit, emit_async, map_outbox_events, outbox
 from conquiet.events.check import check
 from marketplace.catalog import CATALOG
 
-OutboxEvent = mapped(CATALOG)
+OutboxEvent = map_outbox_events(CATALOG)
 
 
 def test_an_event_is_stored_by_the_commit_of_the_caller(engine: Engine) -> None:
@@ -112,7 +112,7 @@ def test_an_async_session_commits_and_rolls_back_events(engine: Engine) -> None:
             await session.commit()
         async with made.begin() as connection:
             await emit_async(connection, notification())
-        await asyncio.gather(*waking._tasks)
+        await asyncio.gather(*outbox._tasks)
         await made.dispose()
 
     asyncio.run(run())
@@ -185,7 +185,7 @@ def test_a_model_may_be_added_like_any_other(engine: Engine) -> None:
 def woken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The tables that relays were told of."""
     told: list[str] = []
-    monkeypatch.setattr(waking, "written", lambda engine, table: told.append(table))
+    monkeypatch.setattr(outbox, "notify_relays", lambda engine, table: told.append(table))
     return told
 
 
@@ -222,7 +222,7 @@ def test_any_number_of_events_can_be_emitted_at_once(engine: Engine) -> None:
     with engine.connect() as connection:
         assert connection.execute(text("SELECT count(*) FROM outbox_events")).scalar() == 14_000
     with pytest.raises(ConfigError, match="14000 events in one statement"):
-        emitting.statement(*events)
+        outbox.statement(*events)
 
 
 def test_emit_async_refuses_a_sync_session_before_it_sends_anything(engine: Engine) -> None:
@@ -246,7 +246,7 @@ def test_S13_commits_of_an_async_session_wake_a_waiting_relay_once(postgres: Eng
             got = len(
                 await asyncio.to_thread(lambda: list(listening.notifies(timeout=10, stop_after=1)))
             )
-        await asyncio.gather(*waking._tasks)
+        await asyncio.gather(*outbox._tasks)
         await made.dispose()
         return got
 
@@ -263,7 +263,7 @@ def test_an_engine_that_was_disposed_of_keeps_no_connection_of_the_notification(
         async with AsyncSession(made) as session, session.begin():
             await emit_async(session, notification())
         await made.dispose()
-        await asyncio.gather(*waking._tasks)
+        await asyncio.gather(*outbox._tasks)
         await asyncio.to_thread(eventually, lambda: not connected())
 
     def connected() -> int:

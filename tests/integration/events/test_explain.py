@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import Engine
 
 from conquiet.events import schema
-from conquiet.events.layout import events_layout
+from conquiet.events.source import events_layout
 from conquiet.sql import claim, cleanup
 from conquiet.sql import engine as make_engine
 from conquiet.sql.claim import PsycopgClaimer

@@ -13,7 +13,7 @@ from tests.integration.events.samples import notification, rows, store
 
 from conquiet.errors import ConfigError
 from conquiet.events import Catalog, schema
-from conquiet.events.enums import stored
+from conquiet.events.schema import stored_values
 from conquiet.events.table import events_table
 from conquiet.sql import engine as make_engine
 from marketplace.catalog import CATALOG, AggregateType, EventType
@@ -85,8 +85,12 @@ def test_the_enums_of_the_code_are_those_of_the_database(empty: Engine, way: str
     WAYS[way](empty)
     table = events_table(CATALOG)
     with empty.connect() as connection:
-        assert stored(connection, "event_type_enum", table) == [str(one) for one in EventType]
-        assert stored(connection, "aggregate_type_enum", table) == [str(e) for e in AggregateType]
+        assert stored_values(connection, "event_type_enum", table) == [
+            str(one) for one in EventType
+        ]
+        assert stored_values(connection, "aggregate_type_enum", table) == [
+            str(e) for e in AggregateType
+        ]
 
 
 def test_the_enums_are_types_of_postgresql(postgres: Engine) -> None:
@@ -233,7 +237,7 @@ def test_a_migration_adds_the_values_of_a_newer_catalog_and_keeps_the_rows(engin
     assert schema.verify(engine, NEWER) == []
     assert rows(engine) == before
     with engine.connect() as connection:
-        added = stored(connection, "event_type_enum", events_table(NEWER))
+        added = stored_values(connection, "event_type_enum", events_table(NEWER))
     assert added == [*map(str, EventType), "checkout_converted", "payment_failed"]
 
 

@@ -172,7 +172,7 @@ def test_a_stuck_batch_ends_the_process_and_frees_its_rows(postgres_engine, star
     impatient = ("--stuck-after-seconds", "1", "--publish-timeout-seconds", "0.25")
     relay = start(url, f"http://127.0.0.1:{dripping_port}/", *QUICK, *impatient)
     assert relay.process.wait(30) == 1
-    assert relay.said("its rows are free again")
+    assert relay.said("its rows are released")
     with engine.begin() as connection:
         connection.execute(text("SET LOCAL lock_timeout = '5s'"))
         assert len(connection.execute(text("SELECT id FROM outbox FOR UPDATE")).all()) == 5

@@ -22,9 +22,9 @@ from conquiet.events import (
     InvalidEvent,
     UnknownEvent,
 )
+from conquiet.events.catalog import new_event_id
 from conquiet.events.check import MAX_PAYLOAD_BYTES, check
-from conquiet.events.emitting import statement
-from conquiet.events.event import new_event_id
+from conquiet.events.outbox import statement
 from marketplace import catalog as marketplace
 from marketplace.catalog import CATALOG, AggregateType, EventType, NotificationRequested
 
@@ -264,7 +264,7 @@ class Loud(msgspec.Struct):
         (notification(actor=ActorRef("robot", "r")), "cannot be written as JSON"),
         (notification(actor={"type": "user", "id": "1"}), "must be an ActorRef, not dict"),
         (notification(occurred_at="2026"), "must be a datetime, not str"),
-        ([notification()], "list is no event: .* emit\\(session, \\*events\\)"),
+        ([notification()], "list is not an event: .* emit\\(session, \\*events\\)"),
     ],
 )
 def test_an_event_is_refused_with_what_to_change(event, why: str) -> None:

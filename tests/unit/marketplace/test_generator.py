@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tests.unit.marketplace.parsed import by_order, data, world
 
 from conquiet.errors import ConfigError
+from conquiet.events.catalog import Event
 from conquiet.events.check import check
-from conquiet.events.event import Event
 from marketplace.catalog import CATALOG, EventType
 from marketplace.generator import (
     DOMAIN_TOPIC,

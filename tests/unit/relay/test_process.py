@@ -74,7 +74,7 @@ def test_what_waits_at_no_cost_while_others_go_out_is_told_once(metrics, caplog)
     away = SinkUnavailable("no right to write there")
     WatchedRelay(Rows(), Answers([away, None, away]), metrics).run_once()
     [told] = [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert told.getMessage() == ("2 of 3 not published, tried again later: no right to write there")
+    assert told.getMessage() == ("2 of 3 not published, retried later: no right to write there")
 
 
 def test_published_and_failed_are_counted_by_reason(metrics) -> None:

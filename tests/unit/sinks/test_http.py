@@ -120,7 +120,7 @@ def test_a_receiver_that_wants_to_be_left_alone_for_a_day_is_asked_sooner(
 @pytest.mark.parametrize("status", [301, 307, 401, 403, 404, 405, 410])
 def test_a_wrong_address_blames_no_message(receiver: Receiver, sink: HttpSink, status: int) -> None:
     receiver.answers["*"] = [status]
-    with pytest.raises(SinkUnavailable, match=f"{status}.*mend the URL"):
+    with pytest.raises(SinkUnavailable, match=f"{status}.*correct the URL"):
         sink.publish(numbered(2))
     assert len(receiver.requests) == 1
 

@@ -8,7 +8,7 @@ from uuid import UUID
 
 from sqlalchemy import Engine
 
-from conquiet.events.event import Event, now
+from conquiet.events.catalog import Event, now
 from marketplace.catalog import CATALOG, LicenseStatusChanged
 from marketplace.service import commands
 from marketplace.service.book import Book

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sqlalchemy import Engine
 
-from conquiet.events.event import Event, now
+from conquiet.events.catalog import Event, now
 from marketplace.catalog import CATALOG, MediaUploaded
 from marketplace.service import commands
 from marketplace.service.book import Book

@@ -10,7 +10,7 @@ import msgspec
 from sqlalchemy import Engine, Row, bindparam, select, update
 
 from conquiet import sql
-from conquiet.events.event import Event, now
+from conquiet.events.catalog import Event, now
 from marketplace.catalog import (
     CATALOG,
     Line,

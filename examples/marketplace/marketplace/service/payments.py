@@ -9,7 +9,7 @@ from uuid import UUID
 from sqlalchemy import Engine, Row, bindparam, select
 
 from conquiet import sql
-from conquiet.events.event import Event, now
+from conquiet.events.catalog import Event, now
 from marketplace.catalog import (
     CATALOG,
     CashCollected,

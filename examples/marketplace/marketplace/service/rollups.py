@@ -5,7 +5,7 @@ from __future__ import annotations
 from sqlalchemy import Engine, insert, select, update
 
 from conquiet import sql
-from conquiet.events.event import Event, now
+from conquiet.events.catalog import Event, now
 from marketplace.catalog import CATALOG, AdDailyRollupReady
 from marketplace.service import commands
 from marketplace.service.book import Book

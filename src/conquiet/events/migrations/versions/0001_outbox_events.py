@@ -10,8 +10,7 @@ import sqlalchemy as sa
 from alembic import context, op
 from sqlalchemy.dialects import postgresql
 
-from conquiet.events import trigger
-from conquiet.events.table import Now, UuidText
+from conquiet.events.table import Now, UuidText, create_trigger_statements, drop_trigger_statements
 from conquiet.sql.schema import checked_name
 
 revision = "0001"
@@ -60,7 +59,7 @@ def upgrade() -> None:
             sqlite_where=where,
         )
     if given["trigger"]:
-        for statement in trigger.create_statements(op.get_context().dialect.name, given["table"]):
+        for statement in create_trigger_statements(op.get_context().dialect.name, given["table"]):
             op.execute(statement)
 
 
@@ -68,7 +67,7 @@ def downgrade() -> None:
     given = context.config.attributes
     schema, table = checked_name(given["table"])
     dialect = op.get_context().dialect.name
-    for statement in trigger.drop_statements(dialect, given["table"]):
+    for statement in drop_trigger_statements(dialect, given["table"]):
         op.execute(statement)
     op.drop_table(table, schema=schema)
     if dialect == "postgresql":
