@@ -183,7 +183,7 @@ class LinesSource:
     def _bury(self, dead: Sequence[tuple[_Line, Exception]]) -> None:
         messages = [self._corpse(line) for line, _ in dead]
         errors = [error for _, error in dead]
-        bury = DeadLetter(self._dead_letters, after=1)(lambda batch: errors)
+        bury = DeadLetter(self._dead_letters, max_attempts=1)(lambda batch: errors)
         for (line, _), result in zip(dead, bury(messages), strict=True):
             if isinstance(result, Exception):  # the last resort: the log
                 logger.error("line %d of %s is lost: %r", line.number, self._name, line.text)

@@ -63,7 +63,7 @@ def test_what_the_core_logs_under_any_formatter(caplog) -> None:
             return [None] * len(messages)
 
     router = Router()
-    router.use(DeadLetter(Sink(), after=1))
+    router.use(DeadLetter(Sink(), max_attempts=1))
 
     @router.event(type=EVIL["type"])
     def take(order: dict[str, int]) -> None:

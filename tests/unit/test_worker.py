@@ -93,7 +93,7 @@ def test_what_cannot_be_published_goes_to_the_dead_letters(workers):
         def close(self) -> None: ...
 
     router = Router()
-    router.use(DeadLetter(letters.sink(), after=2))
+    router.use(DeadLetter(letters.sink(), max_attempts=2))
 
     @router.command(source="/orders")
     def place(order: PlaceOrder) -> list[OrderPlaced]:
@@ -112,7 +112,7 @@ def test_outputs_that_a_middleware_adds_outside_the_publishing_are_refused(worke
 
     log, letters = log_of(1), Log()
     router = recording([])
-    router.use(add_late, DeadLetter(letters.sink(), after=100))
+    router.use(add_late, DeadLetter(letters.sink(), max_attempts=100))
     worker = start(workers, log.source("g"), router, Log().sink("t"))
     eventually(lambda: "after DeadLetter and Retry" in worker.health().last_error)
     assert not drained(log)

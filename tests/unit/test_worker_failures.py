@@ -27,7 +27,7 @@ class Odd(BaseException):
 def test_a8_whatever_a_handler_raises_costs_its_neighbours_nothing(workers, error, is_async):
     log, dead, seen = log_of(3), Log(), []
     router = Router()
-    router.use(DeadLetter(dead.sink(), after=2))
+    router.use(DeadLetter(dead.sink(), max_attempts=2))
 
     def plain(order: PlaceOrder) -> None:
         if order.id == 1:

@@ -1,4 +1,4 @@
-"""Middlewares: what stands around handlers. Each one says where in the chain it belongs."""
+"""Middlewares around handlers; each declares its stage in the chain."""
 
 from conquiet.middleware.correlation import Correlation
 from conquiet.middleware.dead_letter import DeadLetter, replay

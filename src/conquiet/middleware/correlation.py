@@ -1,4 +1,4 @@
-"""Correlation: outputs carry the thread of conversation that their input belongs to."""
+"""Propagate the correlation id of an input to its outputs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from conquiet.stage import Stage
 
 
 class Correlation:
-    """Gives outputs the `correlationid` of their input, or its id where it has none.
+    """Gives outputs the `correlationid` of their input, or its id if it has none.
 
-    What the handler set stays. An input without either leaves its outputs as they are.
+    A `correlationid` that the handler set is kept. An input without either changes nothing.
     """
 
     stage = Stage.OUTPUT
@@ -26,7 +26,7 @@ class Correlation:
                     continue
                 attributes = message.attributes
                 thread = attributes.get("correlationid") or attributes.get("id")
-                if type(thread) is not str:  # attributes come from outside and may be anything
+                if type(thread) is not str:  # attributes come from outside and may be of any type
                     continue
                 for output in result:
                     if not output.attributes.get("correlationid"):

@@ -1,7 +1,7 @@
-"""DeadLetter: messages that cannot be handled are put aside whole, with the reason.
+"""Publish messages that cannot be handled as dead letters, with the reason.
 
-A dead letter is the original, its data byte for byte, plus attributes that say what became
-of it. `replay` takes those off again.
+A dead letter is the original message, its data byte for byte, plus attributes about the failure.
+`replay` removes those again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ATTRIBUTES = "deadattributes"
 _NAMES = frozenset((REASON, HANDLER, ATTEMPTS, TRACEBACK, TIME, TOPIC, ATTRIBUTES))
 
 IS_DEAD = "conquiet.dead"
-"""Among a message's locals: it is in the dead letters now."""
+"""Set in a message's locals when it was published as a dead letter."""
 
 MAX_REASON_CHARS = 1_000
 MAX_TRACEBACK_CHARS = 4_000
@@ -47,11 +47,11 @@ _stand_ins = {"type": "conquiet.dead.letter", "source": "conquiet:unknown"}
 
 
 class DeadLetter:
-    """Publishes hopeless messages to a sink, and acks them once the sink has confirmed.
+    """Publishes failed messages to a sink, and acks them when the sink has confirmed.
 
-    A `PermanentError` goes at once; any other error when the message's source has delivered
-    it `after` times; a `Blameless` one never. If the sink fails, the message is nacked as if
-    this middleware were not there, and tried again with its next delivery.
+    A message with a `PermanentError` is dead at once; with any other error after `max_attempts`
+    deliveries; with a `Blameless` one never. If the sink fails, the message is nacked, and its
+    next delivery tries again.
     """
 
     stage = Stage.DEAD_LETTER
@@ -59,19 +59,19 @@ class DeadLetter:
     def __init__(
         self,
         sink: Sink,
-        after: int = 5,
+        max_attempts: int = 5,
         topic: str = "dead-letters",
         *,
         max_traceback_chars: int = MAX_TRACEBACK_CHARS,
     ) -> None:
-        if after < 1:
-            raise ConfigError(f"DeadLetter(after={after}): a message is delivered at least once")
+        if max_attempts < 1:
+            raise ConfigError(f"DeadLetter(max_attempts={max_attempts}): must be 1 or more")
         if not topic:
-            raise ConfigError("DeadLetter(topic=''): name where the dead letters go")
+            raise ConfigError("DeadLetter(topic=''): name the topic of the dead letters")
         if max_traceback_chars < 0:
             raise ConfigError(f"DeadLetter(max_traceback_chars={max_traceback_chars}): 0 or more")
         self._sink = sink
-        self._after = after
+        self._max_attempts = max_attempts
         self._topic = topic
         self._max_traceback_chars = max_traceback_chars
 
@@ -79,7 +79,7 @@ class DeadLetter:
         def process(batch: Sequence[Message[Any]]) -> Sequence[Result]:
             try:
                 results = next(batch)
-            except Exception as error:  # noqa: BLE001 - what the chain raises fails them all
+            except Exception as error:  # noqa: BLE001 - an error of the chain fails the whole batch
                 results = [error] * len(batch)
             dead = {
                 index: result
@@ -97,17 +97,19 @@ class DeadLetter:
     def _is_hopeless(self, message: Message[Any], error: Exception) -> bool:
         if isinstance(error, Blameless):
             return False
-        return isinstance(error, PermanentError) or message.deliveries >= self._after
+        return isinstance(error, PermanentError) or message.deliveries >= self._max_attempts
 
     def _bury(self, dead: Sequence[tuple[Message[Any], Exception]]) -> Sequence[bool]:
-        """Publish, then ack what was confirmed; says which that was."""
+        """Publish dead letters and ack the confirmed ones; return which were confirmed."""
         try:
             answers = self._sink.publish([self._letter(message, error) for message, error in dead])
             buried = [answer is None for answer in answers]
             if len(buried) != len(dead):
                 raise ConquietError(f"{len(answers)} answers to {len(dead)} messages")
         except Exception:
-            logger.exception("%d dead letters could not be published; nacked instead", len(dead))
+            logger.exception(
+                "could not publish %d dead letters; the messages are nacked", len(dead)
+            )
             return [False] * len(dead)
         for (message, error), answer in zip(dead, answers, strict=True):
             _log(message, error, answer)
@@ -133,7 +135,7 @@ class DeadLetter:
 
 
 def replay(letter: Message[Any]) -> Message[Any]:
-    """The message that became this dead letter: its data, attributes and topic.
+    """Restore the original message of a dead letter: its data, attributes and topic.
 
     >>> letter = Message(b"{}", {"id": "1", "deadreason": "ValueError: no", "deadtopic": "orders"})
     >>> original = replay(letter)
@@ -152,18 +154,15 @@ def replay(letter: Message[Any]) -> Message[Any]:
     return Message(letter.data, original, topic=attributes.get(TOPIC))
 
 
-# --- attributes -----------------------------------------------------------------------------
-
-
 def _plain(original: Mapping[str, Any]) -> tuple[Attributes, bool]:
-    """The attributes that any sink can carry, and whether they are all there is to know."""
+    """Return the attributes that any sink can carry, and whether they are complete."""
     plain = {
         name: value
         for name, value in original.items()
         if type(name) is str
         and _name.fullmatch(name)
-        and name != "data"  # that is where the data goes
-        and name not in _NAMES  # a dead letter that died
+        and name != "data"  # reserved for the data
+        and name not in _NAMES  # of a dead letter that failed again
         and type(value) is str
         and not _unprintable.search(value)
     }
@@ -176,7 +175,7 @@ def _plain(original: Mapping[str, Any]) -> tuple[Attributes, bool]:
 
 
 def _packed(original: Mapping[str, Any]) -> str:
-    """All attributes in one line of text, whatever they are."""
+    """Encode all attributes of any type in one line of text."""
     return json.dumps(
         [[name if type(name) is str else repr(name), *_tagged(v)] for name, v in original.items()]
     )
@@ -190,7 +189,7 @@ def _tagged(value: Any) -> tuple[str, Any]:
             return "json", value
     except (TypeError, ValueError, RecursionError):
         pass
-    return "repr", _text_of(repr, value)  # no source gives such a value; better than nothing
+    return "repr", _text_of(repr, value)  # no source yields such a value
 
 
 def _unpacked(text: str, attributes: Attributes) -> Attributes:
@@ -205,9 +204,6 @@ def _unpacked(text: str, attributes: Attributes) -> Attributes:
         ) from error
 
 
-# --- what is said about the message ---------------------------------------------------------
-
-
 def _data(message: Message[Any]) -> Any:
     if message.data is None or isinstance(message.data, bytes):
         return message.data
@@ -215,7 +211,7 @@ def _data(message: Message[Any]) -> Any:
         return encode_data(message)
     except ConquietError:
         pass
-    try:  # the attributes may be what is wrong
+    try:  # the attributes may be at fault, such as the content type
         return msgspec.json.encode(message.data)
     except (TypeError, ValueError, OverflowError, RecursionError):
         return _text_of(repr, message.data).encode(errors="backslashreplace")
@@ -235,19 +231,19 @@ def _traceback(error: Exception) -> str:
 def _text_of(write: Any, value: Any) -> str:
     try:
         return str(write(value))
-    except Exception as failure:  # noqa: BLE001 - somebody's __str__ or __repr__
+    except Exception as failure:  # noqa: BLE001 - a user's __str__ or __repr__
         return f"(a {type(value).__name__} that cannot be printed: {type(failure).__name__})"
 
 
 def _printable(text: str) -> str:
-    """CloudEvents has no control characters in strings: a line break becomes \\n, written out."""
+    """Escape control characters, which CloudEvents strings cannot hold: a line break is \\n."""
     return _unprintable.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def _log(message: Message[Any], error: Exception, answer: Exception | None) -> None:
     if answer is not None:
         logger.error(
-            "a dead letter was refused by its sink; nacked instead: %s: %r",
+            "the sink refused a dead letter; the message is nacked: %s: %r",
             describe(message.attributes),
             answer,
         )
@@ -262,10 +258,10 @@ def _log(message: Message[Any], error: Exception, answer: Exception | None) -> N
 
 
 def _ack(messages: Sequence[Message[Any]]) -> None:
-    """Ack here and not only in the router: with ack='manual' nobody else would."""
+    """Ack here, not only in the router, which leaves ack='manual' to the handler."""
     for message in messages:
         message.locals[IS_DEAD] = True
     try:
         settle([message.acking for message in messages if message.acking is not None])
     except Exception:
-        logger.exception("settling dead letters failed; they will be delivered again")
+        logger.exception("could not settle dead letters; they will be delivered again")

@@ -1,4 +1,4 @@
-"""Faults on purpose, for tests: what runs well under these runs well in production."""
+"""Inject faults in tests: duplicates, random failures and delays."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class InjectedFault(ConquietError):
 
 
 class Duplicate:
-    """Delivers some of the messages that succeeded a second time.
+    """Delivers some of the successful messages a second time.
 
-    Put it first, outside the inbox, as a broker would stand. The second delivery may add
-    outputs, which a chain with an inbox never lets happen.
+    Put it first, outside the inbox, in the place of a broker. Without an inbox, the second
+    delivery may add outputs.
     """
 
     def __init__(self, probability: float = 0.5, dice: random.Random | None = None) -> None:
@@ -52,9 +52,9 @@ class Duplicate:
 
 
 class FailAtRandom:
-    """Fails some of the messages: before they run, or after, when their effects are done.
+    """Fails some of the messages, before they run or after their effects.
 
-    `error` is a class or a function that makes the error from a text.
+    `error` is an exception class, or a function that creates the error from a text.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class FailAtRandom:
 
 
 class Delay:
-    """Makes each call of a handler slower, by a time between `least` and `most` seconds."""
+    """Delays each call of a handler, by between `least` and `most` seconds."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Metrics: how many, how long, how it ended; for Prometheus."""
+"""Count messages by outcome and time handlers, for Prometheus."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ NO_HANDLER = "(none)"
 
 
 class Metrics:
-    """Counts messages by handler and outcome, and takes the time of each call of a handler.
+    """Counts messages by handler and outcome, and times each call of a handler.
 
     `conquiet_messages_total{handler, outcome}`: outcome is `ok`, `error`, `permanent`,
     `given_back` or `dead_letter`. `conquiet_handler_seconds{handler}`: one observation per
     call. `conquiet_messages_in_flight`, `conquiet_batch_size`. Labels are names of registered
-    handlers, never a word from a message, so that nobody outside can make them grow.
+    handlers, never a text from a message, so that their number is bounded.
 
-    Put it first: it then sees what became of each message in the end. Two on one registry
-    count into the same metrics.
+    Put it first: it then sees the final outcome of each message. Two on one registry share their
+    metrics.
     """
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
@@ -81,7 +81,7 @@ class Metrics:
         self._instruments.seconds.labels(_handler_of(message)).observe(seconds)
 
     def _quietly(self, count: Callable[..., None], *arguments: Any) -> None:
-        """A metric must not cost a message."""
+        """Update a metric; an error must not fail the message."""
         try:
             count(*arguments)
         except Exception:
@@ -103,7 +103,7 @@ def _outcome(message: Message[Any], result: Result | None) -> str:
 
 
 class _Instruments:
-    """The metrics of one registry."""
+    """Holds the metrics of one registry."""
 
     def __init__(self, registry: Any) -> None:
         self.messages = _metric(
@@ -166,8 +166,8 @@ def _metric(
     make = getattr(prometheus_client, kind)
     try:
         return make(name, text, labels, registry=registry, **options)
-    except ValueError as error:  # the name is taken: by us, if this module was loaded twice
-        with suppress(AttributeError):  # there is no public way to ask
+    except ValueError as error:  # the name is taken; by ourselves if this module was loaded twice
+        with suppress(AttributeError):  # there is no public API to look it up
             known = registry._names_to_collectors.get(name)
             if type(known) is make and known._labelnames == labels:
                 return known

@@ -1,4 +1,4 @@
-"""One decorated generator function is a middleware, and the batch stays a batch."""
+"""Turn a generator function of one message into a middleware; batches stay batches."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from conquiet.transaction import ATOMIC
 logger = logging.getLogger("conquiet.middleware")
 
 Steps: TypeAlias = Generator[None, Outputs, Outputs | None]
-"""What runs before the rest of the chain, a bare `yield`, what runs after it."""
+"""Code before the rest of the chain, a bare `yield`, code after it."""
 
 Function: TypeAlias = Callable[[Message[Any]], Steps]
 
 
 class PerMessage:
-    """A middleware made of a function of one message; see `per_message`."""
+    """Runs a generator function per message around the chain; see `per_message`."""
 
     def __init__(self, function: Function, stage: Stage | None = None) -> None:
         update_wrapper(self, function)
@@ -59,7 +59,7 @@ class PerMessage:
         results: list[Result],
         running: list[tuple[int, Steps]],
     ) -> None:
-        """Run every function up to its yield; those that end or fail earlier have a result."""
+        """Run every generator up to its yield; one that ends or fails earlier has a result."""
         atomic = ATOMIC.get()
         turns = Turns()
         for index, message in enumerate(batch):
@@ -74,7 +74,7 @@ class PerMessage:
             except StopIteration as stop:
                 results[index] = self._returned(stop.value, NOTHING, message)
             except Exception as error:
-                if atomic:  # it would be rolled back anyway
+                if atomic:  # the transaction is rolled back anyway
                     raise
                 results[index] = error
                 turns.failed(message)
@@ -82,12 +82,11 @@ class PerMessage:
     def _rest(
         self, next: Process, batch: Sequence[Message[Any]], running: list[tuple[int, Steps]]
     ) -> Sequence[Result]:
-        """Run the rest of the chain once, for all that got to their yield."""
+        """Run the rest of the chain once, for all messages whose generator has yielded."""
         try:
             return next([batch[index] for index, _ in running])
         except Exception as error:
-            # A transaction runs a failed batch again, one by one: only then is it known whose
-            # error this was.
+            # A transaction runs a failed batch again, one by one, which shows whose error it is.
             if ATOMIC.get() and len(batch) > 1:
                 raise
             return [error] * len(running)
@@ -118,7 +117,7 @@ class PerMessage:
                 f"{self.name} yielded twice for {describe(message.attributes)}; the rest of the"
                 " chain runs once, at the first yield"
             )
-        # Not handled is not handled: acking it would lose it, blaming it would cost an attempt.
+        # A message that was not handled must not be acked (lost) or blamed (an attempt).
         return result if isinstance(result, Blameless) else after
 
     def _returned(self, returned: Any, result: Result, message: Message[Any]) -> Result:
@@ -149,10 +148,10 @@ def per_message(*, stage: Stage | None = None) -> Callable[[Function], PerMessag
 def per_message(
     function: Function | None = None, /, *, stage: Stage | None = None
 ) -> PerMessage | Callable[[Function], PerMessage]:
-    """Make a middleware of a generator function that takes one message.
+    """Make a middleware from a generator function that takes one message.
 
-    What stands before `yield` runs before the rest of the chain; `yield` gives the outputs,
-    or raises the message's error.
+    The code before `yield` runs before the rest of the chain; `yield` returns the outputs, or
+    raises the message's error.
 
     >>> @per_message
     ... def announced(message):
@@ -167,13 +166,13 @@ def per_message(
     out 2 0
     [(), ()]
 
-    To return a list of messages replaces the outputs, and swallows an error; to end without
-    a value keeps what there was, error or outputs; to raise fails the message. To return
-    before the `yield` skips the rest of the chain. A `Blameless` error (the message was not
-    handled) can be seen here, but neither swallowed nor replaced.
+    A returned list of messages replaces the outputs or the error; without a return value both are
+    kept; an exception fails the message. A return before the `yield` skips the rest of the chain.
+    A `Blameless` error (the message was not handled) is raised here too, but cannot be swallowed or
+    replaced.
 
     In a transaction, a batch of several that fails closes the generators at their `yield`
-    (`finally` blocks run) and is run again one by one; then each meets its own outcome.
+    (`finally` blocks run) and is run again one by one, each message with its own result.
     """
     if function is not None:
         return PerMessage(function)

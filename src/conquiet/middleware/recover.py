@@ -1,4 +1,4 @@
-"""Recover: whatever the chain below raises becomes the error of the messages in it."""
+"""Turn exceptions of the chain into errors of its messages."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Hook: TypeAlias = Callable[[Sequence[Message[Any]], BaseException], object]
 
 
 class Recover:
-    """Keeps an exception from passing outwards, and tells a hook about it.
+    """Catches exceptions of the chain, and calls a hook with them.
 
-    An exception that would end the process (`SystemExit` and its like) becomes a
-    `HandlerError` with the exception as its cause. `KeyboardInterrupt` passes: the operator
-    means the process. The hook gets the batch and the exception, with its traceback.
+    An exception that would end the process, such as `SystemExit`, becomes a `HandlerError` with
+    the exception as its cause. `KeyboardInterrupt` is raised again: it is meant for the process.
+    The hook gets the batch and the exception, with its traceback.
     """
 
     def __init__(self, hook: Hook | None = None) -> None:
@@ -32,13 +32,13 @@ class Recover:
                 return next(batch)
             except KeyboardInterrupt:
                 raise
-            except BaseException as error:  # noqa: BLE001 - this is what it is for
-                self._tell(batch, error)
+            except BaseException as error:  # noqa: BLE001 - the purpose of this middleware
+                self._call_hook(batch, error)
                 return [_as_exception(error, batch)] * len(batch)
 
         return process
 
-    def _tell(self, batch: Sequence[Message[Any]], error: BaseException) -> None:
+    def _call_hook(self, batch: Sequence[Message[Any]], error: BaseException) -> None:
         if self._hook is None:
             return
         try:

@@ -1,4 +1,4 @@
-"""Required: messages without the attributes that everybody here relies on are refused."""
+"""Refuse messages without required attributes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ producer set them
         self.names = names
 
     def admit(self, message: Message[Any]) -> None:
-        """Called by the router for every message, outside the transaction."""
+        """Refuse a message without a required attribute; called outside the transaction."""
         attributes = message.attributes
         for name in self.names:
             if attributes.get(name, "") in ("", None):
@@ -43,4 +43,4 @@ producer set them
         )
 
     def __call__(self, next: Process) -> Process:
-        return next  # all is done by admit
+        return next  # admit does the work

@@ -1,4 +1,4 @@
-"""Retry: failed messages run again, after a pause that grows; the others are not touched."""
+"""Retry failed messages after growing pauses, within one delivery."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ Kinds: TypeAlias = type[Exception] | tuple[type[Exception], ...]
 Exhausted: TypeAlias = Callable[[Message[Any], Exception, int], object]
 
 _FUTILE = (PermanentError, NoHandler, Blameless)
-"""Never tried again here: hopeless, or not the message's fault and tried again elsewhere."""
+"""Never retried here: permanent, or not the message's fault and retried elsewhere."""
 
 
 class Retry:
-    """Tries failed messages again, up to `attempts` times in all within one delivery.
+    """Retries failed messages, with up to `max_attempts` attempts within one delivery.
 
-    The pause after the n-th failure is `first` seconds, then `factor` times more each time, up
-    to `cap`; with `jitter`, anything between nothing and that, so that those who failed
-    together do not come back together.
+    The pause after the first failure is `first` seconds, then `factor` times longer each time, up
+    to `cap`; with `jitter`, a random time up to that, so that messages which failed together are
+    not retried together.
 
     >>> [Retry(first=1, cap=10, jitter=False).seconds(failures) for failures in (1, 2, 3, 9)]
     [1, 2, 4, 10]
 
-    `on` and `never` say which errors; errors that are permanent, that nobody handles, or that
-    are not the message's fault are never tried again here. `exhausted(message, error, attempts)`
-    is called when the last try failed; the message is then nacked, and its source delivers it
-    again. The failed messages of a batch wait once, together, and run as one smaller batch;
-    meanwhile the whole batch waits for its acks, so keep pauses shorter than a lease.
+    `on` and `never` choose the errors; permanent errors, `NoHandler` and `Blameless` ones are never
+    retried here. `exhausted(message, error, attempts)` is called when the last attempt failed; the
+    message is then nacked, and its source delivers it again. The failed messages of a batch wait
+    together and run as one smaller batch; meanwhile the whole batch waits for its acks, so keep
+    pauses shorter than a lease.
 
-    In an ordered worker, the messages that wait for a failed one of their key go along with
-    it, so that order by key holds.
+    In an ordered worker, messages that wait for a failed one of their key are retried with it, so
+    that order by key holds.
     """
 
     stage = Stage.RETRY
 
     def __init__(
         self,
-        attempts: int = 3,
+        max_attempts: int = 3,
         *,
         first: float = 0.1,
         factor: float = 2,
@@ -57,9 +57,9 @@ class Retry:
         exhausted: Exhausted | None = None,
         dice: random.Random | None = None,
     ) -> None:
-        if attempts < 1:
-            raise ConfigError(f"Retry(attempts={attempts}): there is at least 1")
-        self.attempts = attempts
+        if max_attempts < 1:
+            raise ConfigError(f"Retry(max_attempts={max_attempts}): must be 1 or more")
+        self.max_attempts = max_attempts
         if not (0 <= first < float("inf") and 0 <= cap < float("inf")):
             raise ConfigError(f"Retry(first={first}, cap={cap}): give seconds, 0 or more")
         if not 1 <= factor < float("inf"):
@@ -74,7 +74,7 @@ class Retry:
         self._dice = dice or random.Random()
 
     def seconds(self, failures: int) -> float:
-        """The pause after this many failures."""
+        """Return the pause after this many failures."""
         try:
             longest = min(self._cap, self._first * self._factor ** (failures - 1))
         except OverflowError:
@@ -106,7 +106,7 @@ class Retry:
         failures: list[int],
         tried: Sequence[int],
     ) -> list[int]:
-        """Count the failures among those that were just tried; say which to try again."""
+        """Count the failures of the last attempt; return the indexes to retry."""
         again: list[int] = []
         retried: set[str | None] = set()
         blocked: set[str] = set()
@@ -133,16 +133,16 @@ class Retry:
         if not isinstance(error, self._on):
             return False
         failures[index] += 1
-        if failures[index] < self.attempts:
+        if failures[index] < self.max_attempts:
             return True
-        self._tell(message, error)
+        self._call_hook(message, error)
         return False
 
-    def _tell(self, message: Message[Any], error: Exception) -> None:
+    def _call_hook(self, message: Message[Any], error: Exception) -> None:
         if self._exhausted is None:
             return
         try:
-            self._exhausted(message, error, self.attempts)
+            self._exhausted(message, error, self.max_attempts)
         except Exception:
             logger.exception("the hook `exhausted` failed on %s", describe(message.attributes))
 
@@ -150,14 +150,16 @@ class Retry:
 def _run(next: Process, batch: Sequence[Message[Any]]) -> Sequence[Result]:
     try:
         return next(batch)
-    except Exception as error:  # noqa: BLE001 - what the chain raises fails them all
+    except Exception as error:  # noqa: BLE001 - an error of the chain fails the whole batch
         return [error] * len(batch)
 
 
 def _given_back(again: Sequence[int], results: list[Result]) -> Sequence[Result]:
     for index in again:
         cause = results[index]
-        waiting = GivenBack(f"the worker stops before the next try; so far: {cause!r:.200}")
+        waiting = GivenBack(
+            f"the worker stops before the next attempt; the last error: {cause!r:.200}"
+        )
         waiting.__cause__ = cause if isinstance(cause, Exception) else None
         results[index] = waiting
     return results

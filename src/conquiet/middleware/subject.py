@@ -1,4 +1,4 @@
-"""Subject: outputs say what they are about, which is also what their order hangs on."""
+"""Set the subject of outputs, which is also their ordering key."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from conquiet.stage import Stage
 
 
 class Subject:
-    """Sets the `subject` of outputs from their data; one that the handler set stays.
+    """Sets the `subject` of outputs from their data; a subject set by the handler is kept.
 
-    `of` is a function of the output's data, or the name of a field. A function that gives
-    None, or data without that field, leaves the subject unset.
+    `of` is a function of the output's data, or the name of a field. If the function returns None
+    or the data lacks the field, the subject is not set.
 
     >>> mark = Subject("order_id")(lambda batch: [[Message({"order_id": 7})] for _ in batch])
     >>> [[output]] = mark([Message(b"")])

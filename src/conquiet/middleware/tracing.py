@@ -1,4 +1,4 @@
-"""Tracing: a span per message that continues the producer's trace; for OpenTelemetry."""
+"""Trace each message in a span that continues the producer's trace, by OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span, TracerProvider
 
 SPAN = "conquiet.span"
-"""Among a message's locals: its span."""
+"""The name of a message's span in its locals."""
 
 _PROPAGATED = ("traceparent", "tracestate")
 _RECORDED = {
@@ -28,11 +28,11 @@ _RECORDED = {
 class Tracing:
     """Gives each message a consumer span, and its outputs the span's `traceparent`.
 
-    The span continues the trace that the message's own `traceparent` names, lasts until the
-    message is committed or has failed, and is the current one while its handler runs, in a
-    batch too. A batch handler has a span of its own, linked to those of its messages.
+    The span continues the trace of the message's own `traceparent`, lasts until the message is
+    committed or has failed, and is the current span while its handler runs, also in a batch. A
+    batch handler has a span of its own, linked to those of its messages.
 
-    Put it first, or right after Metrics: it then sees what became of each message.
+    Put it first, or right after Metrics: it then sees the final outcome of each message.
     """
 
     def __init__(self, provider: TracerProvider | None = None) -> None:
@@ -88,7 +88,7 @@ class Tracing:
         self, messages: Sequence[Message[Any]], call: Callable[[], Sequence[Result]]
     ) -> Sequence[Result]:
         if len(messages) == 1:
-            # No error is written down here: another try may succeed, and `_fail` comes last.
+            # No error is recorded here: a retry may succeed, and `_fail` comes last.
             with self._trace.use_span(
                 messages[0].locals[SPAN], record_exception=False, set_status_on_exception=False
             ):
@@ -124,13 +124,13 @@ class Tracing:
 
     def _fail(self, span: Span, error: BaseException) -> None:
         span.record_exception(error)
-        if not isinstance(error, GivenBack):  # not handled yet is no failure
+        if not isinstance(error, GivenBack):  # not handled, which is no failure
             span.set_status(self._trace.StatusCode.ERROR, f"{type(error).__name__}: {error}"[:500])
             span.set_attribute("error.type", type(error).__name__)
 
 
 def _span_name(message: Message[Any]) -> str:
-    """`process orders`: the operation and where the message came from, or who takes it."""
+    """Return `process` and the topic of the message, or the name of its handler."""
     name = message.topic or (message.handler.name if message.handler is not None else "message")
     return f"process {name}"
 

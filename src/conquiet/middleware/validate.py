@@ -1,4 +1,4 @@
-"""JsonSchema: data that does not fit the schema of its type is refused, with the place."""
+"""Refuse data that does not match the JSON Schema of its type, with the path of the error."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ _MAX_ERRORS_COMPARED = 20
 class JsonSchema:
     """Checks data against JSON Schema (draft 2020-12), before any transaction begins.
 
-    `schemas` maps message types to schemas, or is a function that does. `unknown` says what
-    happens to a type that has none. References to other documents are never fetched: put
-    what they name into `$defs`.
+    `schemas` maps message types to schemas, or is a function that does. `unknown` passes or refuses
+    types without a schema. References to other documents are never fetched: put them into `$defs`.
     """
 
     def __init__(self, schemas: Schemas, *, unknown: Unknown = "pass") -> None:
@@ -40,7 +39,7 @@ class JsonSchema:
             self._compiled = {kind: _compile(kind, schema) for kind, schema in schemas.items()}
 
     def admit(self, message: Message[Any]) -> None:
-        """Called by the router for every message, outside the transaction."""
+        """Refuse data that does not match its schema; called outside the transaction."""
         validator = self._validator(message.type)
         if validator is not None:
             _validate(validator, message)
@@ -51,14 +50,14 @@ class JsonSchema:
             )
 
     def __call__(self, next: Process) -> Process:
-        return next  # all is done by admit
+        return next  # admit does the work
 
     def _validator(self, kind: str) -> Any:
         if self._schema_of is None:
             return self._compiled.get(kind)
         if kind not in self._compiled:
             schema = self._schema_of(kind)
-            if len(self._compiled) >= _MAX_COMPILED:  # types come from outside: bound them
+            if len(self._compiled) >= _MAX_COMPILED:  # types come from outside: limit their number
                 self._compiled.clear()
             self._compiled[kind] = None if schema is None else _compile(kind, schema)
         return self._compiled.get(kind)
@@ -107,7 +106,7 @@ def _broken_schema(error: Exception, message: Message[Any]) -> Exception:
     if not isinstance(error, Unresolvable):
         return ConfigError(f"the schema of {message.type!r} cannot be applied: {error!r:.300}")
     return ConfigError(
-        f"the schema of {message.type!r} refers to what is not in it: {error!s:.300};"
+        f"the schema of {message.type!r} has a reference that it does not contain: {error!s:.300};"
         " references are not fetched: put it into $defs"
     )
 

@@ -108,7 +108,7 @@ class _Part:
         chain = router.start(Publish(self._sinks[0] if work.make_sink else None))
         self._letters = _letters_of(router)
         if work.make_dead_letters is not None:
-            self._letters = DeadLetter(self._sinks[-1], after=work.max_attempts)
+            self._letters = DeadLetter(self._sinks[-1], max_attempts=work.max_attempts)
             chain = self._letters(chain)
         self._chain = chain
 
@@ -156,7 +156,7 @@ class _Part:
             raise Undeliverable(
                 f"{describe(message.attributes)} failed {message.deliveries} times and has no dead"
                 f" letter queue: {type(error).__name__}: {error}. Give the router a"
-                f" DeadLetter(after={self._work.max_attempts} or less), or"
+                f" DeadLetter(max_attempts={self._work.max_attempts} or less), or"
                 " SparkWorker(dead_letters=…); nothing was lost"
             ) from error
         message.deliveries += 1

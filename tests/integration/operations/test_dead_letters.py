@@ -106,7 +106,9 @@ def test_what_dies_again_during_a_replay_is_not_replayed_for_ever(
 def test_letters_of_the_middleware_go_back_to_their_topic(redis_client, letters) -> None:
     errors = iter([ValueError("no")] * 3)
     sink = StreamSink(redis_client, "dead")
-    bury = DeadLetter(sink, after=1, topic="dead")(lambda batch: [next(errors) for _ in batch])
+    bury = DeadLetter(sink, max_attempts=1, topic="dead")(
+        lambda batch: [next(errors) for _ in batch]
+    )
     some = numbered(3, partitionkey="c-7")
     for message, topic in zip(some, ("orders", "nowhere", None), strict=True):
         message.topic = topic

@@ -67,7 +67,7 @@ def make_router(
         with (notes / "made").open("a") as file:
             file.write(f"{os.getpid()}\n")
     if redis_url is not None:
-        router.use(DeadLetter(_letters(redis_url), after=3))
+        router.use(DeadLetter(_letters(redis_url), max_attempts=3))
     if dies_after_commit:
         router.use(dying(notes, dies_at))
     if straggles_at is not None:

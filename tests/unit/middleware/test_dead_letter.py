@@ -78,7 +78,7 @@ def test_a_permanent_error_goes_at_once(letters):
 
 @pytest.mark.parametrize(("deliveries", "dies"), [(1, False), (2, False), (3, True), (4, True)])
 def test_any_other_error_goes_after_its_deliveries(letters, deliveries, dies):
-    router = router_of(failing(ValueError("no")), DeadLetter(letters, after=3))
+    router = router_of(failing(ValueError("no")), DeadLetter(letters, max_attempts=3))
     original = order()
     original.deliveries = deliveries
     delivered = deliver(router, original)
@@ -87,7 +87,7 @@ def test_any_other_error_goes_after_its_deliveries(letters, deliveries, dies):
 
 @pytest.mark.parametrize("error", [GivenBack("x"), StoreError("x"), SinkUnavailable("x")])
 def test_what_is_not_its_fault_never_kills_a_message(letters, error):
-    router = router_of(failing(error), DeadLetter(letters, after=1))
+    router = router_of(failing(error), DeadLetter(letters, max_attempts=1))
     original = order()
     original.deliveries = 100
     assert deliver(router, original).nacked
@@ -95,7 +95,7 @@ def test_what_is_not_its_fault_never_kills_a_message(letters, error):
 
 
 def test_a_success_is_left_alone(letters):
-    assert deliver(router_of(nothing, DeadLetter(letters, after=1)), order()).acked
+    assert deliver(router_of(nothing, DeadLetter(letters, max_attempts=1)), order()).acked
     assert not letters.messages
 
 
@@ -413,7 +413,7 @@ def test_retry_comes_first(letters):
         tries.append(message.id)
         raise ValueError
 
-    router = router_of(handle, DeadLetter(letters, after=1), Retry(3, first=0))
+    router = router_of(handle, DeadLetter(letters, max_attempts=1), Retry(3, first=0))
     assert deliver(router, order()).acked
     assert len(tries) == 3
 
@@ -424,7 +424,9 @@ def test_inside_a_transaction_it_is_refused(letters):
         router_of(nothing, *chain).start()
 
 
-@pytest.mark.parametrize("options", [{"after": 0}, {"topic": ""}, {"max_traceback_chars": -1}])
+@pytest.mark.parametrize(
+    "options", [{"max_attempts": 0}, {"topic": ""}, {"max_traceback_chars": -1}]
+)
 def test_it_refuses_settings_that_make_no_sense(letters, options):
     with pytest.raises(ConfigError, match=r"DeadLetter\("):
         DeadLetter(letters, **options)

@@ -14,8 +14,8 @@ from tests.unit.middleware.routers import Order, atomic, nothing, order, placed,
 
 from conquiet import Message, Router
 from conquiet.errors import ConfigError, DeadlineExceeded, ExpiredMessage, InvalidMessage
-from conquiet.middleware import Deadline, Retry, interrupt
-from conquiet.middleware.interrupt import Alarm, Interrupt, Timer, limited
+from conquiet.middleware import Deadline, Retry, deadline
+from conquiet.middleware.deadline import Alarm, Interrupt, Timer, call_with_limit
 from conquiet.testing import deliver
 
 pytestmark = pytest.mark.usefixtures("untraced")
@@ -350,9 +350,9 @@ def test_an_interrupt_never_arrives_after_the_call(fails, nested):
     for step in range(1_000):
         call = call_of(0.0002, fails=fails)
         if nested:
-            call = partial(limited, 0.0001 + 0.00005 * (step % 5), call, KeyError)
+            call = partial(call_with_limit, 0.0001 + 0.00005 * (step % 5), call, KeyError)
         try:
-            outcomes.add(limited(0.0001 + 0.00003 * (step % 7), call, TimeoutError))
+            outcomes.add(call_with_limit(0.0001 + 0.00003 * (step % 7), call, TimeoutError))
         except (TimeoutError, ValueError, KeyError) as error:
             outcomes.add(type(error))
         for _ in range(20):  # where a late interrupt would hit
@@ -373,28 +373,28 @@ def test_an_outer_limit_interrupts_an_inner_one():
     inner_late = []
 
     def inner():
-        return limited(3600, never_ends, lambda: inner_late.append(1) or KeyError())
+        return call_with_limit(3600, never_ends, lambda: inner_late.append(1) or KeyError())
 
     with pytest.raises(TimeoutError):
-        limited(SHORT, inner, TimeoutError)
+        call_with_limit(SHORT, inner, TimeoutError)
     assert inner_late == []
 
 
 def test_an_inner_limit_ends_alone():
     def outer():
         with pytest.raises(KeyError):
-            limited(SHORT, never_ends, KeyError)
+            call_with_limit(SHORT, never_ends, KeyError)
         return "goes on"
 
-    assert limited(3600, outer, TimeoutError) == "goes on"
+    assert call_with_limit(3600, outer, TimeoutError) == "goes on"
 
 
 def test_a_later_alarm_does_not_delay_an_earlier_one():
     def outer():
-        return limited(SHORT, never_ends, KeyError)
+        return call_with_limit(SHORT, never_ends, KeyError)
 
     with pytest.raises(KeyError):
-        limited(3600, outer, TimeoutError)
+        call_with_limit(3600, outer, TimeoutError)
 
 
 def test_under_a_tracer_a_call_is_not_interrupted_but_found_late():
@@ -402,8 +402,8 @@ def test_under_a_tracer_a_call_is_not_interrupted_but_found_late():
     sys.settrace(lambda *event: None)
     try:
         with pytest.raises(TimeoutError):
-            limited(0.01, lambda: steps.append(time.sleep(0.02)), TimeoutError)
-        assert limited(60, lambda: "in time", TimeoutError) == "in time"
+            call_with_limit(0.01, lambda: steps.append(time.sleep(0.02)), TimeoutError)
+        assert call_with_limit(60, lambda: "in time", TimeoutError) == "in time"
     finally:
         sys.settrace(None)
     assert len(steps) == 1
@@ -414,11 +414,11 @@ def test_an_interrupt_is_no_exception():
 
 
 def test_after_a_fork_there_is_a_fresh_timer():
-    before = interrupt._timer
-    interrupt._forget_timer()
+    before = deadline._timer
+    deadline._forget_timer()
     try:
-        assert interrupt._timer is not before
+        assert deadline._timer is not before
         with pytest.raises(TimeoutError):
-            limited(SHORT, never_ends, TimeoutError)
+            call_with_limit(SHORT, never_ends, TimeoutError)
     finally:
-        interrupt._timer = before
+        deadline._timer = before

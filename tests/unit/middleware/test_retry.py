@@ -196,7 +196,7 @@ def test_a_stopping_worker_acks_what_was_done():
 @pytest.mark.parametrize(
     "options",
     [
-        {"attempts": 0},
+        {"max_attempts": 0},
         {"first": -1},
         {"cap": float("inf")},
         {"factor": 0.5},

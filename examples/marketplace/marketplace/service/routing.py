@@ -39,7 +39,7 @@ def marketplace_router(
     database = dialect.as_engine(engine)
     router = Router()
     if dead_letters is not None:
-        router.use(DeadLetter(dead_letters, after=attempts))
+        router.use(DeadLetter(dead_letters, max_attempts=attempts))
     router.use(Transaction(database), Inbox("marketplace"), EventsOutbox())
     for handler in _handlers(database):
         router.command(source=SOURCE)(handler)
