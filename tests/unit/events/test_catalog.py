@@ -101,7 +101,7 @@ def test_a_consumer_needs_no_database_and_a_producer_no_redis() -> None:
     import subprocess
     import sys
 
-    for module, foreign in (("idempotency", "sqlalchemy"), ("emitting", "redis")):
+    for module, foreign in (("idempotency", "sqlalchemy"), ("outbox", "redis")):
         code = f"import sys, conquiet.events.{module}; assert {foreign!r} not in sys.modules"
         subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -300,7 +300,7 @@ def test_unknown_fields_are_refused_at_every_level() -> None:
 
 
 def test_what_is_no_number_of_json_is_refused_and_not_stored_as_null() -> None:
-    with pytest.raises(InvalidEvent, match="nan is no number of JSON"):
+    with pytest.raises(InvalidEvent, match="nan is not a JSON number"):
         check(shipped(lines=[{"sku": "a", "weight": float("nan")}]))
 
 
