@@ -227,7 +227,7 @@ def test_any_number_of_events_can_be_emitted_at_once(engine: Engine) -> None:
 
 def test_emit_async_refuses_a_sync_session_before_it_sends_anything(engine: Engine) -> None:
     with Session(engine) as session:
-        with pytest.raises(ConfigError, match="not Session; use emit.. for sync ones"):
+        with pytest.raises(ConfigError, match=r"not Session; use emit\(\) for sync ones"):
             asyncio.run(emit_async(session, notification()))  # type: ignore[arg-type]
         assert not session.in_transaction()
 

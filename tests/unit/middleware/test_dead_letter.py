@@ -325,7 +325,7 @@ def test_when_the_sink_is_out_of_reach_the_message_is_nacked(letters, error, cap
     router = router_of(failing(PermanentError("no")), DeadLetter(letters))
     delivered = deliver(router, order())
     assert isinstance(delivered.errors[0], PermanentError)
-    assert "could not be published" in caplog.text
+    assert "could not publish" in caplog.text
     letters.unavailable = None
     assert deliver(router, *delivered.nacked).acked
 
