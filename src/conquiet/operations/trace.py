@@ -214,7 +214,7 @@ def _find_in_inbox(
     from sqlalchemy.exc import ProgrammingError, SQLAlchemyError
 
     from conquiet.sql import dialect
-    from conquiet.sql.tables import checked_name, inbox_table
+    from conquiet.sql.schema import checked_name, inbox_table
 
     schema, plain = checked_name(name)
     identities = [
@@ -240,7 +240,7 @@ def _find_in_inbox(
         notes.append(f"{name} was not searched: {dialect.one_line(error):.300}")
         return ()
     except SQLAlchemyError as error:
-        where = dialect.shown(engine.url)
+        where = dialect.display_url(engine.url)
         raise StoreError(f"{where}: {dialect.one_line(error):.300}") from error
     return tuple(Remembered(name, row.subscriber, "done", _time(row.created_at)) for row in rows)
 

@@ -52,7 +52,7 @@ class Database:
         if "@" in (parsed.host or ""):  # the end of a password, which no message may show
             raise ConfigError("the option url is no URL: write @ in a user or password as %40")
         kind = parsed.get_backend_name()
-        shown = dialect.shown(parsed)
+        shown = dialect.display_url(parsed)
         if kind in ("postgresql", "postgres"):
             _, _, rest = url.partition("://")  # as written: libpq decodes by its own rules
             return cls(verified_text(f"postgresql://{rest}"), None, shown)

@@ -29,7 +29,7 @@ from conquiet.spark.options import (
     Option,
     Options,
 )
-from conquiet.sql.tables import checked_name
+from conquiet.sql.schema import checked_name
 
 FENCES = "conquiet_upserts"
 """The table that holds the last batch of each query, for each table that it writes to."""
