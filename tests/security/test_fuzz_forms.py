@@ -10,8 +10,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from tests.security.hostile import damaged, fuzzed
 
+from conquiet.web.access import Signer
 from conquiet.web.forms import asked, asked_entry, read
-from conquiet.web.signing import Signer
 
 bodies = (
     st.binary(max_size=80)

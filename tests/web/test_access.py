@@ -9,9 +9,8 @@ from starlette.routing import Route
 
 from conquiet.errors import ConfigError
 from conquiet.web import Basic, Header, Token, dashboard
-from conquiet.web.access import SESSION_SECONDS, Open, is_loopback
+from conquiet.web.access import SESSION_SECONDS, Open, Signer, is_loopback
 from conquiet.web.guard import HEADERS
-from conquiet.web.signing import Signer
 from tests.web.browsing import Browser
 
 TOKEN = "a-token-that-is-long-enough"
@@ -192,7 +191,7 @@ def test_weak_settings_are_refused(wrong) -> None:
 def test_loopback_is_known() -> None:
     assert all(map(is_loopback, ("127.0.0.1", "127.8.8.8", "::1", "localhost")))
     assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "example.com", "")))
-    assert Open().who(None, None) == "anybody"
+    assert Open().who(None, None) == "anonymous"
 
 
 def test_without_auth_of_its_own_a_token_is_made_and_told(make, capsys, monkeypatch) -> None:

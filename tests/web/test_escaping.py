@@ -75,7 +75,7 @@ def test_no_page_holds_what_an_event_says_as_html(make, shop) -> None:
 
 def test_notes_are_escaped_too(make, shop) -> None:
     client = Browser(make())
-    token = client.app.signer.digest("form", "anybody")
+    token = client.app.signer.digest("form", "anonymous")
     done = client.post("/outbox/retry", data={"csrf": token, "id": NAME}, follow_redirects=False)
     assert done.status_code == 303
     text = client.get("/outbox").text

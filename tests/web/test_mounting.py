@@ -60,7 +60,7 @@ def test_a_proxy_may_take_the_path_off(make, ids) -> None:
 def test_actions_lead_back_into_the_mount(make, ids) -> None:
     dashboard = make()
     client = Browser(Starlette(routes=[Mount("/c", dashboard)]))
-    token = dashboard.signer.digest("form", "anybody")
+    token = dashboard.signer.digest("form", "anonymous")
     done = client.post("/c/outbox/retry-all", data={"csrf": token})
     assert done.history[0].headers["location"] == "/c/outbox"
     assert "3 rows got new attempts" in done.text

@@ -10,8 +10,7 @@ import threading
 import pytest
 
 from conquiet.web.guard import HEADERS
-from conquiet.web.look import Look
-from conquiet.web.pulse import Pulse
+from conquiet.web.pulse import Cached, Pulse
 from conquiet.web.stores import Stores
 from tests.web.browsing import Browser
 
@@ -28,7 +27,7 @@ def test_the_overview_counts_and_says_what_needs_somebody(client, ids) -> None:
     assert "3 dead letters in dead" in text
     assert "Outbox waiting 4 rows" in text
     assert "Lag 8 unread" in text
-    assert "In hand 5 unacked" in text
+    assert "In flight 5 unacked" in text
     assert "Workers alive 2 of 2" in text
 
 
@@ -175,7 +174,7 @@ def test_one_event_is_traced_from_the_outbox_to_its_consumers(client, ids) -> No
     for word in ("order.placed in outbox", "in orders", "billing pending billing-1", "in dead"):
         assert word in text
     text = text_of(client.get("/trace", params={"id": "nobody"}))
-    assert "Nothing was found of nobody" in text
+    assert "Nothing was found about nobody" in text
     assert client.get("/trace", params={"id": "nobody", "full": "1"}).status_code == 200
 
 
@@ -347,7 +346,7 @@ def test_who_comes_while_a_look_is_taken_gets_the_former() -> None:
         assert may_end.wait(10)
         return "new"
 
-    look = Look(lambda: "old", seconds=-1)
+    look = Cached(lambda: "old", seconds=-1)
     assert look() == "old"
     look._take = slow
     thread = threading.Thread(target=look)
@@ -362,7 +361,7 @@ def test_who_comes_while_a_look_is_taken_gets_the_former() -> None:
 
 def test_a_look_is_taken_once_however_many_ask() -> None:
     taken = []
-    look = Look(lambda: taken.append(1), seconds=60)
+    look = Cached(lambda: taken.append(1), seconds=60)
     for _ in range(5):
         look()
     assert taken == [1]

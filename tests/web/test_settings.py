@@ -157,14 +157,14 @@ def test_settings_are_printed_without_secrets(monkeypatch, capsys) -> None:
 
 
 def test_the_token_is_told_unless_somebody_set_it(capsys: pytest.CaptureFixture[str]) -> None:
-    from conquiet.cli.dashboard import _tell
+    from conquiet.cli.dashboard import _print_address
 
     settings = load({}, {})
-    _tell(settings, 8082, "made-here", [("Redis", "redis://h")], False)
+    _print_address(settings, 8082, "made-here", [("Redis", "redis://h")], False)
     assert "http://127.0.0.1:8082/login?token=made-here" in capsys.readouterr().out
-    _tell(settings, 8082, "", [], False)
+    _print_address(settings, 8082, "", [], False)
     told = capsys.readouterr().out
     assert "http://127.0.0.1:8082/\n" in told
-    assert "asks for the token that was set" in told
-    _tell(load({"public_url": "https://ops.example.com/c/"}, {}), 8082, "t", [], False)
+    assert "sign in by the token that was set" in told
+    _print_address(load({"public_url": "https://ops.example.com/c/"}, {}), 8082, "t", [], False)
     assert "https://ops.example.com/c/login?token=t" in capsys.readouterr().out

@@ -16,10 +16,11 @@ _ABOUT = f"""\
 Serve a web page that shows streams, groups, the outbox, dead letters, relays and workers, traces
 an event, and retries, replays and drops.
 
-It asks for a token, which is printed at the start with a link that signs you in; {TOKEN_VARIABLE}
-or --token-file set it. It listens on this machine alone unless --host says otherwise.
+Users sign in by a token, which is printed at the start with a link; {TOKEN_VARIABLE} or
+--token-file set it. It listens on this machine only, unless --host is given.
 
-A setting is a flag, else a variable of the environment, else its default.
+A setting is a flag, else a variable of the environment, else a line of the TOML file that
+CONQUIET_CONFIG names, in its table [dashboard]; else its default.
 """
 _EPILOG = """\
 examples:
@@ -30,7 +31,7 @@ examples:
 SIGTERM or Ctrl-C ends it.
 
 exit codes:
-  0  it was asked to end
+  0  it was ended by a signal
   1  it failed
   2  wrong usage or settings, or the port is taken
 """
@@ -53,13 +54,13 @@ def register(commands: Any, common: ArgumentParser) -> None:
         action="store_const",
         const="none",
         default=SUPPRESS,
-        help="let in whoever asks, on loopback alone",
+        help="no authentication, on loopback alone",
     )
     parser.add_argument(
-        "--print-settings", action="store_true", help="say what it would run with, and end"
+        "--print-settings", action="store_true", help="print the settings it would run with"
     )
     parser.add_argument(
-        "--json", action="store_true", help="say where it is, or --print-settings, in JSON"
+        "--json", action="store_true", help="print the address, or --print-settings, in JSON"
     )
 
 
@@ -78,7 +79,7 @@ def _run(options: Namespace) -> int:
     set_up_logs(logging.getLevelName(level))
     for noisy in ("uvicorn", "asyncio"):
         logging.getLogger(noisy).setLevel(logging.DEBUG if level == logging.DEBUG else "WARNING")
-    from conquiet.web import dashboard  # says which package is missing
+    from conquiet.web import dashboard  # raises if a package is missing
 
     access, is_new = access_of(settings)
     app = dashboard(
@@ -98,17 +99,17 @@ def _run(options: Namespace) -> int:
 
     token = getattr(access, "token", "") if is_new else ""
 
-    def told(port: int) -> None:
-        _tell(settings, port, token, app.stores.shown(), options.json)
+    def announce(port: int) -> None:
+        _print_address(settings, port, token, app.stores.shown(), options.json)
 
-    serve(app, settings.host, settings.port, settings.public_url, told)
+    serve(app, settings.host, settings.port, settings.public_url, announce)
     return OK
 
 
-def _tell(
+def _print_address(
     settings: Settings, port: int, token: str, stores: list[tuple[str, str]], as_json: bool
 ) -> None:
-    """Where it is, and how to get in; the token only if nobody else knows it."""
+    """Print the address and how to sign in; the token only if it was created here."""
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "::1": "[::1]"}.get(settings.host, settings.host)
     url = settings.public_url.rstrip("/") or f"http://{host}:{port}"
     enter = f"{url}/login?token={token}" if token else f"{url}/"
@@ -120,5 +121,5 @@ def _tell(
     for name, address in stores:
         print(dim(f"  {name:<9} {address}", sys.stdout))
     if settings.auth == "token" and not token:
-        print(dim("  it asks for the token that was set", sys.stdout))
+        print(dim("  sign in by the token that was set", sys.stdout))
     print(dim("  Ctrl-C ends it", sys.stdout), flush=True)

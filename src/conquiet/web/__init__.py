@@ -1,12 +1,12 @@
-"""The dashboard: what operators see of streams, outbox and dead letters, and do about it.
+"""The dashboard: streams, outbox, dead letters and processes in a browser, with retry and replay.
 
-One page of a browser, or a part of another ASGI application: `app.mount("/conquiet", dashboard())`.
+Served by itself, or mounted in another ASGI application: `app.mount("/conquiet", dashboard())`.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from conquiet.errors import ConfigError
+from conquiet.config import missing_extra
 
 if TYPE_CHECKING:
     from conquiet.web.access import Basic, Header, Open, Token
@@ -23,9 +23,7 @@ def __getattr__(name: str) -> Any:
     try:
         module = import_module(f"{__name__}.{_home.get(name, 'app')}")
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"{error.name} is not installed: pip install 'conquiet[web,postgres,redis]'"
-        ) from error
+        raise missing_extra(error, "web,postgres,redis") from error
     value = globals()[name] = getattr(module, name)
     return value
 

@@ -1,43 +1,81 @@
-"""Access: who may see the dashboard.
+"""Access: how users of the dashboard sign in, and the signatures of cookies and forms.
 
 Token    a secret, given once by a link or a form; then a signed cookie
-Basic    a name and a password, which the browser asks for
-Header   a proxy has checked it, and says who it is
-Open     anybody; for loopback, or behind an application's own check
+Basic    user and password, which the browser asks for
+Header   a proxy authenticates users and passes their name
+Open     no check; for loopback, or behind an application's own check
 """
 
 from __future__ import annotations
 
+import hmac
 import ipaddress
+import json
 import secrets
 import time
-from base64 import b64decode
+from base64 import b64decode, urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from hashlib import sha256
+from typing import Any, Protocol
 
 from starlette.requests import HTTPConnection
 
 from conquiet.errors import ConfigError
-from conquiet.web.signing import Signer, same
 
 SESSION_SECONDS = 12 * 3_600
 LEAST_TOKEN_CHARS = 16
 LEAST_PASSWORD_CHARS = 8
 
 
+class Signer:
+    """Signs texts that a browser stores; each purpose has a key derived from one secret.
+
+    >>> signer = Signer("a secret")
+    >>> text = signer.sign("note", {"n": 1})
+    >>> signer.read("note", text)
+    {'n': 1}
+    >>> signer.read("session", text) is None
+    True
+    """
+
+    def __init__(self, secret: str) -> None:
+        self._secret = secret.encode()
+
+    def digest(self, purpose: str, text: str = "") -> str:
+        key = hmac.digest(self._secret, purpose.encode(), sha256)
+        return hmac.new(key, text.encode(), sha256).hexdigest()
+
+    def sign(self, purpose: str, value: Any) -> str:
+        text = urlsafe_b64encode(json.dumps(value).encode()).decode()
+        return f"{text}.{self.digest(purpose, text)}"
+
+    def read(self, purpose: str, signed: str | None) -> Any:
+        """Return the signed value; None if the signature is missing or wrong."""
+        text, _, digest = (signed or "").rpartition(".")
+        if not text or not same(digest, self.digest(purpose, text)):
+            return None
+        return json.loads(urlsafe_b64decode(text))
+
+
+def same(given: str, wanted: str) -> bool:
+    """Compare two texts in constant time."""
+    return hmac.compare_digest(given.encode(errors="surrogatepass"), wanted.encode())
+
+
 class Access(Protocol):
-    """Says who asks, or None."""
+    """Identifies the user of a request."""
 
     @property
     def secret(self) -> str:
-        """What cookies and forms are signed with."""
+        """The secret that signs cookies and forms."""
 
     @property
     def challenge(self) -> str:
-        """The header `WWW-Authenticate`; empty if there is a form to fill in instead."""
+        """The header `WWW-Authenticate`; empty if there is a form instead."""
 
-    def who(self, request: HTTPConnection, signer: Signer) -> str | None: ...
+    def who(self, request: HTTPConnection, signer: Signer) -> str | None:
+        """Return the name of the user; None if the request is not authenticated."""
 
 
 def new_token() -> str:
@@ -46,7 +84,7 @@ def new_token() -> str:
 
 @dataclass(frozen=True)
 class Token:
-    """A secret that opens the dashboard; made up unless given."""
+    """A secret that opens the dashboard; random unless given."""
 
     token: str = field(default_factory=new_token, repr=False)
     challenge: str = field(default="", init=False)
@@ -55,7 +93,7 @@ class Token:
         if len(self.token) < LEAST_TOKEN_CHARS or not self.token.isprintable():
             raise ConfigError(
                 f"the token of the dashboard needs {LEAST_TOKEN_CHARS} printable characters or"
-                " more; leave it out, and one is made"
+                " more; leave it out, and a random one is used"
             )
 
     @property
@@ -77,7 +115,7 @@ class Token:
 
 @dataclass(frozen=True)
 class Basic:
-    """A name and a password of HTTP."""
+    """User and password of HTTP basic authentication."""
 
     user: str
     password: str = field(repr=False)
@@ -107,7 +145,7 @@ class Basic:
 
 @dataclass(frozen=True)
 class Header:
-    """A header in which a proxy says who it let in; from other addresses it counts for nothing."""
+    """A header in which a proxy names the user; ignored from other addresses."""
 
     name: str = "X-Forwarded-User"
     proxies: Sequence[str] = ("127.0.0.1", "::1")
@@ -140,23 +178,23 @@ class Header:
 
 @dataclass(frozen=True)
 class Open:
-    """No check at all."""
+    """No authentication."""
 
     challenge: str = field(default="", init=False)
     secret: str = field(default_factory=new_token, repr=False)
 
     def who(self, request: HTTPConnection, signer: Signer) -> str | None:
-        return "anybody"
+        return "anonymous"
 
 
 def new_session(signer: Signer) -> str:
-    """The value of the cookie of somebody who has shown the token."""
+    """Return the cookie of a user who has given the token."""
     until = time.time() + SESSION_SECONDS
     return signer.sign("session", {"id": secrets.token_urlsafe(12), "until": until})
 
 
 def cookie_name(signer: Signer, of: str = "session") -> str:
-    """Of its own for each secret: cookies do not tell the ports of one machine apart."""
+    """Return a name that differs by secret: cookies do not depend on the port of a host."""
     return f"conquiet_{of}_{signer.digest('cookie name')[:8]}"
 
 

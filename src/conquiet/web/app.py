@@ -2,39 +2,45 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, urlsplit
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
 
-from conquiet.errors import ConfigError
-from conquiet.web import troubles
-from conquiet.web.access import Access, Token
-from conquiet.web.assets import Assets
+from conquiet.errors import ConfigError, ConquietError, NotFound
+from conquiet.web import words
+from conquiet.web.access import Access, Signer, Token
 from conquiet.web.guard import Guard
 from conquiet.web.live import Live
 from conquiet.web.pages import letters, login, outbox, overview, processes, streams, trace
 from conquiet.web.pulse import SECONDS, Pulse
-from conquiet.web.signing import Signer
+from conquiet.web.rendering import HERE, page
+from conquiet.web.settings import TOKEN_VARIABLE
 from conquiet.web.stores import Stores
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-TOKEN_VARIABLE = "CONQUIET_DASHBOARD_TOKEN"
+_ASSET_SECONDS = 3_600
+"""Addresses of assets carry the version, so that a new version is loaded at once."""
+
+logger = logging.getLogger("conquiet.web")
 
 
 class Dashboard(Starlette):
-    """Made by `dashboard`; `close()` lets go of connections, if its lifespan is not run."""
+    """Created by `dashboard`; `close()` closes connections, if its lifespan is not run."""
 
     def __init__(
         self,
@@ -57,14 +63,14 @@ class Dashboard(Starlette):
         self.pulse = Pulse(stores)
         self.relays = processes.look_at(stores)
         self.live = Live(SECONDS)
-        rooms = (overview, streams, outbox, letters, processes, trace, login)
+        pages = (overview, streams, outbox, letters, processes, trace, login)
         super().__init__(
             routes=[
-                *(route for room in rooms for route in room.routes(self)),
+                *(route for each in pages for route in each.routes(self)),
                 Route("/healthz", _healthz),
-                Mount("/static", Assets(), name="static"),
+                Mount("/static", _Assets(), name="static"),
             ],
-            exception_handlers=troubles.handlers(),
+            exception_handlers=_error_handlers(),
             lifespan=_lifespan,
         )
         # Around all of it, so that the page of an unexpected error is protected too.
@@ -104,7 +110,7 @@ def dashboard(
     allowed_hosts: Sequence[str] = (),
     public_url: str = "",
 ) -> Dashboard:
-    """The dashboard, to be served by itself or mounted in another application.
+    """Create the dashboard, to be served by itself or mounted in another application.
 
     >>> from conquiet.web import Open, dashboard
     >>> app = dashboard(broker="redis://localhost:6379/0", auth=Open(), read_only=True)
@@ -145,3 +151,65 @@ def _public(url: str) -> SplitResult:
     if url and (parts.scheme not in ("http", "https") or not parts.hostname):
         raise ConfigError(f"{url!r:.100} is no public URL; write https://ops.example.com/conquiet")
     return parts
+
+
+class _Assets(StaticFiles):
+    """Style, script and icon, from the package."""
+
+    def __init__(self) -> None:
+        super().__init__(directory=HERE / "static")
+
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        response = await super().get_response(path, scope)
+        if response.status_code == 200:
+            response.headers["Cache-Control"] = f"max-age={_ASSET_SECONDS}"
+        return response
+
+
+# --- errors as pages ------------------------------------------------------------------------
+
+
+def _store_error(request: Request, error: Exception) -> Response:
+    logger.warning("%s: %s", request.url.path, error)
+    return _page(request, 503, "Out of reach", str(error), words.advise(str(error)))
+
+
+def _not_found(request: Request, error: Exception) -> Response:
+    return _page(request, 404, "Not found", str(error), "")
+
+
+def _wrong(request: Request, error: Exception) -> Response:
+    return _page(request, 400, "That cannot work", str(error), "")
+
+
+def _http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    title = {403: "Refused", 404: "Not found", 405: "Not that way"}.get(error.status_code, "No")
+    text = error.detail
+    if error.status_code == 404:
+        text = "There is no such page here."
+    return _page(request, error.status_code, title, text, "")
+
+
+def _unexpected(request: Request, error: Exception) -> Response:
+    return _page(
+        request,
+        500,
+        "Something broke",
+        f"{type(error).__name__}, in the dashboard itself.",
+        "The log of the dashboard has the traceback. Nothing else was affected.",
+    )
+
+
+def _page(request: Request, status: int, title: str, what: str, fix: str) -> Response:
+    return page(request, "trouble.html", title, status=status, what=what, fix=fix)
+
+
+def _error_handlers() -> Mapping[Any, Any]:
+    return {
+        ConquietError: _store_error,
+        ConfigError: _wrong,
+        NotFound: _not_found,
+        HTTPException: _http,
+        Exception: _unexpected,
+    }

@@ -1,6 +1,6 @@
-"""Guard: what every request must pass, and every answer must carry.
+"""Guard: checks every request, and adds security headers to every answer.
 
-    Host known? ──▶ who asks? ──▶ unsafe method: from our own pages? ──▶ the page
+    Host known? ──▶ signed in? ──▶ unsafe method: from our own pages? ──▶ the page
        400             401/303              403
 
 The token of a form is checked where forms are read, in `forms.py`.
@@ -17,9 +17,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from conquiet.web.access import Access, Token
-from conquiet.web.place import home
-from conquiet.web.signing import Signer
+from conquiet.web.access import Access, Signer, Token
+from conquiet.web.forms import home
 
 logger = logging.getLogger("conquiet.web")
 
@@ -31,7 +30,7 @@ HEADERS = {
     "Content-Security-Policy": _POLICY,
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
-    # Not no-referrer: with that, browsers say `Origin: null` of our own forms.
+    # Not no-referrer: browsers would send `Origin: null` with our own forms.
     "Referrer-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -39,7 +38,7 @@ HEADERS = {
 }
 _SAFE = ("GET", "HEAD")
 _FREE = ("/static/", "/login")
-"""What is seen without having been let in: the form for that, and how it looks."""
+"""Paths that need no sign-in: the form itself, and its style."""
 
 
 class Guard:
@@ -78,18 +77,18 @@ class Guard:
 
     def _refusal(self, request: Request) -> Response | None:
         path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
-        if path == "/healthz":  # probes ask by whatever address they have
+        if path == "/healthz":  # probes use any address
             return None
         if not self._knows_host(request):
             return _no(
                 400,
-                "This dashboard does not know itself by the name in your address bar."
-                " Name it with --allowed-hosts, CONQUIET_DASHBOARD_ALLOWED_HOSTS or"
+                "The host name in your address bar is not allowed."
+                " Allow it with --allowed-hosts, CONQUIET_DASHBOARD_ALLOWED_HOSTS or"
                 " dashboard(allowed_hosts=[…]).",
             )
         who = self._access.who(request, self._signer)
         if who is None and not path.startswith(_FREE):
-            return self._turned_away(request)
+            return self._ask_to_sign_in(request)
         request.scope["conquiet.who"] = who or ""
         if request.method not in _SAFE and not self._is_from_here(request):
             logger.warning("refused: %s %s from another site", request.method, path)
@@ -101,22 +100,22 @@ class Guard:
         return "*" in self._hosts or name in self._hosts
 
     def _is_from_here(self, request: Request) -> bool:
-        """Browsers say from which site a form comes; what is no browser knows the form's token."""
+        """Check the origin that browsers send; other clients are checked by the form's token."""
         origin = request.headers.get("origin")
         if origin is None:
             return request.headers.get("sec-fetch-site", "same-origin") in ("same-origin", "none")
-        # The scheme may differ, and the host: a proxy may speak https for us, by another name.
+        # Scheme and host may differ behind a proxy with https and another name.
         host = urlsplit(origin).netloc.lower()
         return bool(host) and host in (request.headers.get("host", "").lower(), self._public_host)
 
-    def _turned_away(self, request: Request) -> Response:
+    def _ask_to_sign_in(self, request: Request) -> Response:
         if isinstance(self._access, Token):
             if request.method in _SAFE and "text/html" in request.headers.get("accept", ""):
                 return RedirectResponse(f"{home(request)}/login", 303)
             return _no(401, "Sign in first: open the link that was printed at the start.")
         challenge = self._access.challenge
         headers = {"WWW-Authenticate": challenge} if challenge else {}
-        return _no(401, "Nobody has signed you in.", headers)
+        return _no(401, "You are not signed in.", headers)
 
 
 def _hostname(url: str) -> str:

@@ -1,4 +1,4 @@
-"""Live: parts of pages that are sent anew as server-sent events while a page is open."""
+"""Live: parts of pages, sent again as server-sent events while a page is open."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from conquiet.errors import ConquietError
-from conquiet.web.advice import advice
+from conquiet.web import words
 from conquiet.web.rendering import fragment
 
 Part: TypeAlias = Callable[[Request], str]
-"""The HTML of a part, as the page has it."""
+"""Returns the HTML of a part of a page."""
 
 _LONGEST_SECONDS = 600.0
-"""Then the browser asks again, and is asked again who it is."""
+"""Then the browser connects again, and is authenticated again."""
 _LOOK_SECONDS = 0.2
 _MOST = 100
 
 
 class Live:
-    """All streams that are open; `stop()` ends them, so that a server can end."""
+    """The event streams of open pages; `stop()` ends them, so that the server can end."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -43,7 +43,7 @@ class Live:
             return StreamingResponse(
                 self._events(request, part),
                 media_type="text/event-stream; charset=utf-8",
-                headers={"X-Accel-Buffering": "no"},  # a proxy must not collect them
+                headers={"X-Accel-Buffering": "no"},  # a proxy must not buffer them
             )
 
         return stream
@@ -67,8 +67,8 @@ class Live:
 
 
 def _or_trouble(part: Part, request: Request) -> str:
-    """The part, or in its place what is wrong: the next look may find it mended."""
+    """Return the part, or the error in its place: the next refresh may succeed."""
     try:
         return part(request)
     except ConquietError as error:
-        return fragment(request, "trouble_part.html", what=str(error), fix=advice(str(error)))
+        return fragment(request, "trouble_part.html", what=str(error), fix=words.advise(str(error)))

@@ -1,33 +1,38 @@
-"""Pulse: samples of all stores, and what changed from one to the next.
+"""Pulse: samples of all stores, and the changes between them.
 
-Taken only while somebody looks: a page, or the live stream of one.
+Samples are taken only while a page is open. `Cached` limits how often a store is asked, however
+many pages are open.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from conquiet.errors import ConquietError
-from conquiet.web.look import Look
 from conquiet.web.stores import Stores
 
 if TYPE_CHECKING:
     from conquiet.operations.streams import GroupInfo, StreamInfo
     from conquiet.relay.inspection import Figures
 
+Found = TypeVar("Found")
+
 SECONDS = 2.0
 POINTS = 60
 """How many samples a sparkline has."""
 _GAP_SECONDS = 60.0
-"""After so long without a sample, the history begins anew."""
+"""After so long without a sample, the history is cleared."""
+_REST = 10
+"""A slow query is not repeated before ten times its duration."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What was found at one moment; None where a store was not named or did not answer."""
+    """The state at one moment; None where a store is not set or did not answer."""
 
     at: float
     outbox: Figures | None = None
@@ -35,18 +40,18 @@ class Sample:
     letters: Mapping[str, int] | None = None
     """Streams with dead letters, and how many."""
     troubles: Mapping[str, str] = field(default_factory=dict)
-    """Which store does not answer, and why."""
+    """Stores that do not answer, and the errors."""
 
     def groups(self) -> list[tuple[StreamInfo, GroupInfo]]:
         return [(stream, group) for stream in self.streams or () for group in stream.groups]
 
     def added(self) -> dict[Hashable, int]:
-        """Entries ever added; before Redis 7, those that are there."""
+        """Return the entries ever added; before Redis 7, the present length."""
         found = self.streams or ()
         return {one.name: one.length if one.added is None else one.added for one in found}
 
     def handled(self) -> dict[Hashable, int]:
-        """Entries that were delivered and acked, up to a constant of each group."""
+        """Return the entries that were delivered and acked, up to a constant of each group."""
         added = self.added()
         return {
             (stream.name, group.name): added[stream.name] - group.lag - group.pending
@@ -57,7 +62,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Point:
-    """A sample as sparklines know it; rates are since the one before."""
+    """The values of a sample for sparklines; rates are since the previous sample."""
 
     at: float
     coming: float | None
@@ -67,18 +72,52 @@ class Point:
     waiting: float | None
 
 
+class Cached(Generic[Found]):
+    """Caches the result of `take` for a few seconds; while it is renewed, returns the old one.
+
+    >>> count = iter(range(9))
+    >>> cached = Cached(lambda: next(count), seconds=60)
+    >>> cached(), cached()
+    (0, 0)
+    """
+
+    def __init__(self, take: Callable[[], Found], seconds: float) -> None:
+        self._take = take
+        self._seconds = seconds
+        self._busy = threading.Lock()
+        self._last: tuple[Found] | None = None
+        self._until = 0.0
+
+    def __call__(self) -> Found:
+        last = self._last
+        if last is not None and time.monotonic() < self._until:
+            return last[0]
+        if not self._busy.acquire(blocking=last is None):
+            assert last is not None
+            return last[0]
+        try:
+            if self._last is None or time.monotonic() >= self._until:
+                began = time.monotonic()
+                self._last = (self._take(),)
+                ended = time.monotonic()
+                self._until = began + max(self._seconds, _REST * (ended - began))
+            return self._last[0]
+        finally:
+            self._busy.release()
+
+
 class Pulse:
     """The newest sample, and a short history."""
 
     def __init__(self, stores: Stores) -> None:
         self._stores = stores
-        self._look = Look(self._take, SECONDS)
+        self._cached = Cached(self._take, SECONDS)
         self._last: Sample | None = None
         self.history: tuple[Point, ...] = ()
         """Replaced, never changed: pages read it while another thread takes a sample."""
 
     def sample(self) -> Sample:
-        return self._look()
+        return self._cached()
 
     def _take(self) -> Sample:
         sample = self._sample()
@@ -123,7 +162,7 @@ def _point(sample: Sample, before: Sample | None) -> Point:
 
 
 def _rate(sample: Sample, before: Sample | None, counted: object) -> float | None:
-    """Per second, over whatever was there at both times: what is new or gone is no traffic."""
+    """Return the change per second of keys in both samples; new or deleted keys are ignored."""
     if before is None or before.streams is None or sample.at <= before.at:
         return None
     assert callable(counted)

@@ -1,4 +1,4 @@
-"""Rendering: templates with what every page has; everything is escaped."""
+"""Rendering: templates with the context that all pages share; everything is escaped."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse
 
 from conquiet.web import words
-from conquiet.web.forms import token_of
-from conquiet.web.notes import forget, taken
-from conquiet.web.place import link
+from conquiet.web.forms import forget, link, read_note, token_of
 
 if TYPE_CHECKING:
     from conquiet.web.app import Dashboard
@@ -35,7 +33,7 @@ PAGES = (
 def environment() -> Environment:
     made = Environment(
         loader=FileSystemLoader(HERE / "templates"),
-        autoescape=True,  # for every file, whatever it is called
+        autoescape=True,  # for files of every name
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -52,7 +50,7 @@ def our_version() -> str:
 
 
 def fragment(request: Request, template: str, **context: Any) -> Markup:
-    """The HTML of a part of a page; escaped, so that a page takes it as it is."""
+    """Render a part of a page; its values are escaped."""
     app: Dashboard = request.app
 
     def here(path: str, **query: object) -> str:
@@ -75,9 +73,9 @@ def fragment(request: Request, template: str, **context: Any) -> Markup:
 def page(
     request: Request, template: str, title: str, *, status: int = 200, at: str = "", **context: Any
 ) -> HTMLResponse:
-    """A whole page; `at` is the entry of the menu that it belongs to."""
+    """Render a whole page; `at` is its entry in the menu."""
     app: Dashboard = request.app
-    note = taken(request)
+    note = read_note(request)
     is_in = bool(request.scope.get("conquiet.who"))
     body = fragment(
         request,

@@ -1,4 +1,4 @@
-"""The server of `conquiet dashboard`: listens, says where, and ends when asked to."""
+"""The server of `conquiet dashboard`: listens, reports its port, ends on a signal."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ _GRACE_SECONDS = 3
 
 
 def serve(
-    app: Dashboard, host: str, port: int, public_url: str, told: Callable[[int], object]
+    app: Dashboard, host: str, port: int, public_url: str, on_start: Callable[[int], object]
 ) -> None:
-    """Serve until SIGTERM or SIGINT; `told` is called with the port when it can be reached."""
+    """Serve until SIGTERM or SIGINT; `on_start` is called with the port when it listens."""
     listening = _listen(host, port)
     config = uvicorn.Config(
         app,
         log_config=None,
         access_log=False,  # a line per request, and one of them would hold the token
-        proxy_headers=False,  # whose word counts is for `Header` to know
+        proxy_headers=False,  # `Header` decides which proxies are trusted
         server_header=False,
         root_path=urlsplit(public_url).path.rstrip("/"),
         timeout_graceful_shutdown=_GRACE_SECONDS,
         lifespan="on",
     )
     with listening:
-        _Server(config, app, told).run(sockets=[listening])
+        _Server(config, app, on_start).run(sockets=[listening])
 
 
 class _Server(uvicorn.Server):
     def __init__(
-        self, config: uvicorn.Config, app: Dashboard, told: Callable[[int], object]
+        self, config: uvicorn.Config, app: Dashboard, on_start: Callable[[int], object]
     ) -> None:
         super().__init__(config)
         self._dashboard = app
-        self._told = told
+        self._on_start = on_start
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if sockets and not self.should_exit:
-            self._told(int(sockets[0].getsockname()[1]))
+            self._on_start(int(sockets[0].getsockname()[1]))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._dashboard.live.stop()  # else the server would wait for pages that are open
@@ -55,7 +55,7 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As the original, but a signal that was minded is not raised again: the exit code is 0."""
+        """Handle signals as uvicorn does, but do not raise them again: the exit code is 0."""
         kinds = (signal.SIGINT, signal.SIGTERM)
         former = {kind: signal.signal(kind, self.handle_exit) for kind in kinds}
         try:

@@ -6,12 +6,12 @@ import json
 from datetime import datetime
 
 _SHOWN_CHARS = 200_000
-"""Of a payload: a browser that is given more stands still."""
+"""Longest payload that is shown: more would block the browser."""
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def number(value: int | float | None) -> str:
-    """Digits in groups of three; a dash for what nobody knows.
+    """Format a number with digits in groups of three; a dash if it is unknown.
 
     >>> number(1234567), number(None)
     ('1,234,567', '–')
@@ -102,3 +102,15 @@ def plural(count: int, one: str, many: str = "") -> str:
     ('1 row', '2 rows', '0 entries')
     """
     return f"{count:,} {one if count == 1 else many or one + 's'}"
+
+
+def advise(why: str) -> str:
+    """Return a sentence on what to do about an error of a store."""
+    text = why.lower()
+    if "no such table" in text or "does not exist" in text or "no file" in text:
+        return "Create the tables with: conquiet outbox migrate"
+    if "password" in text or "auth" in text or "wrongpass" in text:
+        return "Check user and password in the URL that the dashboard was started with."
+    if "timeout" in text or "canceling statement" in text:
+        return "It is slow or busy. Narrow the search, or try again later."
+    return "Is it running, and can this machine reach it? conquiet doctor checks it."

@@ -1,1 +1,1 @@
-"""The pages, one module per entry of the menu. Each gives its `routes`."""
+"""The pages, one module per entry of the menu, each with its `routes`."""

@@ -13,9 +13,7 @@ from starlette.routing import BaseRoute, Route
 from conquiet.errors import ConfigError, NotFound
 from conquiet.operations.dead_letters import Filter, Letters, Outcome, drop, find, replay, show
 from conquiet.web import words
-from conquiet.web.forms import Form, action, asked, asked_entry, clean
-from conquiet.web.notes import Note, go
-from conquiet.web.place import link
+from conquiet.web.forms import Form, Note, action, asked, asked_entry, clean, go, link
 from conquiet.web.rendering import page
 from conquiet.web.stores import is_of_kombu
 

@@ -1,4 +1,4 @@
-"""Login: a token for a cookie; and giving it back."""
+"""Login: exchange a token for a cookie, and sign out."""
 
 from __future__ import annotations
 
@@ -9,12 +9,9 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from conquiet.web.access import SESSION_SECONDS, Token, new_session
-from conquiet.web.forms import FIELD, read, token_of
-from conquiet.web.notes import forget, set_cookie
-from conquiet.web.place import home
+from conquiet.web.access import SESSION_SECONDS, Token, new_session, same
+from conquiet.web.forms import FIELD, forget, home, read, set_cookie, token_of
 from conquiet.web.rendering import page
-from conquiet.web.signing import same
 
 if TYPE_CHECKING:
     from conquiet.web.app import Dashboard
@@ -54,8 +51,8 @@ def _enter(request: Request, token: str) -> Response:
         logger.warning("a wrong token from %s", peer)
         return page(request, "login.html", "Sign in", status=401, wrong=True)
     logger.info("signed in from %s", request.client.host if request.client else "somewhere")
-    # A page that goes on by itself, not a redirect: a strict cookie is not sent along a redirect
-    # if the link was clicked on another site, such as a terminal in a browser.
+    # A page that forwards itself, not a redirect: browsers do not send a strict cookie with a
+    # redirect if the link was clicked on another site, such as a terminal in a browser.
     response = page(request, "entered.html", "Signed in")
     set_cookie(request, response, "session", new_session(app.signer), SESSION_SECONDS)
     return response

@@ -1,4 +1,4 @@
-"""Outbox: rows that wait, are parked or were published; and new attempts for those parked."""
+"""Outbox: rows that wait, are parked or were published; retries of parked rows."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from starlette.routing import BaseRoute, Route
 
 from conquiet.errors import NotFound
 from conquiet.web import words
-from conquiet.web.forms import Form, action, asked
-from conquiet.web.notes import Note, go
-from conquiet.web.place import link
+from conquiet.web.forms import Form, Note, action, asked, go, link
 from conquiet.web.rendering import page
 
 if TYPE_CHECKING:
@@ -101,7 +99,7 @@ def _retry(request: Request, form: Form) -> Response:
     id_ = form.get("id", "")
     done = app.stores.outbox.retry([id_])
     if done:
-        note = Note(f"{done[0]} has new attempts; the next relay that looks publishes it.")
+        note = Note(f"{done[0]} has new attempts; a relay will publish it.")
     else:
         note = Note(f"{id_!r:.100} is not parked any more; nothing was done.", True)
     return go(request, link(request, "/outbox/row", id=id_), note)
@@ -113,11 +111,11 @@ def _ask_retry_all(request: Request) -> Response:
     return page(
         request,
         "confirm.html",
-        "Retry all that is parked",
+        "Retry all parked rows",
         at="/outbox",
         question=f"Give {words.plural(parked, 'parked row')} new attempts?",
-        consequence="Relays publish them again, from the first attempt. What still fails is parked"
-        " again. The last errors stay until there are others.",
+        consequence="Relays publish them again, from the first attempt. Rows that still fail are"
+        " parked again. The last errors are shown until then.",
         count=parked,
         verb="Retry",
         is_destructive=False,

@@ -10,8 +10,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from conquiet.errors import ConquietError
-from conquiet.web.look import Look
-from conquiet.web.pulse import SECONDS
+from conquiet.web.pulse import SECONDS, Cached
 from conquiet.web.rendering import fragment, page
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ class Relays:
     trouble: str = ""
 
 
-def look_at(stores: Stores) -> Look[Relays]:
+def look_at(stores: Stores) -> Cached[Relays]:
     def take() -> Relays:
         from conquiet.operations.presence import check_relays, list_sessions
 
@@ -45,7 +44,7 @@ def look_at(stores: Stores) -> Look[Relays]:
             return Relays(answers, trouble=str(error))
         return Relays(answers, tuple(found))
 
-    return Look(take, 2 * SECONDS)
+    return Cached(take, 2 * SECONDS)
 
 
 def routes(app: Dashboard) -> list[BaseRoute]:

@@ -9,8 +9,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from conquiet.errors import NotFound, StoreError
-from conquiet.web.forms import asked, asked_entry
-from conquiet.web.place import link
+from conquiet.web.forms import asked, asked_entry, link
 from conquiet.web.rendering import fragment, page
 
 if TYPE_CHECKING:

@@ -2,11 +2,11 @@
 "use strict";
 
 document.addEventListener("htmx:afterSettle", () => {
-  const told = document.querySelector("#found caption, #found .empty");
-  document.getElementById("status").textContent = told ? told.textContent : "";
+  const found = document.querySelector("#found caption, #found .empty");
+  document.getElementById("status").textContent = found ? found.textContent : "";
 });
 
-// Live parts: the server sends the HTML of a part anew whenever it has looked again.
+// Live parts: the server sends the HTML of a part at every refresh.
 (() => {
   const part = document.querySelector("[data-live]");
   const button = document.getElementById("live");
@@ -51,7 +51,7 @@ document.addEventListener("htmx:afterSettle", () => {
     button.setAttribute("aria-pressed", String(!paused));
     if (paused) { silence(); say("Paused"); } else { listen(); }
   });
-  // A browser has few connections to a server: tabs that nobody sees give theirs back.
+  // A browser has few connections to a server: hidden tabs close theirs.
   document.addEventListener("visibilitychange", () => (document.hidden ? silence() : listen()));
   window.addEventListener("pagehide", silence);
   listen();
