@@ -161,6 +161,7 @@ class Inbox(inbox.Inbox):
         states = dict(zip(unique, unit.lease(unique, self._terms), strict=True))
         turns = Turns()
         passing: list[Message[Any]] = []
+        fresh: dict[bytes, inbox.Entry] = {}
         for message, key, entry in zip(batch, keys, entries, strict=True):
             state = states[key]
             is_held = state is KeyState.HELD
@@ -169,12 +170,11 @@ class Inbox(inbox.Inbox):
                 turns.failed(message)
                 unit.hold_back(message, error)
                 continue
-            unit.admit(message)
             passing.append(message)
             if state is KeyState.OURS:
-                unit.confirm(key, entry)
+                fresh[key] = entry
                 states[key] = KeyState.DONE  # for a duplicate in this batch
-        unit.ack_with_commit(passing)
+        unit.admit(passing, fresh)
         return passing
 
 

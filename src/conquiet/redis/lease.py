@@ -15,7 +15,7 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -135,9 +135,9 @@ class Leases:
         self._terms[key] = terms
         return KeyState.OURS
 
-    def confirm(self, key: bytes) -> None:
-        """Let a leased key become `done` with EXEC."""
-        self._confirmed.append(key)
+    def confirm(self, keys: Iterable[bytes]) -> None:
+        """Let leased keys become `done` with EXEC."""
+        self._confirmed.extend(keys)
 
     @property
     def confirmed(self) -> int:

@@ -13,7 +13,7 @@ coroutine that runs in a copied context finds the one of its worker.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple, NoReturn
@@ -180,7 +180,7 @@ class Unit:
         self._held_back: dict[int, Exception] = {}
         """By the id of the message: why it has no part in this transaction."""
         self._fresh: set[Entry] = set()
-        """The entries that were leased last: their messages were not seen before."""
+        """The entries that were admitted last and whose messages were not seen before."""
         self._acks: list[_CommitAcks] = []
         self._connection: Connection | None = None
         self._slot: int | None = None
@@ -242,29 +242,28 @@ class Unit:
     # --- inbox and acks ---------------------------------------------------------------------
 
     def lease(self, keys: Sequence[bytes], terms: LeaseTerms) -> list[KeyState]:
-        """Lease inbox keys and return their states; forgets the fresh entries of an earlier call.
+        """Lease inbox keys and return their states."""
+        return self._leases.acquire(keys, terms)
 
-        An inner transaction that was undone may have left some.
+    def admit(self, messages: Sequence[Message[Any]], fresh: Mapping[bytes, Entry]) -> None:
+        """Let messages take part: their acks ride in the EXEC, and fresh keys become `done`.
+
+        The rest of the messages are duplicates of messages that took effect. An earlier try may
+        have held some back, and an inner transaction that was undone may have left fresh entries.
         """
-        states = self._leases.acquire(keys, terms)
-        self._fresh.clear()
-        return states
-
-    def admit(self, message: Message[Any]) -> None:
-        """Let a message take part that an earlier try may have held back."""
-        self._held_back.pop(id(message), None)
-
-    def confirm(self, key: bytes, entry: Entry) -> None:
-        """Let a leased key become `done` with EXEC; its entry is fresh."""
-        self._leases.confirm(key)
-        self._fresh.add(entry)
+        if self._held_back:
+            for message in messages:
+                self._held_back.pop(id(message), None)
+        self._leases.confirm(fresh)
+        self._fresh = set(fresh.values())
+        self._ack_with_commit(messages)
 
     def hold_back(self, message: Message[Any], error: Exception) -> None:
         """Keep a message out of this transaction; the error is its result after the commit."""
         self._held_back[id(message)] = error
 
     def fresh(self, entries: Sequence[Entry]) -> Collection[Entry]:
-        """Return the entries that were confirmed since the last `lease`."""
+        """Return those of the entries that were fresh in the last `admit`."""
         return [entry for entry in entries if entry in self._fresh]
 
     def with_held_back(
@@ -276,7 +275,7 @@ class Unit:
             return results
         return [held.get(id(m), result) for m, result in zip(batch, results, strict=True)]
 
-    def ack_with_commit(self, messages: Sequence[Message[Any]]) -> None:
+    def _ack_with_commit(self, messages: Sequence[Message[Any]]) -> None:
         """Ack messages of streams on the same server in the EXEC; their source sends nothing then.
 
         Only for messages that are in the inbox: it says `done` from the same EXEC on, so a later
