@@ -1,0 +1,301 @@
+"""Definition: what a pipeline makes of events. It holds no lake and no session, and executors get
+a copy of it.
+
+    events ──▶ rules ──▶ facts (a state by key) ──▶ rows of tables ──▶ marts and queries (SQL)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import date, datetime, timedelta, timezone
+from fnmatch import fnmatchcase
+from typing import Any, Literal, TypeVar, get_type_hints
+from zoneinfo import ZoneInfo
+
+import msgspec
+import pyarrow as pa
+
+from conquiet.errors import ConfigError, ConquietError
+from conquiet.events.catalog import Catalog
+from conquiet.lake.schema import arrow_schema
+
+S = TypeVar("S", bound=type[msgspec.Struct])
+Check = TypeVar("Check", bound=Callable[..., bool])
+OnFail = Literal["quarantine", "count", "stop"]
+Key = str | Callable[["Event"], "str | Iterable[str] | None"]
+
+EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
+_MICROSECOND = timedelta(microseconds=1)
+_name = re.compile(r"[a-z][a-z0-9_]{0,62}")
+RESERVED = frozenset(
+    ("raw_events", "events", "events_quarantine", "redeliveries", "expectations", "touched")
+)
+
+
+class ExpectationFailed(ConquietError):
+    """An event or a row broke a rule with `on_fail="stop"`; nothing of its batch was committed."""
+
+
+class Event(msgspec.Struct, gc=False):
+    """An event that passed all checks, as a fact gets it."""
+
+    event_id: str
+    type: str
+    version: int
+    occurred_at: datetime
+    """The envelope's `occurredAt`."""
+    moment: datetime
+    """The time in the event's data that the pipeline names for its type; else `occurred_at`."""
+    created_at: datetime | None
+    """The attribute `time`: when the event was stored in its outbox."""
+    stream: str
+    key: str | None
+    data: Any
+    """An instance of the struct that is declared for this type and version."""
+    first_seen_at: datetime | None = None
+    """The time of the first entry that delivered it."""
+    deliveries: int = 1
+    """How many entries of its first batch had its id."""
+
+    @property
+    def moment_us(self) -> int:
+        """The moment in microseconds since 1970."""
+        return (self.moment - EPOCH) // _MICROSECOND
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table whose rows a fact gives."""
+
+    name: str
+    row: type[msgspec.Struct]
+    key: tuple[str, ...]
+    partition_by: str | None
+    schema: pa.Schema
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A mergeable state by key."""
+
+    name: str
+    state: type[msgspec.Struct]
+    key: Key
+    events: frozenset[str] | None
+    """Event types that it takes; None for all whose data has the key's field."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A check of events or rows by name."""
+
+    name: str
+    of: type[msgspec.Struct]
+    check: Callable[[Any], bool]
+    on_fail: OnFail
+
+
+@dataclass
+class Definition:
+    """Event types, rules, facts and their tables; pickled for executors."""
+
+    name: str
+    zone: str = "UTC"
+    structs: dict[tuple[str, int], type[msgspec.Struct]] = field(default_factory=dict)
+    streams: dict[str, str] = field(default_factory=dict)
+    """Patterns of streams by event type, for types that come from some streams only."""
+    moments: dict[str, str] = field(default_factory=dict)
+    """The field of an event type's data that says when it happened."""
+    rules: list[Rule] = field(default_factory=list)
+    tables: dict[str, Table] = field(default_factory=dict)
+    facts: dict[str, Fact] = field(default_factory=dict)
+    typed: bool = True
+    """Whether each event type has a table of its own, with the fields of its data as columns."""
+
+    @property
+    def types(self) -> dict[str, list[int]]:
+        """The known versions of each event type."""
+        found: dict[str, list[int]] = {}
+        for event_type, version in sorted(self.structs):
+            found.setdefault(event_type, []).append(version)
+        return found
+
+    def accepts(self, stream: str, event_type: str) -> bool:
+        """Tell whether a known type may come from a stream.
+
+        A stream that a pattern names carries the types bound to it and no others.
+        """
+        bound = self.streams.get(event_type)
+        if bound is not None:
+            return fnmatchcase(stream, bound)
+        return not any(fnmatchcase(stream, pattern) for pattern in self.streams.values())
+
+    def table_of(self, row: type) -> Table:
+        for one in self.tables.values():
+            if one.row is row:
+                return one
+        raise ConfigError(
+            f"{row.__name__} is the row of no table: put @pipeline.table(key=…) above it"
+        )
+
+
+def _columns(names: str | Sequence[str]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def snake_case(name: str) -> str:
+    """Write a class's name as a table's.
+
+    >>> snake_case("FactOrderLine")
+    'fact_order_line'
+    """
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+
+
+class Definitions:
+    """The registrations of a pipeline; `Pipeline` adds the lake and the runs."""
+
+    def __init__(
+        self,
+        catalog: Catalog | None,
+        *,
+        name: str = "pipeline",
+        zone: str = "UTC",
+        moments: Mapping[str, str] | None = None,
+        typed: bool = True,
+    ) -> None:
+        self.catalog = catalog
+        self.name = name
+        self._zone = ZoneInfo(zone)
+        self.definition = Definition(name, zone, typed=typed)
+        self.queries: list[Any] = []
+        """Marts and queries, in the order in which they are made."""
+        for one in catalog.declarations if catalog is not None else ():
+            self.definition.structs[one.event_type, one.version] = one.data
+        self.moments = moments or {}
+
+    @property
+    def moments(self) -> Mapping[str, str]:
+        """The field of data that says when an event happened, by type."""
+        return self.definition.moments
+
+    @moments.setter
+    def moments(self, given: Mapping[str, str]) -> None:
+        for event_type, name in given.items():
+            structs = [one for (type, _), one in self.definition.structs.items() if type == event_type]
+            if not structs:
+                raise ConfigError(f"moments: the pipeline has no event type {event_type!r:.60}")
+            for struct in structs:
+                if name not in struct.__struct_fields__:
+                    raise ConfigError(f"moments: {struct.__name__} has no field {name!r:.60}")
+        self.definition.moments = dict(given)
+
+    def day(self, moment: datetime) -> date:
+        """Return the date of a moment in the pipeline's zone."""
+        return moment.astimezone(self._zone).date()
+
+    def event(
+        self,
+        event_type: str,
+        data: type[msgspec.Struct],
+        *,
+        version: int = 1,
+        streams: str | None = None,
+    ) -> None:
+        """Declare a type outside the catalog, from streams whose name matches a pattern."""
+        if (event_type, version) in self.definition.structs:
+            raise ConfigError(f"{event_type} version {version} is declared twice")
+        self.definition.structs[event_type, version] = data
+        if streams is not None:
+            self.definition.streams[event_type] = streams
+
+    def expect(self, name: str, *, on_fail: OnFail = "quarantine") -> Callable[[Check], Check]:
+        """Decorator: a rule over the struct or the row that the function's parameter is annotated
+        with. A row cannot be quarantined: use `"count"` or `"stop"` for rows."""
+        if on_fail not in ("quarantine", "count", "stop"):
+            raise ConfigError(f"on_fail={on_fail!r:.40}: quarantine, count or stop")
+        _check_name(name)
+        if any(one.name == name for one in self.definition.rules):
+            raise ConfigError(f"the rule {name} is declared twice")
+
+        def register(check: Check) -> Check:
+            hints = get_type_hints(check)
+            hints.pop("return", None)
+            of = next(iter(hints.values()), None)
+            rows = {one.row for one in self.definition.tables.values()}
+            if of in rows and on_fail == "quarantine":
+                raise ConfigError(f"rule {name}: rows have no quarantine; count, or stop")
+            if of not in rows and of not in self.definition.structs.values():
+                raise ConfigError(
+                    f"rule {name}: annotate its parameter with the struct of an event or with the"
+                    f" row of a table, not {of!r:.60}"
+                )
+            self.definition.rules.append(Rule(name, of, check, on_fail))
+            return check
+
+        return register
+
+    def table(
+        self, *, key: str | Sequence[str], partition_by: str | None = None, name: str | None = None
+    ) -> Callable[[S], S]:
+        """Decorator: a struct is the row of a table; its name in snake case is the table's."""
+
+        def register(row: S) -> S:
+            named = self._new_name(name or snake_case(row.__name__))
+            schema = arrow_schema(row)
+            keys = _columns(key)
+            for column in (*keys, *([partition_by] if partition_by else [])):
+                if column not in schema.names:
+                    raise ConfigError(f"table {named}: {row.__name__} has no field {column!r:.60}")
+            self.definition.tables[named] = Table(named, row, keys, partition_by, schema)
+            return row
+
+        return register
+
+    def fact(
+        self, *, key: Key, events: Iterable[str] | None = None, name: str | None = None
+    ) -> Callable[[S], S]:
+        """Decorator: a struct is a state by key, with `apply(event)` and `rows()`.
+
+        `key` is a field of the events' data, or a function from an event to a key, to several, or
+        to None. A field of the state that is named `key` gets the key.
+        """
+
+        def register(state: S) -> S:
+            named = name or snake_case(state.__name__)
+            _check_name(named)
+            if named in self.definition.facts:
+                raise ConfigError(f"the fact {named} is declared twice")
+            for method in ("apply", "rows"):
+                if not callable(getattr(state, method, None)):
+                    raise ConfigError(f"fact {named}: {state.__name__} has no method {method}")
+            try:
+                state()
+            except TypeError as error:
+                raise ConfigError(
+                    f"fact {named}: every field of {state.__name__} needs a default ({error})"
+                ) from error
+            types = None if events is None else frozenset(map(str, events))
+            unknown = (types or frozenset()) - set(self.definition.types)
+            if unknown:
+                raise ConfigError(f"fact {named}: {', '.join(sorted(unknown))} is not declared")
+            self.definition.facts[named] = Fact(named, state, key, types)
+            return state
+
+        return register
+
+    def _new_name(self, name: str) -> str:
+        _check_name(name)
+        taken = {*RESERVED, *self.definition.tables, *(one.name for one in self.queries)}
+        if self.definition.typed:
+            taken |= set(self.definition.types)
+        if name in taken:
+            raise ConfigError(f"the table {name} is declared twice, or its name is reserved")
+        return name
+
+
+def _check_name(name: str) -> None:
+    if not _name.fullmatch(name):
+        raise ConfigError(f"{name!r:.60}: names are in snake_case, at most 63 letters")
