@@ -1,0 +1,417 @@
+"""Query: tables in SQL, kept by DuckDB. A refresh costs what changed, not what is stored.
+
+    mart    sums by group; the groups of changed rows are changed by (sums of new − sums of old rows)
+    query   any SQL; the groups that `touched` names are computed again and replaced
+
+Both see the tables of the lake by name. A query's `touched` also sees `changed_<table>`: the old
+and the new rows of what this refresh changed, in tables of facts, of silver, and in tables that an
+earlier mart or query made.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from conquiet.errors import ConfigError
+from conquiet.lake.tables import CHANGE, Files, Store, Writer
+
+ROWS_PER_FILE = 50_000
+"""Rows of a file at most: a file is written again if one of its rows changes."""
+CHANGES = "_pipeline/changes"
+"""Where changes of marts and queries are kept until a refresh is complete."""
+_MEMORY = "1GB"
+_word = re.compile(r"[a-z_][a-z0-9_]*", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Query:
+    """A table in SQL that is computed again for the groups that changes touch."""
+
+    name: str
+    sql: str
+    """Rows of the groups in `touched`, a table of the columns in `group`."""
+    touched: str
+    """The groups that changed rows belong to, as SQL over `changed_<table>`; duplicates are fine."""
+    group: str | Sequence[str]
+    key: str | Sequence[str]
+    """Columns that identify a row."""
+    order_by: str | Sequence[str] = ()
+    """Columns by which files are sorted before the key: a day keeps new rows together."""
+
+    def __post_init__(self) -> None:
+        for name in ("group", "key", "order_by"):
+            given = getattr(self, name)
+            object.__setattr__(self, name, (given,) if isinstance(given, str) else tuple(given))
+
+    @property
+    def text(self) -> str:
+        return f"{self.sql} {self.touched}"
+
+
+@dataclass(frozen=True)
+class Mart:
+    """A table of sums by group."""
+
+    name: str
+    of: str
+    """SQL that gives the group and the measures of each row; selects of single tables, without
+    joins, put together by UNION ALL BY NAME."""
+    group: tuple[str, ...]
+    sums: tuple[str, ...]
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        return self.group
+
+    @property
+    def order_by(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def text(self) -> str:
+        return self.of
+
+
+def mart(
+    name: str,
+    *,
+    of: str,
+    by: Sequence[str],
+    sums: Sequence[str] = (),
+    counts: Mapping[str, str | None] | None = None,
+) -> Mart:
+    """Declare sums and counts by some columns of a table, or of SQL that gives rows to add up.
+
+    >>> mart("daily", of="sale", by=["day"], sums=["cents"], counts={"sales": None}).of
+    'SELECT day, cents, 1 AS sales FROM sale'
+    """
+    counted = dict(counts or {})
+    if _word.fullmatch(of):
+        measures = [*sums, *(_count(condition, name) for name, condition in counted.items())]
+        of = f"SELECT {', '.join([*by, *measures])} FROM {of}"
+    elif counted:
+        raise ConfigError(f"mart {name}: SQL counts by itself; name its columns in sums=")
+    if not sums and not counted:
+        raise ConfigError(f"mart {name}: name the columns to add up, sums=, or counts=")
+    return Mart(name, of, tuple(by), (*sums, *counted))
+
+
+def _count(condition: str | None, name: str) -> str:
+    return f"1 AS {name}" if condition is None else f"({condition})::INT AS {name}"
+
+
+class Database:
+    """DuckDB over tables of a lake, each a view by its name."""
+
+    def __init__(self, store: Store, names: Iterable[str], zone: str = "UTC") -> None:
+        import duckdb
+
+        self._store = store
+        self._names = set(names)
+        self._views: set[str] = set()
+        self._registered = 0
+        self._stack = ExitStack()
+        spill = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="conquiet-sql-"))
+        self.connection = self._stack.enter_context(duckdb.connect())
+        settings = {"TimeZone": "UTC", "memory_limit": _MEMORY, "temp_directory": spill}
+        settings |= {"threads": os.cpu_count() or 1, "preserve_insertion_order": False}
+        for name, value in settings.items():
+            self.run(f"SET {name} = {value!r}")
+        self.run(f"CREATE MACRO local_day(moment) AS timezone('{zone}', moment)::DATE")
+
+    def __enter__(self) -> Database:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def run(self, sql: str) -> Any:
+        return self.connection.execute(sql)
+
+    def arrow(self, sql: str) -> pa.Table:
+        return self.connection.sql(sql).to_arrow_table()
+
+    def count(self, sql: str) -> int:
+        [(found,)] = self.run(f"SELECT count(*) FROM {sql}").fetchall()
+        return int(found)
+
+    def offer(self, text: str) -> None:
+        """Make views of the tables that a text of SQL names."""
+        for name in sorted(self._names & set(_word.findall(text.lower())) - self._views):
+            self.see(name)
+
+    def see(self, name: str) -> None:
+        """Make or renew the view of a table, unless the table does not exist yet."""
+        files = self._store.files(name)
+        schema = self._store.schema(name)
+        if not files and schema is None:
+            return
+        rows = self.rows(files) if files else self.nothing(name, schema)
+        hidden = [one for one in schema.names if one.startswith("_")] if schema else []
+        shown = f"* EXCLUDE ({', '.join(hidden)})" if hidden else "*"
+        self.run(f"CREATE OR REPLACE VIEW main.{name} AS SELECT {shown} FROM {rows}")
+        self._views.add(name)
+
+    def nothing(self, name: str, schema: pa.Schema) -> str:
+        """Return a relation with the columns of a table and no rows."""
+        self.connection.register(f"no_{name}", schema.empty_table())
+        return f"no_{name}"
+
+    def rows(self, files: Sequence[str], *, named: bool = False) -> str:
+        """Return a relation of Parquet files; `named` adds the column `filename`."""
+        if "://" not in files[0]:
+            listed = ", ".join("'" + one.replace("'", "''") + "'" for one in files)
+            return (
+                f"read_parquet([{listed}], union_by_name = true, hive_partitioning = false,"
+                f" filename = {str(named).lower()})"
+            )
+        self._registered += 1
+        name = f"stored_{self._registered}"
+        lake = self._store.files_of_lake
+        self.connection.register(name, _named(lake, files) if named else lake.dataset(files))
+        return name
+
+
+def _named(lake: Files, uris: Sequence[str]) -> pa.Table:
+    """Read files of an object store, each row with the URI of its file."""
+    parts = []
+    for uri in uris:
+        rows = lake.read([uri])
+        parts.append(rows.append_column("filename", pa.repeat(uri, len(rows))))
+    return pa.concat_tables(parts, promote_options="default")
+
+
+class Refresh(Database):
+    """Brings marts and queries up to what changed, in the order of their declaration."""
+
+    def __init__(
+        self,
+        store: Store,
+        changes: Mapping[str, Sequence[str]],
+        version: int,
+        names: Iterable[str],
+        zone: str = "UTC",
+    ) -> None:
+        super().__init__(store, names, zone)
+        self._changes = changes
+        self._version = version
+        for schema in ("old", "new", "work"):
+            self.run(f"CREATE SCHEMA {schema}")
+        self._changed: set[str] = set()
+
+    def apply(self, queries: Sequence[Query | Mart]) -> Iterator[tuple[str, int]]:
+        """Refresh each table; yield its name and the number of rows that were written or removed."""
+        later = {
+            one.name: " ".join(two.text for two in queries[n + 1 :])
+            for n, one in enumerate(queries)
+        }
+        for one in queries:
+            is_read = one.name in _word.findall(later[one.name].replace("changed_", " "))
+            yield one.name, self._apply(one, is_read=is_read)
+
+    def _apply(self, one: Query | Mart, *, is_read: bool) -> int:
+        if self._store.version(one.name) >= self._version:  # committed before a crash
+            self._recall(one.name)
+            return 0
+        self._offer_changes(one.text)
+        self.offer(one.text)
+        self.see(one.name)
+        if isinstance(one, Mart):
+            self._add_up(one)
+        else:
+            self._compute(one)
+        return self._commit(one, is_read=is_read)
+
+    # --- changes ----------------------------------------------------------------------------
+
+    def _offer_changes(self, text: str) -> None:
+        """Make `old.<table>`, `new.<table>` and `changed_<table>` of the tables that SQL names."""
+        words = set(_word.findall(text.lower().replace("changed_", " ")))
+        for name in sorted((self._names & words) - self._changed):
+            self._offer_change(name, self._changes.get(name) or [])
+
+    def _offer_change(self, name: str, files: Sequence[str]) -> None:
+        if files:
+            rows = self.rows(files)
+            columns = {row[0] for row in self.run(f"DESCRIBE FROM {rows}").fetchall()}
+            has_sign = CHANGE in columns
+            others = f"* EXCLUDE ({CHANGE})" if has_sign else "*"
+            sign = f"coalesce({CHANGE}, 1)" if has_sign else "1"
+            self.run(f"CREATE VIEW new.{name} AS SELECT {others} FROM {rows} WHERE {sign} > 0")
+            self.run(f"CREATE VIEW old.{name} AS SELECT {others} FROM {rows} WHERE {sign} < 0")
+        else:
+            schema = self._store.schema(name)
+            if schema is None:
+                return
+            for when in ("old", "new"):
+                self.run(f"CREATE VIEW {when}.{name} AS FROM {self.nothing(name, schema)}")
+        self._offer_both(name)
+
+    def _offer_both(self, name: str) -> None:
+        self._changed.add(name)
+        self.run(
+            f"CREATE VIEW main.changed_{name} AS FROM old.{name} UNION ALL BY NAME FROM new.{name}"
+        )
+
+    def _recall(self, name: str) -> None:
+        """Find the changes again of a table that an interrupted refresh has committed."""
+        lake, file = self._store.files_of_lake, self._change_file(name)
+        is_kept = file in lake.list(CHANGES)
+        # The first rows of a table are its change: no copy of them was kept.
+        self._offer_change(name, [lake.uri(CHANGES, file)] if is_kept else self._store.files(name))
+        self.see(name)
+
+    # --- the new rows of the touched groups, in work.found ----------------------------------
+
+    def _add_up(self, one: Mart) -> None:
+        group = ", ".join(one.group)
+        sums = ", ".join(f"coalesce(sum({name}), 0)::BIGINT AS {name}" for name in one.sums)
+        for when in ("old", "new"):
+            self.run(f"SET search_path = '{when},main'")
+            self.run(
+                f"CREATE OR REPLACE TABLE work.{when} AS"
+                f" SELECT {group}, count(*) AS _rows, {sums} FROM ({one.of}) GROUP BY {group}"
+            )
+        self.run("SET search_path = 'main'")
+        lost = ", ".join(f"-{name} AS {name}" for name in one.sums)
+        every = ("_rows", *one.sums)
+        self.run(
+            "CREATE OR REPLACE TABLE work.moved AS"
+            f" SELECT {group}, {_summed(every)} FROM (FROM work.new UNION ALL BY NAME"
+            f" SELECT {group}, -_rows AS _rows, {lost} FROM work.old) GROUP BY {group}"
+            f" HAVING {' OR '.join(f'sum({name}) <> 0' for name in every)}"
+        )
+        self.run(f"CREATE OR REPLACE TABLE work.touched AS SELECT {group} FROM work.moved")
+        self._find_before(one)
+        stored = "UNION ALL BY NAME SELECT * EXCLUDE (filename) FROM work.before"
+        self.run(
+            f"CREATE OR REPLACE TABLE work.found AS SELECT {group}, {_summed(every)}"
+            f" FROM (FROM work.moved {stored if self._has_before else ''})"
+            f" GROUP BY {group} HAVING sum(_rows) <> 0"
+        )
+
+    def _compute(self, one: Query) -> None:
+        group = ", ".join(one.group)
+        self.run(
+            f"CREATE OR REPLACE TABLE work.touched AS SELECT DISTINCT * FROM ({one.touched})"
+            f" AS groups({group})"
+        )
+        self.run("CREATE OR REPLACE VIEW main.touched AS FROM work.touched")
+        self._find_before(one)
+        self.run(f"CREATE OR REPLACE TABLE work.found AS {one.sql}")
+
+    def _find_before(self, one: Query | Mart) -> None:
+        """Read the stored rows of the touched groups into work.before, with their files."""
+        files = self._store.files(one.name)
+        if files:
+            touched = _joined(self.rows(files, named=True), "SEMI", "work.touched", one.group)
+            found = self.run(f"SELECT DISTINCT filename FROM {touched}").fetchall()
+            files = [row[0] for row in found]
+        self._has_before = bool(files)
+        if files:  # a scan of few columns found them; the others are read of these files alone
+            touched = _joined(self.rows(files, named=True), "SEMI", "work.touched", one.group)
+            self.run(f"CREATE OR REPLACE TABLE work.before AS FROM {touched}")
+
+    # --- commit -----------------------------------------------------------------------------
+
+    def _commit(self, one: Query | Mart, *, is_read: bool) -> int:
+        """Replace the files in which a row changed, and keep the changes for later queries."""
+        remove: list[str] = []
+        if self._has_before:
+            before = "SELECT * EXCLUDE (filename) FROM work.before"
+            self.run(
+                f"CREATE OR REPLACE TABLE old.{one.name} AS"
+                f" {before} EXCEPT ALL SELECT {self._columns()} FROM work.found"
+            )
+            self.run(
+                f"CREATE OR REPLACE TABLE new.{one.name} AS"
+                f" SELECT {self._columns()} FROM work.found EXCEPT ALL {before}"
+            )
+            gone = _joined("work.before", "SEMI", f"old.{one.name}", one.key)
+            found = self.run(f"SELECT DISTINCT filename FROM {gone}").fetchall()
+            remove = [row[0] for row in found]
+        else:
+            self.run(f"CREATE OR REPLACE TABLE old.{one.name} AS FROM work.found LIMIT 0")
+            self.run("DROP TABLE IF EXISTS work.before")
+            self.run(f"CREATE OR REPLACE TABLE new.{one.name} AS FROM work.found")
+        self._offer_both(one.name)
+        changed = self.count(f"main.changed_{one.name}")
+        is_first = self._store.schema(one.name) is None
+        if changed or is_first:
+            if is_read and not is_first:
+                self._keep(one.name)
+            self._store.replace(
+                one.name, remove=remove, add=self._rows_to_add(one, remove), version=self._version
+            )
+        self.see(one.name)
+        return changed
+
+    def _columns(self) -> str:
+        """Name the columns in the order of the stored table."""
+        names = [row[0] for row in self.run("DESCRIBE work.before").fetchall()]
+        return ", ".join(f'"{name}"' for name in names if name != "filename")
+
+    def _change_file(self, name: str) -> str:
+        return f"{self._version}-{name}.parquet"
+
+    def _keep(self, name: str) -> None:
+        """Write the changes of a table before its commit, which makes them hard to find again."""
+        rows = self.arrow(
+            f"SELECT *, -1::TINYINT AS {CHANGE} FROM old.{name}"
+            f" UNION ALL BY NAME SELECT *, 1::TINYINT AS {CHANGE} FROM new.{name}"
+        )
+        lake, file = self._store.files_of_lake, self._change_file(name)
+        lake.new_name(CHANGES)
+        with Writer(lake, CHANGES, rows.schema, name=file) as writer:
+            writer.write(rows)
+
+    def _rows_to_add(self, one: Query | Mart, remove: Sequence[str]) -> Iterator[pa.Table]:
+        """Read the new rows, and those that stay of the files to remove, a file's worth each."""
+        rows = f"FROM new.{one.name}"
+        if remove:
+            kept = _joined(self.rows(remove), "ANTI", f"old.{one.name}", one.key)
+            rows += f" UNION ALL BY NAME FROM {kept}"
+        order = ", ".join([*one.order_by, *(name for name in one.key if name not in one.order_by)])
+        found = self.connection.sql(f"SELECT * FROM ({rows}) ORDER BY {order}")
+        yield from _tables(found.to_arrow_reader(ROWS_PER_FILE))
+
+
+def _joined(rows: str, kind: str, others: str, columns: Sequence[str]) -> str:
+    """Join rows with others that have the same values, be they null, in some columns."""
+    same = " AND ".join(f"those.{name} IS NOT DISTINCT FROM these.{name}" for name in columns)
+    return f"{rows} AS these {kind} JOIN {others} AS those ON {same}"
+
+
+def _summed(names: Iterable[str]) -> str:
+    return ", ".join(f"sum({name})::BIGINT AS {name}" for name in names)
+
+
+def _tables(batches: pa.RecordBatchReader) -> Iterator[pa.Table]:
+    """Join batches to tables of `ROWS_PER_FILE` rows; one empty table if there are no rows."""
+    waiting: list[pa.RecordBatch] = []
+    count = 0
+    is_empty = True
+    for batch in batches:
+        if not batch.num_rows:
+            continue
+        waiting.append(batch)
+        count += batch.num_rows
+        if count >= ROWS_PER_FILE:
+            yield pa.Table.from_batches(waiting)
+            waiting, count, is_empty = [], 0, False
+    if waiting or is_empty:
+        yield pa.Table.from_batches(waiting, schema=batches.schema)
+
+
+def forget_changes(lake: Files) -> None:
+    """Remove the changes that a complete refresh kept."""
+    for name in lake.list(CHANGES):
+        lake.remove(f"{CHANGES}/{name}")
