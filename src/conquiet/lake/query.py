@@ -1,6 +1,6 @@
 """Query: tables in SQL, kept by DuckDB. A refresh costs what changed, not what is stored.
 
-    mart    sums by group; the groups of changed rows are changed by (sums of new − sums of old rows)
+    mart    sums by group; a group changes by the sums of its new rows minus those of its old rows
     query   any SQL; the groups that `touched` names are computed again and replaced
 
 Both see the tables of the lake by name. A query's `touched` also sees `changed_<table>`: the old
@@ -39,7 +39,7 @@ class Query:
     sql: str
     """Rows of the groups in `touched`, a table of the columns in `group`."""
     touched: str
-    """The groups that changed rows belong to, as SQL over `changed_<table>`; duplicates are fine."""
+    """The groups of changed rows, as SQL over `changed_<table>`; duplicates are fine."""
     group: str | Sequence[str]
     key: str | Sequence[str]
     """Columns that identify a row."""
@@ -115,7 +115,7 @@ class Database:
         import duckdb
 
         self._store = store
-        self._names = set(names)
+        self.names = set(names)
         self._views: set[str] = set()
         self._registered = 0
         self._stack = ExitStack()
@@ -145,7 +145,7 @@ class Database:
 
     def offer(self, text: str) -> None:
         """Make views of the tables that a text of SQL names."""
-        for name in sorted(self._names & set(_word.findall(text.lower())) - self._views):
+        for name in sorted(self.names & set(_word.findall(text.lower())) - self._views):
             self.see(name)
 
     def see(self, name: str) -> None:
@@ -208,7 +208,7 @@ class Refresh(Database):
         self._changed: set[str] = set()
 
     def apply(self, queries: Sequence[Query | Mart]) -> Iterator[tuple[str, int]]:
-        """Refresh each table; yield its name and the number of rows that were written or removed."""
+        """Refresh each table; yield its name and the number of rows written or removed."""
         later = {
             one.name: " ".join(two.text for two in queries[n + 1 :])
             for n, one in enumerate(queries)
@@ -235,7 +235,7 @@ class Refresh(Database):
     def _offer_changes(self, text: str) -> None:
         """Make `old.<table>`, `new.<table>` and `changed_<table>` of the tables that SQL names."""
         words = set(_word.findall(text.lower().replace("changed_", " ")))
-        for name in sorted((self._names & words) - self._changed):
+        for name in sorted((self.names & words) - self._changed):
             self._offer_change(name, self._changes.get(name) or [])
 
     def _offer_change(self, name: str, files: Sequence[str]) -> None:
