@@ -39,30 +39,54 @@ class ExpectationFailed(ConquietError):
 
 
 class Event(msgspec.Struct, gc=False):
-    """An event that passed all checks, as a fact gets it."""
+    """An event that passed all checks, as a fact gets it. Times are kept in microseconds since
+    1970, and become datetimes when they are asked for."""
 
     event_id: str
     type: str
     version: int
-    occurred_at: datetime
+    occurred_us: int
     """The envelope's `occurredAt`."""
-    moment: datetime
-    """The time in the event's data that the pipeline names for its type; else `occurred_at`."""
-    created_at: datetime | None
+    created_us: int | None
     """The attribute `time`: when the event was stored in its outbox."""
+    first_seen_us: int | None
+    """The time of the first entry that delivered it."""
     stream: str
     key: str | None
+    """The attribute that picked the event's partition, or its subject."""
     data: Any
     """An instance of the struct that is declared for this type and version."""
-    first_seen_at: datetime | None = None
-    """The time of the first entry that delivered it."""
     deliveries: int = 1
     """How many entries of its first batch had its id."""
+    own_moment: datetime | None = None
+    """The time in its data that the pipeline names for its type."""
+
+    @property
+    def moment(self) -> datetime:
+        """When it happened: the time in its data, if the pipeline names one; else `occurred_at`."""
+        return self.own_moment or _time(self.occurred_us)
 
     @property
     def moment_us(self) -> int:
-        """The moment in microseconds since 1970."""
-        return (self.moment - EPOCH) // _MICROSECOND
+        if self.own_moment is None:
+            return self.occurred_us
+        return (self.own_moment - EPOCH) // _MICROSECOND
+
+    @property
+    def occurred_at(self) -> datetime:
+        return _time(self.occurred_us)
+
+    @property
+    def created_at(self) -> datetime | None:
+        return None if self.created_us is None else _time(self.created_us)
+
+    @property
+    def first_seen_at(self) -> datetime | None:
+        return None if self.first_seen_us is None else _time(self.first_seen_us)
+
+
+def _time(microseconds: int) -> datetime:
+    return EPOCH + timedelta(microseconds=microseconds)
 
 
 @dataclass(frozen=True)

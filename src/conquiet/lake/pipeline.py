@@ -2,18 +2,269 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+import pyarrow as pa
 
+from conquiet.errors import ConfigError
 from conquiet.events.catalog import Catalog
+from conquiet.lake import facts, silver
 from conquiet.lake.definition import Definitions
+from conquiet.lake.journal import FOLDER, Batch, Folded, Journal, Lock, Refresh
+from conquiet.lake.query import Database, Mart, Query, forget_changes, mart
+from conquiet.lake.query import Refresh as QueryRefresh
+from conquiet.lake.reconcile import COMPLETENESS, DELIVERY, Outbox, reconciliation
+from conquiet.lake.tables import Files, Store
+from conquiet.lake.tasks import Executors, Here, Tasks, share_definition
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+logger = logging.getLogger("conquiet.lake")
+
+_FEW_ROWS = 10_000
+"""A batch of so many entries is judged by the driver: a job of Spark would cost more."""
+_LATEST_COMMITS = 8
+
+
+class Progress(msgspec.Struct):
+    """What a run has just done."""
+
+    step: str
+    batch: int
+    events: int
+    seconds: float
+
+
+def _say_nothing(progress: Progress) -> None:
+    """Take no notice of progress."""
+
+
+class Driver:
+    """Writes a lake: takes batches in, and brings facts and SQL tables up to them.
+
+    `step` is called after everything that a kill could come after.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        tasks: Tasks | None = None,
+        on_progress: Callable[[Progress], None] = _say_nothing,
+    ) -> None:
+        self.pipeline = pipeline
+        self.definition = pipeline.definition
+        self.files = Files(pipeline.lake)
+        self.store = pipeline.open_store(self.files)
+        self.journal = Journal(self.files)
+        self.known = silver.KnownIds(self.store, silver.id_tables(self.definition))
+        self._tasks = tasks or Here()
+        self._shared = share_definition(self.definition, self._tasks)
+        self._lock = Lock(self.files)
+        self._busy = threading.RLock()
+        self._on_progress = on_progress
+        self._began = time.monotonic()
+        self._events = 0
+
+    def __enter__(self) -> Driver:
+        self._lock.acquire()
+        try:
+            self.journal.load()
+            for batch in self.journal.pending:
+                self._finish(batch)
+        except BaseException:
+            self._lock.release()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._lock.release()
+
+    def step(self, name: str, batch: int) -> None:
+        logger.debug("batch %d: %s", batch, name)
+        self._on_progress(Progress(name, batch, self._events, time.monotonic() - self._began))
+
+    def _tasks_for(self, rows: int) -> Tasks:
+        return Here() if rows <= _FEW_ROWS else self._tasks
+
+    # --- silver ---------------------------------------------------------------------------------
+
+    def take(
+        self, entries: DataFrame | pa.Table, query: str, batch: int, *, new_only: bool = False
+    ) -> int:
+        """Take a batch of entries in, once; return how many they are."""
+        with self._busy:
+            self._lock.renew()
+            found = self.journal.find(query, batch)
+            if found is not None or batch <= self.journal.last_of(query):
+                return 0  # finished when this driver started
+            work = silver.Take(self.files, silver.today())
+            if isinstance(entries, pa.Table):
+                taken = list(work(entries.to_batches()))
+            else:
+                assert isinstance(self._tasks, Executors), "frames need Spark"
+                taken = self._tasks.take(entries, work)
+            rows = sum(one.file.rows for one in taken)
+            if not rows:
+                return 0
+            self._events += rows
+            record = Batch(self.journal.next_number, query, batch)
+            self.step("raw_events written", record.number)
+            if self.definition.structs:
+                plans, again = silver.plan(taken, self.known, self.files)
+                if new_only:
+                    taken, plans = silver.drop_known(taken, plans, self.files)
+                elif len(again):
+                    record.files["redeliveries"] = [self.files.write("redeliveries", again)]
+                record.plans = plans
+            record.raw = [one.file for one in taken]
+            self.journal.write(record)
+            self.step("taken", record.number)
+            self._finish(record)
+            return rows
+
+    def _finish(self, record: Batch) -> None:
+        """Do what is left of a batch up to silver."""
+        if record.step == "taken":
+            if record.plans:
+                tasks = self._tasks_for(sum(one.rows for one in record.plans))
+                silver.run_judge(record, self._shared, self.files, tasks, self.known)
+            record.step = "judged"
+            self.step("judged files written", record.number)
+            self.journal.write(record)
+            self.step("judged", record.number)
+        self._commit(record)
+
+    def _commit(self, record: Batch) -> None:
+        schemas = silver.schemas(self.definition)
+        files = {"raw_events": record.raw, **record.files}
+
+        def commit(name: str) -> None:
+            self.store.commit(
+                name,
+                files.get(name, []),
+                record.number,
+                schema=schemas[name],
+                remove=record.remove.get(name, []),
+            )
+            self.step(f"{name} committed", record.number)
+
+        names = sorted({*(name for name, found in files.items() if found), *record.remove})
+        with ThreadPoolExecutor(_LATEST_COMMITS) as pool:
+            list(pool.map(commit, names))
+
+    # --- facts and SQL tables -------------------------------------------------------------------
+
+    def refresh(self, outbox: Outbox | None = None) -> int:
+        """Bring facts, marts and queries up to silver; return the number of batches applied."""
+        with self._busy:
+            self._lock.renew()
+            applied = 0
+            if self.journal.refresh.folded is not None:
+                applied += self._apply(self.journal.refresh.folded, outbox)
+            pending = self.journal.pending
+            if pending and self.definition.structs:
+                applied += self._apply(self._fold(pending), outbox)
+            elif pending:
+                self.journal.write_refresh(Refresh(pending[-1].number))
+                self.journal.forget()
+            return applied
+
+    def _fold(self, batches: Sequence[Batch]) -> Folded:
+        rows = sum(sum(one.rows.values()) for batch in batches for one in batch.feed)
+        before = self.journal.refresh
+        rebuild = any(one.rebuild for one in batches)
+        if rebuild:
+            last = max(number for number, one in enumerate(batches) if one.rebuild)
+            fed = batches[last:]  # an earlier batch is part of what a rebuild has read
+        else:
+            fed = list(batches)
+        folded, counts = facts.run_fold(
+            self._shared, fed, before, self.files, self._tasks_for(rows), rebuild=rebuild
+        )
+        folded.through = batches[-1].number
+        if len(counts):
+            folded.counts = [self.files.write("expectations", counts)]
+        self.step("states and changes written", folded.through)
+        self.journal.write_refresh(Refresh(before.through, before.levels, folded))
+        self.step("folded", folded.through)
+        return folded
+
+    def _apply(self, folded: Folded, outbox: Outbox | None) -> int:
+        batches = [one for one in self.journal.pending if one.number <= folded.through]
+        if folded.counts:
+            self.store.commit(
+                "expectations",
+                folded.counts,
+                folded.through,
+                schema=silver.EXPECTATIONS,
+                app=f"{self.store.app}/rows",
+            )
+            self.step("expectations of rows committed", folded.through)
+        for name in self.definition.tables:
+            facts.merge_table(self.store, self.definition, folded, name)
+            self.step(f"{name} committed", folded.through)
+        changes = self._changes(batches, folded)
+        pipeline = self.pipeline
+        with QueryRefresh(
+            self.store, changes, folded.through, pipeline.names, self.definition.zone
+        ) as tables:
+            queries = [*pipeline.queries, *reconciliation(tables, self.definition, outbox)]
+            for name, _ in tables.apply(queries):
+                self.step(f"{name} committed", folded.through)
+        before = self.journal.refresh
+        self.journal.write_refresh(Refresh(folded.through, folded.levels))
+        self.step("applied", folded.through)
+        self._clean(before, folded, batches)
+        return len(batches)
+
+    def _changes(self, batches: Sequence[Batch], folded: Folded) -> dict[str, list[str]]:
+        changes = {name: list(uris) for name, uris in folded.changes.items()}
+        for batch in batches:
+            for name, found in {"raw_events": batch.raw, **batch.files}.items():
+                if name not in batch.changes:
+                    uris = [self.files.uri(name, one.name) for one in found]
+                    changes.setdefault(name, []).extend(uris)
+            for name, uris in batch.changes.items():
+                changes.setdefault(name, []).extend(uris)
+        return changes
+
+    def _clean(self, before: Refresh, folded: Folded, batches: Sequence[Batch]) -> None:
+        """Remove files that nothing needs after a refresh."""
+        kept = {one.file for level in folded.levels for one in level}
+        for level in before.levels:
+            for one in level:
+                if one.file not in kept:
+                    self.files.remove(f"{FOLDER}/states/{one.file}")
+        for batch in batches:
+            for feed in batch.feed:
+                self.files.remove(f"{FOLDER}/feed/{feed.file}")
+            for uris in batch.changes.values():
+                self._remove(uris)
+        for uris in folded.changes.values():
+            self._remove(uris)
+        forget_changes(self.files)
+        self.journal.forget()
+
+    def _remove(self, uris: Iterable[str]) -> None:
+        for uri in uris:
+            self.files.remove(uri[len(self.files.root) + 1 :])
 
 
 class Pipeline(Definitions):
-    """What is made of events, and the lake that it is kept in."""
+    """What is made of events, and the lake that it is kept in.
+
+    `catalog` may be None: without any event type there is `raw_events` alone.
+    """
 
     def __init__(
         self,
@@ -28,6 +279,8 @@ class Pipeline(Definitions):
         super().__init__(catalog, name=name, zone=zone, moments=moments, typed=typed)
         self.lake = os.fspath(lake)
 
+    # --- SQL tables -----------------------------------------------------------------------------
+
     def mart(
         self,
         name: str,
@@ -37,17 +290,198 @@ class Pipeline(Definitions):
         sums: Sequence[str] = (),
         counts: Mapping[str, str | None] | None = None,
         **more: Any,
-    ) -> None:
+    ) -> Mart:
         """Declare a table of sums and counts by some columns of a fact's table."""
-        from conquiet.lake.query import mart
-
         source = of if isinstance(of, str) else self.definition.table_of(of).name
-        self.queries.append(
-            mart(self._new_name(name), of=source, by=by, sums=sums, counts=counts or {}, **more)
+        made = mart(self._new_name(name), of=source, by=by, sums=sums, counts=counts or {}, **more)
+        self.queries.append(made)
+        return made
+
+    def query(self, name: str, *, sql: str, **more: Any) -> Query:
+        """Declare a table as SQL over tables of the lake, made again for the touched groups."""
+        made = Query(self._new_name(name), sql=sql, **more)
+        self.queries.append(made)
+        return made
+
+    @property
+    def names(self) -> list[str]:
+        """All tables of the pipeline."""
+        made = [*self.definition.tables, *(one.name for one in self.queries)]
+        if self.definition.structs:
+            made += [COMPLETENESS, DELIVERY]
+        return [*silver.schemas(self.definition), *made]
+
+    # --- running --------------------------------------------------------------------------------
+
+    def run(
+        self,
+        events: DataFrame | pa.Table,
+        *,
+        once: bool = False,
+        trigger_seconds: float = 0.0,
+        refresh_seconds: float | None = None,
+        checkpoint: str | None = None,
+        outbox: Outbox | str | None = None,
+        new_only: bool = False,
+        on_progress: Callable[[Progress], None] = _say_nothing,
+        on_query: Callable[[Any], object] = lambda query: None,
+    ) -> None:
+        """Take events in and keep the tables up to them.
+
+        A stream is followed until a signal ends it, or with `once` up to what there is now; its
+        checkpoint is `_checkpoint` in a lake on a local disk. Facts and SQL tables follow every
+        `refresh_seconds` (60, unless given), with `once` at the end. A batch frame, or a table of
+        Arrow in the columns of the log, is taken in as one batch; `new_only` drops events that the
+        lake has, instead of counting them as redeliveries.
+        """
+        outbox = Outbox(outbox) if isinstance(outbox, str) else outbox
+        if isinstance(events, pa.Table):
+            with Driver(self, on_progress=on_progress) as driver:
+                driver.take(events, "rows", driver.journal.last_of("rows") + 1, new_only=new_only)
+                driver.refresh(outbox)
+            return
+        from pyspark.sql import DataFrame
+
+        assert isinstance(events, DataFrame) or hasattr(events, "sparkSession")
+        with Driver(self, Executors(events.sparkSession), on_progress) as driver:
+            if not events.isStreaming:
+                driver.take(events, "rows", driver.journal.last_of("rows") + 1, new_only=new_only)
+                driver.refresh(outbox)
+                return
+            if refresh_seconds is None:
+                refresh_seconds = float("inf") if once else 60.0
+            trigger: dict[str, Any] = {"availableNow": True}
+            if not once:
+                trigger = {"processingTime": f"{trigger_seconds:g} seconds"}
+            pace = _Pace(driver, refresh_seconds, outbox)
+            place = checkpoint or self._checkpoint(driver.files)
+            writing = events.writeStream.queryName(self.name).trigger(**trigger)
+            self._follow(writing, place, pace, on_query)
+            if once:
+                driver.refresh(outbox)
+
+    def _follow(self, writing: Any, place: str, pace: _Pace, on_query: Any) -> None:
+        from conquiet.spark.query import run_query, start_query
+
+        query = start_query(writing.foreachBatch(pace.take), place)
+        on_query(query)
+        run_query(query, on_look=lambda query: pace.catch_up())
+
+    def _checkpoint(self, files: Files) -> str:
+        if not files.is_local:
+            raise ConfigError(
+                f"lake={self.lake!r}: give a checkpoint on a local or shared disk (checkpoint=);"
+                " Spark writes checkpoints to S3 with a jar of Hadoop only"
+            )
+        return files.uri("_checkpoint")
+
+    def refresh(self, *, outbox: Outbox | str | None = None, spark: Any = None) -> int:
+        """Bring facts, marts and queries up to silver; return the number of batches applied."""
+        outbox = Outbox(outbox) if isinstance(outbox, str) else outbox
+        with Driver(self, None if spark is None else Executors(spark)) as driver:
+            return driver.refresh(outbox)
+
+    def local(
+        self, *batches: pa.Table | Iterable[Mapping[str, Any]], outbox: Outbox | None = None
+    ) -> dict[str, list[dict[str, Any]]]:
+        """Make all tables of some entries without Spark, in a temporary lake: for unit tests.
+
+        Entries have the columns of the log; each argument is a batch. Returns rows by table.
+        """
+        with tempfile.TemporaryDirectory(prefix="conquiet-lake-") as place, self._at(place):
+            with Driver(self) as driver:
+                for number, entries in enumerate(batches):
+                    driver.take(as_table(entries), "local", number)
+                    driver.refresh(outbox)
+            store = self.open_store()
+            found = [one for one in self.names if store.schema(one) is not None]
+            return {name: self.read(name).to_pylist() for name in found}
+
+    @contextmanager
+    def _at(self, lake: str) -> Iterator[None]:
+        before, self.lake = self.lake, lake
+        try:
+            yield
+        finally:
+            self.lake = before
+
+    # --- reading --------------------------------------------------------------------------------
+
+    def open_store(self, files: Files | None = None) -> Store:
+        """Open the tables of the lake for reading."""
+        declared = {name: one.schema for name, one in self.definition.tables.items()}
+        return Store(
+            files or Files(self.lake), self.name, {**silver.schemas(self.definition), **declared}
         )
 
-    def query(self, name: str, *, sql: str, **more: Any) -> None:
-        """Declare a table as SQL over tables of the lake, made again for the touched groups."""
-        from conquiet.lake.query import Query
+    def read(self, name: str) -> pa.Table:
+        """Read a table as Arrow, without Spark.
 
-        self.queries.append(Query(self._new_name(name), sql=sql, **more))
+        `events` and `events_quarantine` have the deliveries of all batches; `expectations` has one
+        row per rule and day.
+        """
+        with self.database() as database:
+            sql = read_sql(name)
+            database.offer(f"{name} redeliveries")
+            if name not in self.names:
+                raise ConfigError(
+                    f"the pipeline {self.name} has no table {name!r:.60}; its tables:"
+                    f" {', '.join(self.names)}"
+                )
+            return database.arrow(sql)
+
+    def database(self) -> Database:
+        """Open DuckDB over the tables of the lake."""
+        return Database(self.open_store(), self.names, self.definition.zone)
+
+
+class _Pace:
+    """When facts and SQL tables were last brought up to silver."""
+
+    def __init__(self, driver: Driver, seconds: float, outbox: Outbox | None) -> None:
+        self._driver = driver
+        self._seconds = seconds
+        self._outbox = outbox
+        self._refreshed = time.monotonic()
+        self._is_behind = bool(driver.journal.pending)
+
+    def take(self, frame: DataFrame, number: int) -> None:
+        """Take a micro-batch in."""
+        query = frame.sparkSession.sparkContext.getLocalProperty("sql.streaming.queryId")
+        self._driver.take(frame, str(query), number)
+        self._is_behind = True
+        self.catch_up()
+
+    def catch_up(self) -> None:
+        """Refresh if it is time to; after the last batch there may be none for a long time."""
+        if self._is_behind and time.monotonic() - self._refreshed >= self._seconds:
+            self._is_behind = False
+            self._driver.refresh(self._outbox)
+            self._refreshed = time.monotonic()
+
+
+def read_sql(name: str) -> str:
+    """Return the SQL that reads a table, with what later batches add to its rows."""
+    if name == "expectations":
+        return (
+            "SELECT rule, day, sum(checked)::BIGINT AS checked, sum(failed)::BIGINT AS failed"
+            " FROM expectations GROUP BY ALL ORDER BY ALL"
+        )
+    if name in ("events", "events_quarantine"):
+        return (
+            "WITH again AS (SELECT event_id, sum(entries)::BIGINT AS entries,"
+            " min(first_seen_at) AS first_seen_at FROM redeliveries GROUP BY 1)"
+            f" SELECT t.* REPLACE (t.delivery_count + coalesce(a.entries, 0) AS delivery_count,"
+            " least(t.first_seen_at, a.first_seen_at) AS first_seen_at)"
+            f" FROM {name} t LEFT JOIN again a ON a.event_id ="
+            " coalesce(nullif(t.event_id, ''), t.stream || '/' || t.entry_id)"
+        )
+    return f"FROM {name}"
+
+
+def as_table(entries: pa.Table | Iterable[Mapping[str, Any]]) -> pa.Table:
+    """Return entries of the log as a table of Arrow."""
+    if isinstance(entries, pa.Table):
+        return entries
+    columns = pa.schema([one for one in silver.RAW if one.name != "ingest_date"])
+    return pa.Table.from_pylist([dict(one) for one in entries], schema=columns)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import date, datetime
 from typing import Any
 
@@ -95,34 +95,61 @@ class Encoder:
 
     def __init__(self, struct: type[msgspec.Struct]) -> None:
         self.schema = arrow_schema(struct)
-        self._names = self.schema.names
-        self._json = [one.encode_name for one in fields_of(struct) if _is_json(one.type)]
+        self._complete = _completion(inspect.type_info(struct))
 
     def table(self, rows: Sequence[msgspec.Struct]) -> pa.Table:
         """Build a table, one row per instance."""
-        plain = self.builtins(rows)
-        columns = [
-            pa.array([row.get(name) for row in plain], type=self.schema.field(name).type)
-            for name in self._names
-        ]
-        return pa.table(columns, schema=self.schema)
-
-    def builtins(self, rows: Iterable[msgspec.Struct]) -> list[dict[str, Any]]:
         plain: list[dict[str, Any]] = [
             msgspec.to_builtins(row, builtin_types=_KEPT) for row in rows
         ]
-        for name in self._json:
-            for row in plain:
-                if row.get(name) is not None:
-                    row[name] = msgspec.json.encode(row[name]).decode()
-        return plain
+        if self._complete is not None:
+            plain = [self._complete(row) for row in plain]
+        columns = [pa.array([row.get(one.name) for row in plain], one.type) for one in self.schema]
+        return pa.table(columns, schema=self.schema)
 
 
-def column_of(field: str) -> Callable[[Any], Any]:
-    """Return a function that reads a field of data as text, or None where it has no such field."""
+def _completion(info: inspect.Type) -> Callable[[Any], Any] | None:
+    """Return a function that writes values of any type as JSON text and sets the defaults that a
+    struct leaves out; None if a type has neither."""
+    if isinstance(info, inspect.Metadata):
+        return _completion(info.type)
+    if _is_json(info):
+        return lambda value: None if value is None else msgspec.json.encode(value).decode()
+    if isinstance(info, (inspect.ListType, inspect.SetType, inspect.VarTupleType)):
+        one = _completion(info.item_type)
+        return None if one is None else lambda values: values and [one(it) for it in values]
+    if isinstance(info, inspect.UnionType):
+        [left] = [one for one in info.types if not isinstance(one, inspect.NoneType)]
+        return _completion(left)
+    if isinstance(info, inspect.StructType):
+        return _struct_completion(info)
+    return None
 
-    def read(data: Any) -> str | None:
-        value = getattr(data, field, None)
-        return None if value is None else str(value)
 
-    return read
+def _struct_completion(info: inspect.StructType) -> Callable[[Any], Any] | None:
+    omits = info.cls.__struct_config__.omit_defaults
+    defaults = {one.encode_name: _default(one) for one in info.fields if omits}
+    defaults = {name: value for name, value in defaults.items() if value is not None}
+    inner = [(one.encode_name, _completion(one.type)) for one in info.fields]
+    wanted = [(name, one) for name, one in inner if one is not None]
+    if not defaults and not wanted:
+        return None
+
+    def complete(value: Any) -> Any:
+        if value is not None:
+            for name, default in defaults.items():
+                value.setdefault(name, default)
+            for name, one in wanted:
+                if value.get(name) is not None:
+                    value[name] = one(value[name])
+        return value
+
+    return complete
+
+
+def _default(field: inspect.Field) -> Any:
+    if field.default_factory is not msgspec.NODEFAULT:
+        return msgspec.to_builtins(field.default_factory(), builtin_types=_KEPT)
+    if field.default is not msgspec.NODEFAULT:
+        return msgspec.to_builtins(field.default, builtin_types=_KEPT)
+    return None

@@ -1,0 +1,504 @@
+"""Facts: states by key, to which events are applied once each, and the rows that they give.
+
+    feed of the new batches ─┐
+    stored states            ├─▶ fold, per bucket of keys ─▶ new states, removed and added rows
+                             ┘
+
+States are kept in levels, the newest first; a refresh adds a level, and puts levels of a size
+together. So its cost follows the keys that it touches, and not those that are stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import date
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.ipc
+
+from conquiet.errors import ConquietError
+from conquiet.lake.definition import Definition, Event, ExpectationFailed, Fact, Rule, Table
+from conquiet.lake.journal import FOLDER, Batch, Feed, Folded, Refresh, States
+from conquiet.lake.judge import BUCKETS, Counts, Judge, event_of, holds
+from conquiet.lake.schema import Encoder
+from conquiet.lake.silver import EXPECTATIONS
+from conquiet.lake.tables import CHANGE, Files, Store
+from conquiet.lake.tasks import Tasks, judge_of
+
+STATES = pa.schema([("hash", pa.int64()), ("key", pa.string()), ("state", pa.binary())])
+_MOST_LEVELS = 12
+_FEED_COLUMNS = (
+    "event_id",
+    "type",
+    "version",
+    "occurred",
+    "created",
+    "first_seen",
+    "stream",
+    "partition_key",
+    "deliveries",
+    "data",
+)
+
+
+class FactFailed(ConquietError):
+    """A fact raised on an event; the refresh stops before anything of it is committed."""
+
+
+@dataclass
+class FoldTask:
+    """Fold some buckets: their feed, and the levels of states."""
+
+    definition: bytes
+    files: Files
+    buckets: list[int]
+    feed: list[Feed]
+    levels: list[list[States]]
+    merged: int
+    """So many of the newest levels are written again, into one."""
+
+
+@dataclass
+class FoldResult:
+    states: States | None
+    changes: dict[str, str]
+    """The URI of the file of changes, by table."""
+    counts: list[tuple[str, date | None, int, int]]
+
+
+def fold(task: FoldTask) -> FoldResult:
+    """Apply the new events of some buckets to the states of their keys."""
+    folding = _Fold(task)
+    for bucket in task.buckets:
+        folding.fold_bucket(bucket)
+    return folding.finish()
+
+
+class _Fold:
+    """The work of one task."""
+
+    def __init__(self, task: FoldTask) -> None:
+        self._task = task
+        self._files = task.files
+        self._judge: Judge = judge_of(task.definition)
+        self._changes = _changes_of(self._judge.definition)
+        self._levels = Levels(task.files, task.levels)
+        self._merged = Levels(task.files, task.levels[: task.merged])
+        self._facts = self._judge.facts
+        self._decoders = [msgspec.msgpack.Decoder(one.state) for one in self._facts]
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._states: dict[str, dict[int, pa.RecordBatch]] = {}
+        self._outputs = {name: _Output(one) for name, one in self._changes.items()}
+        self._counts = Counts()
+        self._feeds: dict[str, Any] = {}
+
+    def fold_bucket(self, bucket: int) -> None:
+        parts = []
+        for one in self._task.feed:
+            place = one.buckets.get(bucket)
+            if place is not None:
+                parts.append(self._feed(one.file).get_batch(place))
+        touched: dict[int, dict[str, bytes]] = {}
+        if parts:
+            touched = self._apply(bucket, pa.Table.from_batches(parts))
+        for number, fact in enumerate(self._facts):
+            states = touched.get(number, {})
+            older = self._merged.all_of(fact.name, bucket)
+            if states or len(older):
+                made = _states(states, older)
+                self._states.setdefault(fact.name, {})[bucket] = made
+
+    def _feed(self, name: str) -> Any:
+        if name not in self._feeds:
+            path = self._files.path(self._files.uri(FOLDER, "feed", name))
+            self._feeds[name] = pa.ipc.open_file(self._files.fs.open_input_file(path))
+        return self._feeds[name]
+
+    def _apply(self, bucket: int, feed: pa.Table) -> dict[int, dict[str, bytes]]:
+        feed = feed.combine_chunks()
+        columns = [feed[name].to_pylist() for name in _FEED_COLUMNS]
+        rows = list(zip(*columns, strict=True))
+        keys = feed["key"].to_pylist()
+        by_fact: dict[int, dict[str, list[int]]] = {}
+        for place, (fact, key) in enumerate(zip(feed["fact"].to_pylist(), keys, strict=True)):
+            by_fact.setdefault(fact, {}).setdefault(key, []).append(place)
+        touched: dict[int, dict[str, bytes]] = {}
+        for number, wanted in by_fact.items():
+            fact = self._facts[number]
+            stored = self._levels.find(fact.name, bucket, list(wanted))
+            decode = self._decoders[number].decode
+            has_key = "key" in fact.state.__struct_fields__
+            new: dict[str, bytes] = {}
+            for key, places in wanted.items():
+                data = stored.get(key)
+                old: list[Any] = []
+                if data is not None:
+                    # Decoded twice: rows may share lists with the state that gave them.
+                    old = self._rows(fact, decode(data))
+                    state = decode(data)
+                else:
+                    state = fact.state(key=key) if has_key else fact.state()
+                for place in places:
+                    event = event_of(self._judge, rows[place])
+                    try:
+                        state.apply(event)  # type: ignore[attr-defined]
+                    except Exception as error:
+                        raise _failed(fact, event, error) from error
+                after = self._encode(state)
+                if after == data:
+                    continue
+                new[key] = after
+                self._change(old, self._rows(fact, state))
+            touched[number] = new
+        return touched
+
+    def _rows(self, fact: Fact, state: Any) -> list[Any]:
+        try:
+            return list(state.rows())
+        except Exception as error:
+            raise FactFailed(
+                f"fact {fact.name}: {type(state).__name__}.rows() raised"
+                f" {type(error).__name__}: {error}; its state: {state!r:.300}"
+            ) from error
+
+    def _change(self, old: list[Any], new: list[Any]) -> None:
+        if not old:
+            for row in new:
+                self._outputs[self._name(row)].add(row, 1, self._counts)
+            return
+        gone = {self._place(row): row for row in old}
+        for row in new:
+            before = gone.pop(self._place(row), None)
+            if before == row:
+                continue
+            output = self._outputs[self._name(row)]
+            if before is not None:
+                output.add(before, -1, self._counts)
+            output.add(row, 1, self._counts)
+        for row in gone.values():
+            self._outputs[self._name(row)].add(row, -1, self._counts)
+
+    def _name(self, row: Any) -> str:
+        found = self._changes.get(type(row).__name__)
+        if found is not None and found.table.row is type(row):
+            return type(row).__name__
+        self._judge.definition.table_of(type(row))
+        raise AssertionError("table_of raises")
+
+    def _place(self, row: Any) -> Any:
+        key = self._changes[self._name(row)].table.key
+        return type(row), tuple([getattr(row, one) for one in key])
+
+    def finish(self) -> FoldResult:
+        states = write_states(self._files, self._states)
+        changes = {}
+        for output in self._outputs.values():
+            if output.rows:
+                name = output.kind.table.name
+                changes[name] = _write_changes(self._files, name, output.table())
+        return FoldResult(states, changes, self._counts.rows())
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A table of facts: how its rows are written and checked."""
+
+    table: Table
+    encoder: Encoder
+    rules: list[Rule]
+
+
+def _changes_of(definition: Definition) -> dict[str, _Kind]:
+    return {
+        one.row.__name__: _Kind(
+            one, Encoder(one.row), [rule for rule in definition.rules if rule.of is one.row]
+        )
+        for one in definition.tables.values()
+    }
+
+
+@dataclass
+class _Output:
+    """Rows of one table that were removed and added."""
+
+    kind: _Kind
+    rows: list[Any] = field(default_factory=list)
+    signs: list[int] = field(default_factory=list)
+
+    def add(self, row: Any, sign: int, counts: Counts) -> None:
+        self.rows.append(row)
+        self.signs.append(sign)
+        for rule in self.kind.rules:
+            is_right = holds(rule, row)
+            if not is_right and sign > 0 and rule.on_fail == "stop":
+                raise ExpectationFailed(
+                    f"a row of {self.kind.table.name} breaks the rule {rule.name}, which stops the"
+                    f" pipeline: {row!r:.300}"
+                )
+            value = getattr(row, self.kind.table.partition_by or "", None)
+            counts.add(
+                rule.name, value if isinstance(value, date) else None, sign, 0 if is_right else sign
+            )
+
+    def table(self) -> pa.Table:
+        rows = self.kind.encoder.table(self.rows)
+        return rows.append_column(CHANGE, pa.array(self.signs, pa.int8()))
+
+
+def _failed(fact: Fact, event: Event, error: Exception) -> FactFailed:
+    return FactFailed(
+        f"fact {fact.name}: {fact.state.__name__}.apply raised {type(error).__name__}: {error}"
+        f" on the event {event.event_id} ({event.type} version {event.version})"
+    )
+
+
+def _write_changes(files: Files, table: str, rows: pa.Table) -> str:
+    folder = f"{FOLDER}/changes/{table}"
+    file = files.write(folder, rows)
+    return files.uri(folder, file.name)
+
+
+# --- states -------------------------------------------------------------------------------------
+
+
+def hash_key(key: str) -> int:
+    return int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def _states(new: dict[str, bytes], older: pa.Table) -> pa.RecordBatch:
+    """Return states by the hash of their key; a new state takes the place of an older one."""
+    keys = list(new)
+    hashes = np.fromiter((hash_key(one) for one in keys), np.int64, len(keys))
+    fresh = pa.table(
+        [pa.array(hashes), pa.array(keys, pa.string()), pa.array(list(new.values()), pa.binary())],
+        schema=STATES,
+    )
+    if len(older):
+        older = older.filter(pc.invert(pc.is_in(older["key"], value_set=fresh["key"].combine_chunks())))
+        fresh = pa.concat_tables([fresh, older])
+    order = np.argsort(fresh["hash"].to_numpy(), kind="stable")
+    made = fresh.take(pa.array(order)).combine_chunks()
+    return made.to_batches()[0] if len(made) else pa.RecordBatch.from_pylist([], schema=STATES)
+
+
+def write_states(files: Files, states: dict[str, dict[int, pa.RecordBatch]]) -> States | None:
+    if not states:
+        return None
+    name = files.new_name(f"{FOLDER}/states").replace(".parquet", ".arrow")
+    parts: dict[str, dict[int, int]] = {}
+    rows = place = 0
+    path = files.path(files.uri(FOLDER, "states", name))
+    with files.fs.open_output_stream(path) as out, pa.ipc.new_file(out, STATES) as writer:
+        for fact, buckets in states.items():
+            for bucket, batch in buckets.items():
+                writer.write_batch(batch)
+                parts.setdefault(fact, {})[bucket] = place
+                rows += len(batch)
+                place += 1
+    return States(name, parts, rows)
+
+
+class Levels:
+    """Stored states, the newest level first."""
+
+    def __init__(self, files: Files, levels: Sequence[Sequence[States]]) -> None:
+        self._files = files
+        self._levels = levels
+        self._open: dict[str, Any] = {}
+
+    def _batches(self, fact: str, bucket: int) -> list[pa.RecordBatch]:
+        return [
+            self._file(one.file).get_batch(one.parts[fact][bucket])
+            for level in self._levels
+            for one in level
+            if bucket in one.parts.get(fact, ())
+        ]
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            uri = self._files.uri(FOLDER, "states", name)
+            # Mapped into memory, so that a look-up reads the pages of its keys and no others.
+            source = (
+                pa.memory_map(uri)
+                if self._files.is_local
+                else self._files.fs.open_input_file(self._files.path(uri))
+            )
+            self._open[name] = pa.ipc.open_file(source)
+        return self._open[name]
+
+    def find(self, fact: str, bucket: int, keys: Sequence[str]) -> dict[str, bytes]:
+        """Return the newest state of each key that has one."""
+        found: dict[str, bytes] = {}
+        left = list(keys)
+        hashes = np.fromiter((hash_key(one) for one in left), np.int64, len(left))
+        for batch in self._batches(fact, bucket):
+            if not left:
+                break
+            stored = batch.column(0).to_numpy()
+            places = np.searchsorted(stored, hashes)
+            places[places == len(stored)] = 0
+            hits = np.flatnonzero(stored[places] == hashes) if len(stored) else []
+            for hit in hits:
+                key, place = left[hit], int(places[hit])
+                while place < len(stored) and stored[place] == hashes[hit]:
+                    if batch.column(1)[place].as_py() == key:
+                        found[key] = batch.column(2)[place].as_py()
+                        break
+                    place += 1
+            stays = [place for place, key in enumerate(left) if key not in found]
+            left, hashes = [left[place] for place in stays], hashes[stays]
+        return found
+
+    def all_of(self, fact: str, bucket: int) -> pa.Table:
+        """Return the newest state of every key of a bucket."""
+        batches = self._batches(fact, bucket)
+        if not batches:
+            return STATES.empty_table()
+        rows = pa.Table.from_batches(batches)
+        if len(batches) == 1:
+            return rows
+        level = np.repeat(np.arange(len(batches)), [len(one) for one in batches])
+        places = pa.table([rows["key"], pa.array(np.arange(len(level)))], ["key", "place"])
+        # Levels are in the order of their age: the first place of a key is its newest.
+        first = places.group_by("key", use_threads=False).aggregate([("place", "min")])
+        return rows.take(first["place_min"])
+
+
+# --- the driver's part --------------------------------------------------------------------------
+
+
+def run_fold(
+    definition: bytes,
+    batches: Sequence[Batch],
+    refresh: Refresh,
+    files: Files,
+    tasks: Tasks,
+    *,
+    rebuild: bool = False,
+) -> tuple[Folded, pa.Table]:
+    """Fold the feed of some batches into new states; return what was written, and the counts of
+    rules over rows."""
+    feed = [one for batch in batches for one in batch.feed]
+    levels = [] if rebuild else refresh.levels
+    rows_of = np.zeros(BUCKETS, np.int64)
+    for one in feed:
+        for bucket, rows in one.rows.items():
+            rows_of[bucket] += rows
+    merged = _levels_to_merge(int(rows_of.sum()), levels)
+    for level in levels[:merged]:
+        for file in level:
+            for parts in file.parts.values():
+                for bucket in parts:
+                    rows_of[bucket] += 1
+    groups = _balance(rows_of, tasks.cores * 2)
+    results = tasks.map(
+        fold,
+        [
+            FoldTask(
+                definition,
+                files,
+                group,
+                _only(feed, group),
+                _only_states(levels, group),
+                merged,
+            )
+            for group in groups
+        ],
+    )
+    changes: dict[str, list[str]] = {}
+    for result in results:
+        for name, uri in result.changes.items():
+            changes.setdefault(name, []).append(uri)
+    level = [one.states for one in results if one.states is not None]
+    left = levels[merged:]
+    through = max((one.number for one in batches), default=refresh.through)
+    folded = Folded(through, [level, *left] if level else list(levels), changes, rebuild)
+    counted = [row for one in results for row in one.counts]
+    columns = list(zip(*counted, strict=True)) if counted else [[], [], [], []]
+    return folded, pa.table([list(one) for one in columns], schema=EXPECTATIONS)
+
+
+def _levels_to_merge(new: int, levels: Sequence[Sequence[States]]) -> int:
+    """Return how many of the newest levels are about as large as what is newer."""
+    size, count = new, 0
+    for level in levels:
+        rows = sum(one.rows for one in level)
+        if size * 2 < rows and len(levels) - count < _MOST_LEVELS:
+            break
+        size += rows
+        count += 1
+    return count
+
+
+def _balance(rows: np.ndarray, parts: int) -> list[list[int]]:
+    """Divide the buckets that have rows into groups of about the same work."""
+    groups: list[list[int]] = [[] for _ in range(parts)]
+    loads = np.zeros(parts, np.int64)
+    for bucket in np.argsort(-rows, kind="stable"):
+        if rows[bucket]:
+            lightest = int(np.argmin(loads))
+            groups[lightest].append(int(bucket))
+            loads[lightest] += rows[bucket]
+    return [sorted(group) for group in groups if group]
+
+
+def _only(feed: list[Feed], buckets: list[int]) -> list[Feed]:
+    wanted = set(buckets)
+    cut = [
+        Feed(one.file, {bucket: at for bucket, at in one.buckets.items() if bucket in wanted}, {})
+        for one in feed
+    ]
+    return [one for one in cut if one.buckets]
+
+
+def _only_states(levels: Sequence[Sequence[States]], buckets: list[int]) -> list[list[States]]:
+    wanted = set(buckets)
+    return [
+        [
+            States(
+                one.file,
+                {
+                    fact: {bucket: at for bucket, at in parts.items() if bucket in wanted}
+                    for fact, parts in one.parts.items()
+                },
+                one.rows,
+            )
+            for one in level
+        ]
+        for level in levels
+    ]
+
+
+def merge_table(store: Store, definition: Definition, folded: Folded, name: str) -> bool:
+    """Bring one table of facts up to a refresh."""
+    table = definition.tables[name]
+    uris = folded.changes.get(name, [])
+    if store.version(name) >= folded.through:
+        return False
+    if not uris and not folded.replace and store.exists(name):
+        return False
+    changes = (
+        store.files_of_lake.read(uris)
+        if uris
+        else table.schema.append(pa.field(CHANGE, pa.int8())).empty_table()
+    )
+    if folded.replace:
+        changes = changes.filter(pc.equal(changes[CHANGE], 1))
+        return store.overwrite(
+            name, changes.select(table.schema.names), folded.through, table.partition_by, table.key
+        )
+    return store.merge(
+        name,
+        changes,
+        folded.through,
+        key=table.key,
+        partition_by=table.partition_by,
+        schema=table.schema,
+    )
+

@@ -1,0 +1,205 @@
+"""Tasks: functions over the parts of a batch, run in this process or by Spark's executors.
+
+Definitions travel as bytes. Structs of modules that an executor cannot import (`__main__`, a
+notebook) travel by value.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from uuid import uuid4
+
+import msgspec
+import pyarrow as pa
+
+from conquiet.lake.definition import Definition
+from conquiet.lake.judge import Judge
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+Take = Callable[[Iterable[pa.RecordBatch]], Iterator[Any]]
+
+
+class Tasks(Protocol):
+    """Runs the parts of a batch."""
+
+    cores: int
+
+    def map(self, function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]: ...
+
+
+class Here:
+    """Runs tasks in this process, one after the other."""
+
+    cores = 1
+
+    def map(self, function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+        return [function(one) for one in items]
+
+
+class Executors:
+    """Runs tasks on Spark's executors, one task per item."""
+
+    def __init__(self, spark: SparkSession) -> None:
+        self._spark = spark
+        self.cores = _cores(spark)
+
+    def map(self, function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+        if not items:
+            return []
+        count = len(items)
+        given = [pickle.dumps(one) for one in items]
+        paths = list(sys.path)
+
+        def run(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+            _see(paths)
+            for batch in batches:
+                for place in batch.column(0).to_pylist():
+                    done = pickle.dumps((place, function(pickle.loads(given[place]))))
+                    yield pa.RecordBatch.from_arrays([pa.array([done], pa.binary())], ["result"])
+
+        rows = self._spark.range(0, count, 1, count).mapInArrow(run, "result BINARY").collect()
+        found = dict(pickle.loads(bytes(row[0])) for row in rows)
+        return [found[place] for place in range(count)]
+
+    def take(self, frame: DataFrame, take: Take) -> list[Any]:
+        """Run a function over the rows of a frame, partition by partition."""
+        paths = list(sys.path)
+
+        def run(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+            _see(paths)
+            for one in take(batches):
+                yield pa.RecordBatch.from_arrays(
+                    [pa.array([pickle.dumps(one)], pa.binary())], ["result"]
+                )
+
+        return [pickle.loads(bytes(row[0])) for row in frame.mapInArrow(run, "result BINARY").collect()]
+
+
+def _see(paths: list[str]) -> None:
+    """Let a worker on the driver's machine import what the driver imports."""
+    known = set(sys.path)
+    sys.path.extend(path for path in paths if path not in known)
+
+
+def _cores(spark: SparkSession) -> int:
+    try:
+        return max(1, int(spark.sparkContext.defaultParallelism))
+    except Exception:  # noqa: BLE001 - a Connect session has no context
+        return 8
+
+
+# --- definitions --------------------------------------------------------------------------------
+
+
+def dump_definition(definition: Definition) -> bytes:
+    """Pickle a definition for executors."""
+    from pyspark import cloudpickle
+
+    class Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, type) and issubclass(obj, msgspec.Struct) and _is_local(obj):
+                return _reduce_struct(obj)
+            return super().reducer_override(obj)
+
+    out = io.BytesIO()
+    Pickler(out).dump(definition)
+    return out.getvalue()
+
+
+_judges: dict[bytes, Judge] = {}
+
+
+def judge_of(definition: bytes) -> Judge:
+    """Unpickle a definition, once per process, and build its judge."""
+    found = _judges.get(definition)
+    if found is None:
+        found = _judges[definition] = Judge(pickle.loads(definition))
+    return found
+
+
+def share_definition(definition: Definition, tasks: Tasks) -> bytes:
+    """Return what tasks find the definition by: a pickle for executors. This process keeps the
+    definition itself, with the user's own classes."""
+    shared = dump_definition(definition) if isinstance(tasks, Executors) else uuid4().bytes
+    _judges.clear()
+    _judges[shared] = Judge(definition)
+    return shared
+
+
+def _is_local(struct: type) -> bool:
+    """Tell whether other processes cannot import a struct."""
+    name = struct.__module__
+    if name == "__main__" or "<locals>" in struct.__qualname__:
+        return True
+    try:
+        return find_spec(name) is None
+    except (ImportError, ValueError, AttributeError):
+        return True
+
+
+_CONFIG = (
+    "frozen",
+    "eq",
+    "order",
+    "array_like",
+    "gc",
+    "repr_omit_defaults",
+    "omit_defaults",
+    "forbid_unknown_fields",
+    "weakref",
+    "dict",
+    "cache_hash",
+    "tag",
+    "tag_field",
+)
+
+
+def _reduce_struct(struct: type[msgspec.Struct]) -> Any:
+    fields = [
+        (one.name, one.type, one.encode_name, one.default, one.default_factory)
+        for one in msgspec.structs.fields(struct)
+    ]
+    config = {name: getattr(struct.__struct_config__, name) for name in _CONFIG}
+    given = {
+        name: value
+        for name, value in vars(struct).items()
+        if name not in struct.__struct_fields__ and not name.startswith("__")
+    }
+    names = (struct.__name__, struct.__qualname__, struct.__module__)
+    kw_only = len(struct.__match_args__) < len(fields)
+    return _make_struct, (names, fields, config, kw_only), given, None, None, _set_members
+
+
+def _make_struct(
+    names: tuple[str, str, str], fields: list[Any], config: dict[str, Any], kw_only: bool
+) -> Any:
+    made = []
+    for name, kind, _, default, factory in fields:
+        if factory is not msgspec.NODEFAULT:
+            made.append((name, kind, msgspec.field(default_factory=factory)))
+        elif default is not msgspec.NODEFAULT:
+            made.append((name, kind, default))
+        else:
+            made.append((name, kind))
+    name, qualified, module = names
+    rename = {one[0]: one[2] for one in fields if one[0] != one[2]} or None
+    struct = msgspec.defstruct(
+        name, made, module=module, rename=rename, kw_only=kw_only, **config
+    )
+    struct.__qualname__ = qualified
+    return struct
+
+
+def _set_members(struct: type, members: dict[str, Any]) -> None:
+    for name, value in members.items():
+        if not name.startswith("_abc_"):
+            setattr(struct, name, value)
