@@ -153,7 +153,7 @@ class _Envelope(msgspec.Struct, rename="camel", gc=False):
     version: int
     event_id: str
     occurred_at: Annotated[datetime, msgspec.Meta(tz=True)]
-    actor: msgspec.Raw | None = None
+    actor: msgspec.Raw = msgspec.Raw()
     data: msgspec.Raw = msgspec.Raw()
 
 
@@ -327,7 +327,7 @@ class Judge:
             ],
             TIME,
         )
-        actors = [_actor(one.actor) for one in good.envelopes]
+        actors = [_actor(one.actor) if one.actor else _NO_ACTOR for one in good.envelopes]
         made = {
             "event_type": taken["type"],
             "version": versions,
@@ -635,9 +635,7 @@ def _read(raw: msgspec.Raw | None, kind: Any) -> Any:
         return None
 
 
-def _actor(raw: msgspec.Raw | None) -> _Actor:
-    if raw is None:
-        return _NO_ACTOR
+def _actor(raw: msgspec.Raw) -> _Actor:
     try:
         return _actors.decode(raw)
     except _fault:

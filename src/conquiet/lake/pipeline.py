@@ -395,7 +395,9 @@ class Pipeline(Definitions):
                     driver.refresh(outbox)
             store = self.open_store()
             found = [one for one in self.names if store.schema(one) is not None]
-            return {name: self.read(name).to_pylist() for name in found}
+            with self.database() as database:
+                database.offer(" ".join(found))
+                return {name: database.arrow(read_sql(name)).to_pylist() for name in found}
 
     @contextmanager
     def _at(self, lake: str) -> Iterator[None]:

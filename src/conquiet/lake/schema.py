@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import date, datetime
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -77,6 +78,7 @@ def fields_of(struct: type[msgspec.Struct]) -> list[inspect.Field]:
     return list(info.fields)
 
 
+@lru_cache(maxsize=1000)
 def arrow_schema(struct: type[msgspec.Struct]) -> pa.Schema:
     """Return the Arrow schema of a struct; every column may be null.
 
