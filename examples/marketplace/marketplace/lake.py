@@ -531,7 +531,8 @@ pipeline.query(
     ), ranked AS (
         SELECT *, row_number() OVER (PARTITION BY token_id ORDER BY occurred_at, event_id) AS place,
                min(least(first_seen_at, seen_at)) OVER (PARTITION BY token_id) AS token_seen_at,
-               sum(1 + coalesce(entries, 0)) OVER (PARTITION BY token_id) AS deliveries
+               sum(delivery_count + coalesce(entries, 0)) OVER (PARTITION BY token_id)
+               AS deliveries
         FROM told LEFT JOIN again USING (event_id)
     )
     SELECT token_id, kind, ad_id, vendor_store_id, buyer_store_id, placement, target_type,

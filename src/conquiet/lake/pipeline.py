@@ -23,6 +23,7 @@ from conquiet.lake.journal import FOLDER, Batch, Folded, Journal, Lock, Refresh
 from conquiet.lake.query import Database, Mart, Query, forget_changes, mart
 from conquiet.lake.query import Refresh as QueryRefresh
 from conquiet.lake.reconcile import COMPLETENESS, DELIVERY, Outbox, reconciliation
+from conquiet.lake.report import Chart
 from conquiet.lake.tables import Files, Store
 from conquiet.lake.tasks import Executors, Here, Tasks, share_definition
 
@@ -278,6 +279,7 @@ class Pipeline(Definitions):
     ) -> None:
         super().__init__(catalog, name=name, zone=zone, moments=moments, typed=typed)
         self.lake = os.fspath(lake)
+        self.charts: list[Chart] = []
 
     # --- SQL tables -----------------------------------------------------------------------------
 
@@ -397,7 +399,7 @@ class Pipeline(Definitions):
             found = [one for one in self.names if store.schema(one) is not None]
             with self.database() as database:
                 database.offer(" ".join(found))
-                return {name: database.arrow(read_sql(name)).to_pylist() for name in found}
+                return {name: database.arrow(f"FROM {name}").to_pylist() for name in found}
 
     @contextmanager
     def _at(self, lake: str) -> Iterator[None]:
@@ -423,18 +425,43 @@ class Pipeline(Definitions):
         row per rule and day.
         """
         with self.database() as database:
-            sql = read_sql(name)
-            database.offer(f"{name} redeliveries")
-            if name not in self.names:
+            if name not in database.names:
                 raise ConfigError(
                     f"the pipeline {self.name} has no table {name!r:.60}; its tables:"
                     f" {', '.join(self.names)}"
                 )
-            return database.arrow(sql)
+            database.offer(name)
+            return database.arrow(f"FROM {name}")
 
     def database(self) -> Database:
-        """Open DuckDB over the tables of the lake."""
-        return Database(self.open_store(), self.names, self.definition.zone)
+        """Open DuckDB over the tables of the lake; without definitions, over all that it finds."""
+        store = self.open_store()
+        names = self.names if self.definition.structs else [*self.names, *store.names()]
+        return Database(store, names, self.definition.zone)
+
+    def chart(self, title: str, sql: str) -> None:
+        """Add a chart to the report: SQL whose first column is a day or a name, the second a
+        number."""
+        self.charts.append(Chart(title, sql))
+
+    def reconcile(self, *, outbox: Outbox | str | None = None) -> None:
+        """Bring all tables up to silver, then count outbox, log and silver again for all hours.
+
+        `recon_completeness` and `outbox_delivery` hold the counts.
+        """
+        outbox = Outbox(outbox) if isinstance(outbox, str) else outbox
+        if not self.definition.structs:
+            raise ConfigError("a pipeline without event types has nothing to reconcile")
+        with Driver(self) as driver:
+            driver.refresh(outbox)
+            # Not a batch: its commits are numbered by the clock, under a name of their own.
+            store = self.open_store(driver.files)
+            store.app = f"{self.name}/reconcile"
+            version = time.time_ns() // 1_000_000
+            with QueryRefresh(store, {}, version, self.names, self.definition.zone) as tables:
+                for _ in tables.apply(reconciliation(tables, self.definition, outbox, all=True)):
+                    pass
+            forget_changes(driver.files)
 
 
 class _Pace:
@@ -460,25 +487,6 @@ class _Pace:
             self._is_behind = False
             self._driver.refresh(self._outbox)
             self._refreshed = time.monotonic()
-
-
-def read_sql(name: str) -> str:
-    """Return the SQL that reads a table, with what later batches add to its rows."""
-    if name == "expectations":
-        return (
-            "SELECT rule, day, sum(checked)::BIGINT AS checked, sum(failed)::BIGINT AS failed"
-            " FROM expectations GROUP BY ALL ORDER BY ALL"
-        )
-    if name in ("events", "events_quarantine"):
-        return (
-            "WITH again AS (SELECT event_id, sum(entries)::BIGINT AS entries,"
-            " min(first_seen_at) AS first_seen_at FROM redeliveries GROUP BY 1)"
-            f" SELECT t.* REPLACE (t.delivery_count + coalesce(a.entries, 0) AS delivery_count,"
-            " least(t.first_seen_at, a.first_seen_at) AS first_seen_at)"
-            f" FROM {name} t LEFT JOIN again a ON a.event_id ="
-            " coalesce(nullif(t.event_id, ''), t.stream || '/' || t.entry_id)"
-        )
-    return f"FROM {name}"
 
 
 def as_table(entries: pa.Table | Iterable[Mapping[str, Any]]) -> pa.Table:

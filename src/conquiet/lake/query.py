@@ -157,8 +157,29 @@ class Database:
         rows = self.rows(files) if files else self.nothing(name, schema)
         hidden = [one for one in schema.names if one.startswith("_")] if schema else []
         shown = f"* EXCLUDE ({', '.join(hidden)})" if hidden else "*"
-        self.run(f"CREATE OR REPLACE VIEW main.{name} AS SELECT {shown} FROM {rows}")
         self._views.add(name)
+        sql = self._reading(name, f"(SELECT {shown} FROM {rows})")
+        self.run(f"CREATE OR REPLACE VIEW main.{name} AS {sql}")
+
+    def _reading(self, name: str, rows: str) -> str:
+        """Return the SQL that reads a table, with what later batches add to its rows."""
+        if name == "expectations":
+            return (
+                "SELECT rule, day, sum(checked)::BIGINT AS checked, sum(failed)::BIGINT AS failed"
+                f" FROM {rows} GROUP BY ALL"
+            )
+        if name in ("events", "events_quarantine"):
+            self.offer("redeliveries")
+            return (
+                "WITH again AS (SELECT event_id AS id, sum(entries)::BIGINT AS more,"
+                " min(first_seen_at) AS earliest FROM redeliveries GROUP BY 1)"
+                " SELECT * EXCLUDE (id, more, earliest)"
+                " REPLACE (delivery_count + coalesce(more, 0) AS delivery_count,"
+                " least(first_seen_at, earliest) AS first_seen_at)"
+                f" FROM {rows} LEFT JOIN again"
+                " ON id = coalesce(nullif(event_id, ''), stream || '/' || entry_id)"
+            )
+        return f"FROM {rows}"
 
     def nothing(self, name: str, schema: pa.Schema) -> str:
         """Return a relation with the columns of a table and no rows."""
@@ -206,6 +227,10 @@ class Refresh(Database):
         for schema in ("old", "new", "work"):
             self.run(f"CREATE SCHEMA {schema}")
         self._changed: set[str] = set()
+
+    def _reading(self, name: str, rows: str) -> str:
+        """Return rows as they are stored: a refresh reads redeliveries where it needs them."""
+        return f"FROM {rows}"
 
     def apply(self, queries: Sequence[Query | Mart]) -> Iterator[tuple[str, int]]:
         """Refresh each table; yield its name and the number of rows written or removed."""

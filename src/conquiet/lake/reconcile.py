@@ -93,19 +93,20 @@ def _pattern(text: str) -> str:
     return plain.replace("'", "''")
 
 
-_ID = "coalesce(nullif(event_id, ''), stream || ' ' || entry_id)"
+_ID = "coalesce(nullif(event_id, ''), stream || '/' || entry_id)"
 
 
 def _kept(domain: str) -> str:
     """Rows of silver and quarantine in the touched hours."""
     return f"""
     SELECT {_ID} AS id, event_id, kind, event_hour(created_at, first_seen_at) AS hour,
-           created_at, first_seen_at
+           created_at, first_seen_at, delivery_count
     FROM (
-        SELECT 'event' AS kind, event_id, stream, entry_id, created_at, first_seen_at FROM events
+        SELECT 'event' AS kind, event_id, stream, entry_id, created_at, first_seen_at,
+               delivery_count FROM events
         UNION ALL
-        SELECT 'refused', event_id, stream, entry_id, created_at, first_seen_at
-        FROM events_quarantine
+        SELECT 'refused', event_id, stream, entry_id, created_at, first_seen_at,
+               delivery_count FROM events_quarantine
     ) WHERE {domain} AND hour IN (FROM touched)
     """
 
@@ -171,13 +172,13 @@ def _delivery(domain: str, has_outbox: bool) -> str:
         SELECT event_id, sum(entries) AS more, min(first_seen_at) AS earliest FROM redeliveries
         WHERE event_id IN (SELECT event_id FROM kept) GROUP BY 1
     ), seen AS (
-        SELECT hour, created_at, coalesce(more, 0) AS more,
+        SELECT hour, created_at, delivery_count + coalesce(more, 0) AS entries,
                least(first_seen_at, earliest) AS seen_at
         FROM kept LEFT JOIN again USING (event_id)
     ), tried AS ({rows if has_outbox else "SELECT hour, 0 AS attempts FROM touched"})
-    SELECT hour, count(*) AS events, (count(*) + sum(more))::BIGINT AS entries,
-           sum(more)::BIGINT AS duplicates, {tried} AS failed_attempts, {parts},
-           max({lag}) AS lag_max_ms
+    SELECT hour, count(*) AS events, sum(seen.entries)::BIGINT AS entries,
+           (sum(seen.entries) - count(*))::BIGINT AS duplicates, {tried} AS failed_attempts,
+           {parts}, max({lag}) AS lag_max_ms
     FROM seen LEFT JOIN tried USING (hour) GROUP BY hour
     """
 

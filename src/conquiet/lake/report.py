@@ -85,7 +85,7 @@ def _summary(database: Database) -> str:
     for text, sql, is_fault in counts:
         rows = _rows(database, sql if sql.startswith("SELECT") else f"SELECT count(*) {sql}")
         number = rows[0][0] or 0 if rows else 0
-        if number or not is_fault and rows:
+        if number or (rows and not is_fault):
             how = " bad" if is_fault else ""
             cells.append(f'<div class="card{how}"><b>{number:,}</b> {escape(text)}</div>')
     return f"<div class=facts>{''.join(cells)}</div>"
@@ -233,7 +233,8 @@ h1 { font-size: 1.7rem } h2 { font-size: 1.15rem; margin: 2rem 0 .8rem }
 .facts { grid-template-columns: repeat(auto-fit, minmax(180px, 1fr)) }
 figure, .card { margin: 0; padding: 1rem; background: var(--card); min-width: 0;
   border: 1px solid var(--rule); border-radius: 10px }
-.card b { font-size: 1.4rem } .bad { color: var(--bad) } figcaption { font-weight: 650; margin-bottom: .4rem }
+.card b { font-size: 1.4rem } .bad { color: var(--bad) }
+figcaption { font-weight: 650; margin-bottom: .4rem }
 svg { width: 100%; height: auto; font-size: 14px; display: block }
 svg text { fill: var(--muted) } svg line { stroke: var(--rule) }
 svg rect { fill: var(--bar) } svg rect:hover { fill: var(--ink) }
