@@ -114,10 +114,8 @@ class Driver:
             else:
                 assert isinstance(self._tasks, Executors), "frames need Spark"
                 taken = self._tasks.take(entries, work)
-            rows = sum(one.file.rows for one in taken)
-            if not rows:
+            if not taken:
                 return 0
-            self._events += rows
             record = Batch(self.journal.next_number, query, batch)
             self.step("raw_events written", record.number)
             if self.definition.structs:
@@ -127,6 +125,11 @@ class Driver:
                 elif len(again):
                     record.files["redeliveries"] = [self.files.write("redeliveries", again)]
                 record.plans = plans
+            elif new_only:
+                known = silver.plan_known(taken, self.store, self.files)
+                taken, _ = silver.drop_known(taken, known, self.files)
+            rows = sum(one.file.rows for one in taken)
+            self._events += rows
             record.raw = [one.file for one in taken]
             self.journal.write(record)
             self.step("taken", record.number)
@@ -327,21 +330,22 @@ class Pipeline(Definitions):
         new_only: bool = False,
         on_progress: Callable[[Progress], None] = _say_nothing,
         on_query: Callable[[Any], object] = lambda query: None,
-    ) -> None:
-        """Take events in and keep the tables up to them.
+    ) -> bool:
+        """Take events in and keep the tables up to them; return whether a signal ended the run.
 
         A stream is followed until a signal ends it, or with `once` up to what there is now; its
         checkpoint is `_checkpoint` in a lake on a local disk. Facts and SQL tables follow every
         `refresh_seconds` (60, unless given), with `once` at the end. A batch frame, or a table of
         Arrow in the columns of the log, is taken in as one batch; `new_only` drops events that the
-        lake has, instead of counting them as redeliveries.
+        lake has, instead of counting them as redeliveries. `on_query` is called several times a
+        second with Spark's query.
         """
         outbox = Outbox(outbox) if isinstance(outbox, str) else outbox
         if isinstance(events, pa.Table):
             with Driver(self, on_progress=on_progress) as driver:
                 driver.take(events, "rows", driver.journal.last_of("rows") + 1, new_only=new_only)
                 driver.refresh(outbox)
-            return
+            return False
         from pyspark.sql import DataFrame
 
         assert isinstance(events, DataFrame) or hasattr(events, "sparkSession")
@@ -349,7 +353,7 @@ class Pipeline(Definitions):
             if not events.isStreaming:
                 driver.take(events, "rows", driver.journal.last_of("rows") + 1, new_only=new_only)
                 driver.refresh(outbox)
-                return
+                return False
             if refresh_seconds is None:
                 refresh_seconds = float("inf") if once else 60.0
             trigger: dict[str, Any] = {"availableNow": True}
@@ -358,16 +362,21 @@ class Pipeline(Definitions):
             pace = _Pace(driver, refresh_seconds, outbox)
             place = checkpoint or self._checkpoint(driver.files)
             writing = events.writeStream.queryName(self.name).trigger(**trigger)
-            self._follow(writing, place, pace, on_query)
-            if once:
+            is_stopped = self._follow(writing, place, pace, on_query)
+            if once and not is_stopped:
                 driver.refresh(outbox)
+            return is_stopped
 
-    def _follow(self, writing: Any, place: str, pace: _Pace, on_query: Any) -> None:
+    def _follow(self, writing: Any, place: str, pace: _Pace, on_query: Any) -> bool:
         from conquiet.spark.query import run_query, start_query
 
         query = start_query(writing.foreachBatch(pace.take), place)
-        on_query(query)
-        run_query(query, on_look=lambda query: pace.catch_up())
+
+        def look(query: Any) -> None:
+            on_query(query)
+            pace.catch_up()
+
+        return run_query(query, on_look=look)
 
     def _checkpoint(self, files: Files) -> str:
         if not files.is_local:

@@ -365,6 +365,20 @@ def _redeliveries(
     return pa.concat_tables(parts) if parts else REDELIVERIES.empty_table()
 
 
+def plan_known(taken: Sequence[Taken], store: Store, files: Files) -> list[Plan]:
+    """Plan to skip events that raw_events has, where there is no silver that knows them."""
+    known = set()
+    if store.exists("raw_events"):
+        known = set(store.read("raw_events", ["event_id"])["event_id"].to_pylist())
+    plans = []
+    for one in taken:
+        ids = files.read([files.uri("raw_events", one.file.name)], ["event_id"])["event_id"]
+        again = [row for row, id_ in enumerate(ids.to_pylist()) if id_ in known]
+        skip = np.array(again, np.int32)
+        plans.append(Plan(one.file.name, one.file.rows, skip.tobytes()))
+    return plans
+
+
 def drop_known(
     taken: Sequence[Taken], plans: Sequence[Plan], files: Files
 ) -> tuple[list[Taken], list[Plan]]:
