@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import date, datetime, timedelta, timezone
+from datetime import UTC, date, datetime, timedelta
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeVar, get_type_hints
 from zoneinfo import ZoneInfo
@@ -26,7 +26,7 @@ Check = TypeVar("Check", bound=Callable[..., bool])
 OnFail = Literal["quarantine", "count", "stop"]
 Key = str | Callable[["Event"], "str | Iterable[str] | None"]
 
-EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
 _name = re.compile(r"[a-z][a-z0-9_]{0,62}")
 RESERVED = frozenset(
@@ -208,7 +208,9 @@ class Definitions:
     @moments.setter
     def moments(self, given: Mapping[str, str]) -> None:
         for event_type, name in given.items():
-            structs = [one for (type, _), one in self.definition.structs.items() if type == event_type]
+            structs = [
+                one for (type, _), one in self.definition.structs.items() if type == event_type
+            ]
             if not structs:
                 raise ConfigError(f"moments: the pipeline has no event type {event_type!r:.60}")
             for struct in structs:

@@ -29,7 +29,7 @@ from conquiet.lake.judge import BUCKETS, Counts, Judge, event_of, holds
 from conquiet.lake.schema import Encoder
 from conquiet.lake.silver import EXPECTATIONS
 from conquiet.lake.tables import CHANGE, Files, Store
-from conquiet.lake.tasks import Tasks, judge_of
+from conquiet.lake.tasks import Tasks, collector_paused, judge_of
 
 STATES = pa.schema([("hash", pa.int64()), ("key", pa.string()), ("state", pa.binary())])
 _MOST_LEVELS = 12
@@ -74,10 +74,11 @@ class FoldResult:
 
 def fold(task: FoldTask) -> FoldResult:
     """Apply the new events of some buckets to the states of their keys."""
-    folding = _Fold(task)
-    for bucket in task.buckets:
-        folding.fold_bucket(bucket)
-    return folding.finish()
+    with collector_paused():
+        folding = _Fold(task)
+        for bucket in task.buckets:
+            folding.fold_bucket(bucket)
+        return folding.finish()
 
 
 class _Fold:
@@ -201,7 +202,7 @@ class _Fold:
         for output in self._outputs.values():
             if output.rows:
                 name = output.kind.table.name
-                changes[name] = _write_changes(self._files, name, output.table())
+                changes[name] = write_changes(self._files, name, output.table())
         return FoldResult(states, changes, self._counts.rows())
 
 
@@ -258,7 +259,7 @@ def _failed(fact: Fact, event: Event, error: Exception) -> FactFailed:
     )
 
 
-def _write_changes(files: Files, table: str, rows: pa.Table) -> str:
+def write_changes(files: Files, table: str, rows: pa.Table) -> str:
     folder = f"{FOLDER}/changes/{table}"
     file = files.write(folder, rows)
     return files.uri(folder, file.name)
@@ -280,7 +281,9 @@ def _states(new: dict[str, bytes], older: pa.Table) -> pa.RecordBatch:
         schema=STATES,
     )
     if len(older):
-        older = older.filter(pc.invert(pc.is_in(older["key"], value_set=fresh["key"].combine_chunks())))
+        older = older.filter(
+            pc.invert(pc.is_in(older["key"], value_set=fresh["key"].combine_chunks()))
+        )
         fresh = pa.concat_tables([fresh, older])
     order = np.argsort(fresh["hash"].to_numpy(), kind="stable")
     made = fresh.take(pa.array(order)).combine_chunks()
@@ -501,4 +504,3 @@ def merge_table(store: Store, definition: Definition, folded: Folded, name: str)
         partition_by=table.partition_by,
         schema=table.schema,
     )
-

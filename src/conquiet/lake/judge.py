@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from datetime import date, datetime, timedelta, timezone
+from datetime import UTC, date, datetime, timedelta
 from typing import Annotated, Any
 from zlib import crc32
 
@@ -29,7 +29,7 @@ from conquiet.lake.definition import (
     ExpectationFailed,
     Rule,
 )
-from conquiet.lake.schema import TIME, Encoder
+from conquiet.lake.schema import TIME, Encoder, arrow_schema
 
 REASONS = (
     "malformed_entry",
@@ -62,9 +62,9 @@ EVENTS = pa.schema(
         ("stream", pa.string()),
         ("entry_id", pa.string()),
         ("key", pa.string()),
-        ("day", pa.int32()),
-        ("id_hash", pa.int64()),
-        ("id_check", pa.int64()),
+        ("_day", pa.int32()),
+        ("_id_hash", pa.int64()),
+        ("_id_check", pa.int64()),
     ]
 )
 QUARANTINE = pa.schema(
@@ -82,9 +82,9 @@ QUARANTINE = pa.schema(
         ("aggregate_type", pa.string()),
         ("aggregate_id", pa.string()),
         ("key", pa.string()),
-        ("day", pa.int32()),
-        ("id_hash", pa.int64()),
-        ("id_check", pa.int64()),
+        ("_day", pa.int32()),
+        ("_id_hash", pa.int64()),
+        ("_id_check", pa.int64()),
     ]
 )
 TYPED = pa.schema(
@@ -98,9 +98,9 @@ TYPED = pa.schema(
         ("delivery_count", pa.int64()),
         ("stream", pa.string()),
         ("entry_id", pa.string()),
-        ("day", pa.int32()),
-        ("id_hash", pa.int64()),
-        ("id_check", pa.int64()),
+        ("_day", pa.int32()),
+        ("_id_hash", pa.int64()),
+        ("_id_check", pa.int64()),
     ]
 )
 """The columns that the table of an event type has before the fields of its data."""
@@ -135,9 +135,9 @@ ENTRIES = pa.schema(
         ("data", pa.binary()),
         ("_malformed", pa.string()),
         ("delivery_count", pa.int64()),
-        ("day", pa.int32()),
-        ("id_hash", pa.int64()),
-        ("id_check", pa.int64()),
+        ("_day", pa.int32()),
+        ("_id_hash", pa.int64()),
+        ("_id_check", pa.int64()),
     ]
 )
 """What the judge is given: first deliveries, each with the count of its deliveries."""
@@ -223,7 +223,7 @@ class Judge:
             entries[name].to_pylist()
             for name in ("stream", "event_id", "type", "data", "_malformed")
         ]
-        days = entries["day"].to_pylist() if self.definition.rules else []
+        days = entries["_day"].to_pylist() if self.definition.rules else []
         for row, (stream, event_id, event_type, data, malformed) in enumerate(
             zip(*columns, strict=True)
         ):
@@ -321,9 +321,7 @@ class Judge:
         moments = pa.array(
             [
                 getattr(value, kind.moment) or moment if kind.moment else moment
-                for value, kind, moment in zip(
-                    good.values, good.kinds, good.occurred, strict=True
-                )
+                for value, kind, moment in zip(good.values, good.kinds, good.occurred, strict=True)
             ],
             TIME,
         )
@@ -374,8 +372,7 @@ class Judge:
             data = kind.encoder.table([good.values[place] for place in places])
             rows = base.take(pa.array(places, pa.int64()))
             for name in data.column_names:
-                if name not in TYPED.names:
-                    rows = rows.append_column(name, data[name])
+                rows = rows.append_column(_column(name), data[name])
             schema = self._typed[kind.event_type]
             found.setdefault(kind.event_type, []).append(_fit(rows, schema))
         return {name: pa.concat_tables(parts) for name, parts in found.items()}
@@ -527,8 +524,23 @@ def event_of(judge: Judge, row: tuple[Any, ...]) -> Event:
     value = kind.decode(data)
     moment = getattr(value, kind.moment) if kind.moment else None
     return Event(
-        event_id, event_type, version, occurred, created, seen, stream, key, value, deliveries, moment
+        event_id,
+        event_type,
+        version,
+        occurred,
+        created,
+        seen,
+        stream,
+        key,
+        value,
+        deliveries,
+        moment,
     )
+
+
+def _column(name: str) -> str:
+    """Return the column of a field of data; `data_` sets it apart from the envelope's columns."""
+    return f"data_{name}" if name in TYPED.names else name
 
 
 def typed_schemas(definition: Definition) -> dict[str, pa.Schema]:
@@ -536,12 +548,12 @@ def typed_schemas(definition: Definition) -> dict[str, pa.Schema]:
     found: dict[str, pa.Schema] = {}
     for (event_type, _), struct in sorted(definition.structs.items(), key=lambda one: one[0]):
         schema = found.get(event_type, TYPED)
-        for column in Encoder(struct).schema:
-            if column.name not in schema.names:
-                schema = schema.append(column)
-            elif column.name not in TYPED.names and schema.field(column.name).type != column.type:
-                place = schema.get_field_index(column.name)
-                schema = schema.set(place, pa.field(column.name, pa.string()))
+        for column in arrow_schema(struct):
+            name = _column(column.name)
+            if name not in schema.names:
+                schema = schema.append(pa.field(name, column.type))
+            elif schema.field(name).type != column.type:
+                schema = schema.set(schema.get_field_index(name), pa.field(name, pa.string()))
         found[event_type] = schema
     return found
 
@@ -564,9 +576,7 @@ def _fit(rows: pa.Table, schema: pa.Schema) -> pa.Table:
 # --- checks -------------------------------------------------------------------------------------
 
 
-def _check(
-    rules: list[Rule], value: Any, days: int, counts: Counts, event_id: str
-) -> None:
+def _check(rules: list[Rule], value: Any, days: int, counts: Counts, event_id: str) -> None:
     day = EPOCH.date() + timedelta(days=days) if days >= 0 else None
     for rule in rules:
         is_right = holds(rule, value)
@@ -591,9 +601,9 @@ def holds(rule: Rule, value: Any) -> bool:
 
 def _plausible_time(moment: datetime) -> datetime | None:
     """Return a moment in UTC, or None if it is not of the years 1970 to 9998."""
-    if moment.tzinfo is not timezone.utc:
+    if moment.tzinfo is not UTC:
         try:
-            moment = moment.astimezone(timezone.utc)
+            moment = moment.astimezone(UTC)
         except (OverflowError, ValueError):
             return None
     return moment if _FIRST_YEAR <= moment.year <= _LAST_YEAR else None
@@ -652,4 +662,3 @@ def _text(data: pa.ChunkedArray) -> pa.ChunkedArray:
     except pa.ArrowInvalid:  # not UTF-8 in a part that no struct reads
         texts = [None if one is None else one.decode(errors="replace") for one in data.to_pylist()]
         return pa.chunked_array([pa.array(texts, pa.string())])
-

@@ -10,9 +10,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import date
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 import pyarrow as pa
 
 from conquiet.errors import ConfigError
@@ -23,8 +25,9 @@ from conquiet.lake.journal import FOLDER, Batch, Folded, Journal, Lock, Refresh
 from conquiet.lake.query import Database, Mart, Query, forget_changes, mart
 from conquiet.lake.query import Refresh as QueryRefresh
 from conquiet.lake.reconcile import COMPLETENESS, DELIVERY, Outbox, reconciliation
+from conquiet.lake.replay import Quarantine, replay_days
 from conquiet.lake.report import Chart
-from conquiet.lake.tables import Files, Store
+from conquiet.lake.tables import CHANGE, Files, Store
 from conquiet.lake.tasks import Executors, Here, Tasks, share_definition
 
 if TYPE_CHECKING:
@@ -34,7 +37,10 @@ logger = logging.getLogger("conquiet.lake")
 
 _FEW_ROWS = 10_000
 """A batch of so many entries is judged by the driver: a job of Spark would cost more."""
-_LATEST_COMMITS = 8
+_COMMITS_AT_ONCE = 8
+_COMMITS_PER_UPKEEP = 100
+"""After so many batches, small files are put together and old ones are removed."""
+_KEPT_HOURS = 168.0
 
 
 class Progress(msgspec.Struct):
@@ -68,8 +74,8 @@ class Driver:
         self.store = pipeline.open_store(self.files)
         self.journal = Journal(self.files)
         self.known = silver.KnownIds(self.store, silver.id_tables(self.definition))
-        self._tasks = tasks or Here()
-        self._shared = share_definition(self.definition, self._tasks)
+        self.tasks = tasks or Here()
+        self.shared = share_definition(self.definition, self.tasks)
         self._lock = Lock(self.files)
         self._busy = threading.RLock()
         self._on_progress = on_progress
@@ -95,7 +101,7 @@ class Driver:
         self._on_progress(Progress(name, batch, self._events, time.monotonic() - self._began))
 
     def _tasks_for(self, rows: int) -> Tasks:
-        return Here() if rows <= _FEW_ROWS else self._tasks
+        return Here() if rows <= _FEW_ROWS else self.tasks
 
     # --- silver ---------------------------------------------------------------------------------
 
@@ -112,8 +118,8 @@ class Driver:
             if isinstance(entries, pa.Table):
                 taken = list(work(entries.to_batches()))
             else:
-                assert isinstance(self._tasks, Executors), "frames need Spark"
-                taken = self._tasks.take(entries, work)
+                assert isinstance(self.tasks, Executors), "frames need Spark"
+                taken = self.tasks.take(entries, work)
             if not taken:
                 return 0
             record = Batch(self.journal.next_number, query, batch)
@@ -141,11 +147,9 @@ class Driver:
         if record.step == "taken":
             if record.plans:
                 tasks = self._tasks_for(sum(one.rows for one in record.plans))
-                silver.run_judge(record, self._shared, self.files, tasks, self.known)
-            record.step = "judged"
-            self.step("judged files written", record.number)
-            self.journal.write(record)
-            self.step("judged", record.number)
+                silver.run_judge(record, self.shared, self.files, tasks, self.known)
+            self.enter(record)
+            return
         self._commit(record)
 
     def _commit(self, record: Batch) -> None:
@@ -163,8 +167,21 @@ class Driver:
             self.step(f"{name} committed", record.number)
 
         names = sorted({*(name for name, found in files.items() if found), *record.remove})
-        with ThreadPoolExecutor(_LATEST_COMMITS) as pool:
+        with ThreadPoolExecutor(_COMMITS_AT_ONCE) as pool:
             list(pool.map(commit, names))
+
+    def enter(self, record: Batch) -> None:
+        """Write the record of a batch whose files are written, and commit it."""
+        with self._busy:
+            record.step = "judged"
+            self.step("judged files written", record.number)
+            self.journal.write(record)
+            self.step("judged", record.number)
+            self._commit(record)
+
+    @property
+    def row_classes(self) -> set[type]:
+        return {one.row for one in self.definition.tables.values()}
 
     # --- facts and SQL tables -------------------------------------------------------------------
 
@@ -193,9 +210,15 @@ class Driver:
         else:
             fed = list(batches)
         folded, counts = facts.run_fold(
-            self._shared, fed, before, self.files, self._tasks_for(rows), rebuild=rebuild
+            self.shared, fed, before, self.files, self._tasks_for(rows), rebuild=rebuild
         )
         folded.through = batches[-1].number
+        for name in self.definition.tables if rebuild else ():
+            rows = self.store.read(name)
+            if len(rows):  # for marts and queries: all rows go, all rows come
+                rows = rows.append_column(CHANGE, pa.array(np.full(len(rows), -1, np.int8)))
+                uri = facts.write_changes(self.files, name, rows)
+                folded.changes.setdefault(name, []).append(uri)
         if len(counts):
             folded.counts = [self.files.write("expectations", counts)]
         self.step("states and changes written", folded.through)
@@ -229,6 +252,8 @@ class Driver:
         self.journal.write_refresh(Refresh(folded.through, folded.levels))
         self.step("applied", folded.through)
         self._clean(before, folded, batches)
+        if folded.through // _COMMITS_PER_UPKEEP > before.through // _COMMITS_PER_UPKEEP >= 0:
+            self.optimize(_KEPT_HOURS)
         return len(batches)
 
     def _changes(self, batches: Sequence[Batch], folded: Folded) -> dict[str, list[str]]:
@@ -258,6 +283,13 @@ class Driver:
             self._remove(uris)
         forget_changes(self.files)
         self.journal.forget()
+
+    def optimize(self, hours: float) -> dict[str, int]:
+        for name in silver.schemas(self.definition):
+            if self.store.exists(name):
+                self.store.optimize(name)
+        found = [one for one in self.pipeline.names if self.store.exists(one)]
+        return {name: self.store.vacuum(name, hours) for name in found}
 
     def _remove(self, uris: Iterable[str]) -> None:
         for uri in uris:
@@ -386,11 +418,47 @@ class Pipeline(Definitions):
             )
         return files.uri("_checkpoint")
 
+    def driver(self, spark: Any = None) -> Driver:
+        """Return a driver of the lake, which works in this process unless it is given a session."""
+        return Driver(self, None if spark is None else Executors(spark))
+
+    def take(self, entries: pa.Table | Iterable[Mapping[str, Any]]) -> int:
+        """Take entries in as one batch, without Spark; `refresh` brings facts up to them."""
+        with self.driver() as driver:
+            return driver.take(as_table(entries), "rows", driver.journal.last_of("rows") + 1)
+
     def refresh(self, *, outbox: Outbox | str | None = None, spark: Any = None) -> int:
         """Bring facts, marts and queries up to silver; return the number of batches applied."""
         outbox = Outbox(outbox) if isinstance(outbox, str) else outbox
-        with Driver(self, None if spark is None else Executors(spark)) as driver:
+        with self.driver(spark) as driver:
             return driver.refresh(outbox)
+
+    def replay(
+        self,
+        since: date | None = None,
+        until: date | None = None,
+        *,
+        spark: Any = None,
+        outbox: Outbox | str | None = None,
+    ) -> int:
+        """Judge days of `raw_events` again (UTC, `until` not included), after a fix; return the
+        number of days. Facts are made again from all events."""
+        outbox = Outbox(outbox) if isinstance(outbox, str) else outbox
+        with self.driver(spark) as driver:
+            days = replay_days(driver, since, until)
+            driver.refresh(outbox)
+            return days
+
+    @property
+    def quarantine(self) -> Quarantine:
+        """The events that were refused."""
+        return Quarantine(self)
+
+    def optimize(self, *, hours: float = 168.0) -> dict[str, int]:
+        """Put small files of bronze and silver together, and remove files that no version younger
+        than `hours` names; return the number of removed files by table."""
+        with self.driver() as driver:
+            return driver.optimize(hours)
 
     def local(
         self, *batches: pa.Table | Iterable[Mapping[str, Any]], outbox: Outbox | None = None

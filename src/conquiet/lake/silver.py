@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import date, datetime, timezone
+from datetime import UTC, date, datetime
 from hashlib import blake2b
 
 import numpy as np
@@ -23,7 +23,7 @@ from conquiet.lake.journal import FOLDER, Batch, Feed, Plan
 from conquiet.lake.judge import ENTRIES, EVENTS, FEED, QUARANTINE, Judge, Judged, typed_schemas
 from conquiet.lake.schema import TIME
 from conquiet.lake.tables import DataFile, Files, Store
-from conquiet.lake.tasks import Tasks, judge_of
+from conquiet.lake.tasks import Tasks, collector_paused, judge_of
 
 RAW = pa.schema(
     [
@@ -52,8 +52,8 @@ REDELIVERIES = pa.schema(
         ("created_at", TIME),
         ("entries", pa.int64()),
         ("first_seen_at", TIME),
-        ("day", pa.int32()),
-        ("id_hash", pa.int64()),
+        ("_day", pa.int32()),
+        ("_id_hash", pa.int64()),
     ]
 )
 EXPECTATIONS = pa.schema(
@@ -75,10 +75,11 @@ _DICTIONARY = (
     "actor_type",
     "reason",
     "ingest_date",
-    "day",
+    "_day",
     "delivery_count",
 )
-_NO_STATISTICS = ("data", "payload", "attributes", "id_check", "actor_id", "actor_store_id")
+_NO_STATISTICS = ("data", "payload", "attributes", "_id_check", "actor_id", "actor_store_id")
+_IDS = ["_id_hash", "_id_check", "_day"]
 _MICROSECONDS_PER_DAY = 86_400_000_000
 _LAST_DAY = 2_932_000
 """The first days of the year 9998, about; a later time is nonsense."""
@@ -156,11 +157,19 @@ class Take:
 
     def _write(self, parts: Sequence[pa.Table]) -> Taken:
         rows = pa.concat_tables(parts)
-        file = self._files.write("raw_events", rows, _DICTIONARY, _NO_STATISTICS)
-        hashes, checks = hash_ids(delivery_ids(rows))
-        return Taken(
-            file, hashes, checks, days_of(rows), _microseconds(rows["entry_time"]), _sequences(rows)
-        )
+        return taken(write_rows(self._files, "raw_events", rows), rows)
+
+
+def write_rows(files: Files, table: str, rows: pa.Table) -> DataFile:
+    """Write a file of a table of silver."""
+    return files.write(table, rows, _DICTIONARY, _NO_STATISTICS)
+
+
+def taken(file: DataFile, rows: pa.Table) -> Taken:
+    """Return what the driver must know of the rows of a file."""
+    hashes, checks = hash_ids(delivery_ids(rows))
+    times = _microseconds(rows["entry_time"])
+    return Taken(file, hashes, checks, days_of(rows), times, _sequences(rows))
 
 
 def delivery_ids(rows: pa.Table) -> list[str]:
@@ -233,25 +242,25 @@ class KnownIds:
     def _load(self, days: list[int]) -> None:
         if not days:
             return
-        columns = ["day", "id_hash", "id_check"]
+        columns = ["_day", "_id_hash", "_id_check"]
         parts = []
         low, high = min(days), max(days)
         for table in self._tables:
             uris = [
                 uri
-                for uri, least, most in self._store.ranges(table, "day")
+                for uri, least, most in self._store.ranges(table, "_day")
                 if least is None or (least <= high and most >= low)
             ]
             if uris:
                 found = self._store.files_of_lake.dataset(uris).to_table(
-                    columns=columns, filter=pc.field("day").isin(days)
+                    columns=columns, filter=pc.field("_day").isin(days)
                 )
                 parts.append(found)
         for day in days:
             self._days[day] = []
         if parts:
             rows = pa.concat_tables(parts)
-            self.add(*(rows[name].to_numpy() for name in ("id_hash", "id_check", "day")))
+            self.add(*(rows[name].to_numpy() for name in columns[1:] + columns[:1]))
 
     def add(self, hashes: np.ndarray, checks: np.ndarray, days: np.ndarray) -> None:
         """Add ids of days that were read before."""
@@ -278,10 +287,13 @@ def _merge(parts: list[tuple[np.ndarray, np.ndarray]]) -> None:
 
 
 def plan(
-    taken: Sequence[Taken], known: KnownIds | None, files: Files
+    taken: Sequence[Taken],
+    known: KnownIds | None,
+    files: Files,
+    only: Sequence[np.ndarray] | None = None,
 ) -> tuple[list[Plan], pa.Table]:
     """Find first deliveries (lowest entry time, then entry id) in a batch; return the plan of each
-    file and the rows of `redeliveries`."""
+    file and the rows of `redeliveries`. `only` masks the rows of each file that are looked at."""
     if not taken:
         return [], REDELIVERIES.empty_table()
     hashes, checks, days, times, sequences = (
@@ -292,6 +304,8 @@ def plan(
     file_of = np.repeat(np.arange(len(taken)), counts)
     number = np.concatenate([np.arange(count) for count in counts])
     order = np.lexsort((sequences, times, checks, hashes))
+    if only is not None:
+        order = order[np.concatenate(only)[order]]
     same = np.zeros(len(order), bool)
     same[1:] = (np.diff(hashes[order]) == 0) & (np.diff(checks[order]) == 0)
     group = np.cumsum(~same) - 1
@@ -302,10 +316,9 @@ def plan(
         if known is None
         else known.contains(hashes[first], checks[first], days[first])
     )
-    skip = np.zeros(len(order), bool)
-    skip[order[same]] = True
-    skip[first[is_known]] = True
-    again = np.zeros(len(order), np.int64)
+    skip = np.ones(len(hashes), bool)
+    skip[first[~is_known]] = False
+    again = np.zeros(len(hashes), np.int64)
     again[first] = deliveries
     again[skip] = 0
     plans = []
@@ -392,7 +405,7 @@ def drop_known(
             continue
         if not stays.all():
             rows = files.read([files.uri("raw_events", one.file.name)]).filter(pa.array(stays))
-            one.file = files.write("raw_events", rows, _DICTIONARY, _NO_STATISTICS)
+            one.file = write_rows(files, "raw_events", rows)
             plan = Plan(one.file.name, one.file.rows)
         kept.append(one)
         left.append(plan)
@@ -409,6 +422,8 @@ class JudgeTask:
     definition: bytes
     files: Files
     plan: Plan
+    with_silver: bool = True
+    """False for the feed of facts alone."""
 
 
 @dataclass
@@ -423,10 +438,11 @@ class JudgeResult:
 
 def judge_file(task: JudgeTask) -> JudgeResult:
     """Judge the first deliveries of a file, and write what they give."""
-    judge = judge_of(task.definition)
-    uri = task.files.uri("raw_events", task.plan.file)
-    entries = first_deliveries(task.files.read([uri]), task.plan)
-    return write_judged(task.files, judge.judge(entries), judge)
+    with collector_paused():
+        judge = judge_of(task.definition)
+        uri = task.files.uri("raw_events", task.plan.file)
+        entries = first_deliveries(task.files.read([uri]), task.plan)
+        return write_judged(task.files, judge.judge(entries, task.with_silver), judge)
 
 
 def first_deliveries(raw: pa.Table, plan: Plan) -> pa.Table:
@@ -444,11 +460,13 @@ def first_deliveries(raw: pa.Table, plan: Plan) -> pa.Table:
 def as_entries(raw: pa.Table, counts: np.ndarray) -> pa.Table:
     hashes, checks = hash_ids(delivery_ids(raw))
     made = {
-        "aggregate_type": pc.map_lookup(raw["attributes"].combine_chunks(), "aggregatetype", "first"),
+        "aggregate_type": pc.map_lookup(
+            raw["attributes"].combine_chunks(), "aggregatetype", "first"
+        ),
         "delivery_count": pa.array(counts),
-        "day": pa.array(days_of(raw)),
-        "id_hash": pa.array(hashes),
-        "id_check": pa.array(checks),
+        "_day": pa.array(days_of(raw)),
+        "_id_hash": pa.array(hashes),
+        "_id_check": pa.array(checks),
     }
     columns = [made[one] if one in made else raw[one] for one in ENTRIES.names]
     return pa.table(columns, schema=ENTRIES)
@@ -459,17 +477,17 @@ def write_judged(files: Files, judged: Judged, judge: Judge) -> JudgeResult:
     tables = {"events": judged.events, "events_quarantine": judged.quarantine, **judged.typed}
     for name, rows in tables.items():
         if len(rows):
-            rows = rows.sort_by("day")
-            written[name] = files.write(name, rows, _DICTIONARY, _NO_STATISTICS)
+            rows = rows.sort_by("_day")
+            written[name] = write_rows(files, name, rows)
     keepers = [judged.events, judged.quarantine]
     if judge.definition.typed:
         keepers += [judged.typed[one] for one in judge.definition.streams if one in judged.typed]
-    ids = pa.concat_tables([one.select(["id_hash", "id_check", "day"]) for one in keepers])
+    ids = pa.concat_tables([one.select(_IDS) for one in keepers])
     return JudgeResult(
         written,
         write_feed(files, judged.feed) if judge.facts else None,
         judged.counts.rows(),
-        *(ids[name].to_numpy().tobytes() for name in ("id_hash", "id_check", "day")),
+        *(ids[name].to_numpy().tobytes() for name in _IDS),
     )
 
 
@@ -497,10 +515,17 @@ def write_feed(files: Files, feed: pa.Table) -> Feed | None:
 
 
 def run_judge(
-    batch: Batch, definition: bytes, files: Files, tasks: Tasks, known: KnownIds | None
+    batch: Batch,
+    definition: bytes,
+    files: Files,
+    tasks: Tasks,
+    known: KnownIds | None,
+    feed_only: Sequence[Plan] = (),
 ) -> None:
     """Judge the files of a batch, and enter what was written in its record."""
-    results = tasks.map(judge_file, [JudgeTask(definition, files, one) for one in batch.plans])
+    work = [JudgeTask(definition, files, one) for one in batch.plans]
+    work += [JudgeTask(definition, files, one, with_silver=False) for one in feed_only]
+    results = tasks.map(judge_file, work)
     for one in results:
         for name, file in one.files.items():
             batch.files.setdefault(name, []).append(file)
@@ -512,20 +537,21 @@ def run_judge(
                 np.frombuffer(one.checks, np.int64),
                 np.frombuffer(one.days, np.int32),
             )
-    counted = [row for one in results for row in one.counts]
-    if counted:
-        table = pa.table(
-            [list(column) for column in zip(*counted, strict=True)], schema=EXPECTATIONS
-        )
-        table = (
-            table.group_by(["rule", "day"])
-            .aggregate([("checked", "sum"), ("failed", "sum")])
-            .rename_columns(EXPECTATIONS.names)
-        )
-        batch.files["expectations"] = [files.write("expectations", table)]
+    enter_counts(batch, files, [row for one in results[: len(batch.plans)] for row in one.counts])
     batch.step = "judged"
 
 
-def today() -> date:
-    return datetime.now(timezone.utc).date()
+def enter_counts(
+    batch: Batch, files: Files, counted: Sequence[tuple[str, date | None, int, int]]
+) -> None:
+    """Write the counts of rules as a file of `expectations`."""
+    if counted:
+        columns = [list(column) for column in zip(*counted, strict=True)]
+        rows = pa.table(columns, schema=EXPECTATIONS).group_by(["rule", "day"])
+        table = rows.aggregate([("checked", "sum"), ("failed", "sum")])
+        table = table.rename_columns(EXPECTATIONS.names)
+        batch.files.setdefault("expectations", []).append(files.write("expectations", table))
 
+
+def today() -> date:
+    return datetime.now(UTC).date()

@@ -341,7 +341,9 @@ class Store:
         table = self._table(name)
         if table is None:
             return []
-        return [unquote(one) for one in pa.table(table.get_add_actions()).column("path").to_pylist()]
+        return [
+            unquote(one) for one in pa.table(table.get_add_actions()).column("path").to_pylist()
+        ]
 
     def ranges(self, name: str, column: str) -> list[tuple[str, Any, Any]]:
         """Return each file's URI with the least and the greatest value of a column, or None."""
@@ -520,7 +522,9 @@ class Store:
             whole = pa.concat_tables(parts).sort_by([(one, "ascending") for one in key])
             if len(whole):
                 writes.append(whole)
-        return self.replace(name, remove=remove, add=writes or schema.empty_table(), version=version)
+        return self.replace(
+            name, remove=remove, add=writes or schema.empty_table(), version=version
+        )
 
     # --- upkeep ---------------------------------------------------------------------------------
 
@@ -539,15 +543,18 @@ class Store:
         if table is None:
             raise ConfigError(f"{self.files_of_lake.root} has no table {name}")
         return len(
-            table.vacuum(retention_hours=int(hours), dry_run=False, enforce_retention_duration=False, full=True)
+            table.vacuum(
+                retention_hours=int(hours),
+                dry_run=False,
+                enforce_retention_duration=False,
+                full=True,
+            )
         )
 
 
 def _keys(rows: pa.Table, key: Sequence[str]) -> pa.ChunkedArray | pa.Array:
     """Return the key of each row as one text."""
-    columns = [
-        pc.fill_null(rows[one].cast(pa.string()), "\1") for one in key
-    ]
+    columns = [pc.fill_null(rows[one].cast(pa.string()), "\1") for one in key]
     if len(columns) == 1:
         return columns[0].combine_chunks() if rows.num_rows else pa.array([], pa.string())
     joined = pc.binary_join_element_wise(*columns, "\0")

@@ -6,10 +6,12 @@ notebook) travel by value.
 
 from __future__ import annotations
 
+import gc
 import io
 import pickle
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from uuid import uuid4
@@ -81,7 +83,22 @@ class Executors:
                     [pa.array([pickle.dumps(one)], pa.binary())], ["result"]
                 )
 
-        return [pickle.loads(bytes(row[0])) for row in frame.mapInArrow(run, "result BINARY").collect()]
+        return [
+            pickle.loads(bytes(row[0])) for row in frame.mapInArrow(run, "result BINARY").collect()
+        ]
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Pause the collector of cycles, which would walk through all events of a task again and
+    again: a third of the time of a task."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _see(paths: list[str]) -> None:
@@ -192,9 +209,7 @@ def _make_struct(
             made.append((name, kind))
     name, qualified, module = names
     rename = {one[0]: one[2] for one in fields if one[0] != one[2]} or None
-    struct = msgspec.defstruct(
-        name, made, module=module, rename=rename, kw_only=kw_only, **config
-    )
+    struct = msgspec.defstruct(name, made, module=module, rename=rename, kw_only=kw_only, **config)
     struct.__qualname__ = qualified
     return struct
 
