@@ -2,5 +2,7 @@
 
 from conquiet.lake.definition import Event, ExpectationFailed
 from conquiet.lake.pipeline import Pipeline
+from conquiet.lake.reconcile import Outbox
+from conquiet.lake.source import read_files
 
-__all__ = ["Event", "ExpectationFailed", "Pipeline"]
+__all__ = ["Event", "ExpectationFailed", "Outbox", "Pipeline", "read_files"]

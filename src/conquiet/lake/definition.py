@@ -249,7 +249,7 @@ class Definitions:
         def register(check: Check) -> Check:
             hints = get_type_hints(check)
             hints.pop("return", None)
-            of = next(iter(hints.values()), None)
+            of: Any = next(iter(hints.values()), None)
             rows = {one.row for one in self.definition.tables.values()}
             if of in rows and on_fail == "quarantine":
                 raise ConfigError(f"rule {name}: rows have no quarantine; count, or stop")

@@ -346,7 +346,9 @@ class Levels:
             stored = batch.column(0).to_numpy()
             places = np.searchsorted(stored, hashes)
             places[places == len(stored)] = 0
-            hits = np.flatnonzero(stored[places] == hashes) if len(stored) else []
+            hits = (
+                np.flatnonzero(stored[places] == hashes) if len(stored) else np.empty(0, np.int64)
+            )
             for hit in hits:
                 key, place = left[hit], int(places[hit])
                 while place < len(stored) and stored[place] == hashes[hit]:
@@ -423,8 +425,8 @@ def run_fold(
     through = max((one.number for one in batches), default=refresh.through)
     folded = Folded(through, [level, *left] if level else list(levels), changes, rebuild)
     counted = [row for one in results for row in one.counts]
-    columns = list(zip(*counted, strict=True)) if counted else [[], [], [], []]
-    return folded, pa.table([list(one) for one in columns], schema=EXPECTATIONS)
+    columns = [list(one) for one in zip(*counted, strict=True)] or [[], [], [], []]
+    return folded, pa.table(columns, schema=EXPECTATIONS)
 
 
 def _levels_to_merge(new: int, levels: Sequence[Sequence[States]]) -> int:

@@ -1,7 +1,7 @@
 """Journal: how far each batch has come, in files below `_pipeline` of the lake.
 
-    take ─▶ TAKEN ─▶ judge ─▶ JUDGED ─▶ commits of silver      one file per batch, `batches/N.json`
-    fold ─▶ FOLDED ─▶ commits of facts ─▶ SQL tables ─▶ APPLIED   `refresh.json`, for several batches
+    take ─▶ TAKEN ─▶ judge ─▶ JUDGED ─▶ commits of silver       one `batches/N.json` per batch
+    fold ─▶ FOLDED ─▶ commits of facts ─▶ SQL tables ─▶ APPLIED   `refresh.json`, several batches
 
 A record is written whole or not at all, after the files that it names. Whatever a kill leaves
 behind, the next start goes on from the last record; commits that a table has already are skipped by

@@ -1,7 +1,7 @@
 """Judge: one look at each event, by the structs that producers use: typed columns, or a reason.
 
     entry ──▶ malformed_entry ─▶ broken_json ─▶ bad_envelope ─▶ unknown_type ─▶ unknown_version
-          ──▶ null_data ─▶ invalid_data ─▶ rules by name ──▶ a row of silver, and of the feed of facts
+          ──▶ null_data ─▶ invalid_data ─▶ rules by name ──▶ a row of silver, the feed of facts
 
 The first check that fails is the reason. The same code serves Spark's tasks, a batch in the driver
 and a test without Spark.
@@ -215,9 +215,7 @@ class Judge:
     def judge(self, entries: pa.Table, with_silver: bool = True) -> Judged:
         """Judge first deliveries; `with_silver=False` for the feed alone."""
         good = _Good()
-        bad_rows: list[int] = []
-        bad_versions: list[int | None] = []
-        reasons: list[str] = []
+        bad = _Bad()
         counts = Counts()
         columns = [
             entries[name].to_pylist()
@@ -228,7 +226,7 @@ class Judge:
             zip(*columns, strict=True)
         ):
             if malformed is not None or not event_id or not event_type:
-                bad_rows.append(row), bad_versions.append(None), reasons.append(REASONS[0])
+                bad.add(row, None, REASONS[0])
                 continue
             try:
                 envelope = _envelopes.decode(data)
@@ -251,16 +249,14 @@ class Judge:
                 if kind.rules:
                     _check(kind.rules, value, days[row], counts, event_id)
             except _Refused as refusal:
-                bad_rows.append(row)
-                bad_versions.append(_column_version(envelope.version))
-                reasons.append(refusal.args[0])
+                bad.add(row, _column_version(envelope.version), refusal.args[0])
                 continue
             except _fault:
                 reason, version = self._reason(stream, event_id, event_type, data)
-                bad_rows.append(row), bad_versions.append(version), reasons.append(reason)
+                bad.add(row, version, reason)
                 continue
             good.add(row, envelope, occurred, kind, value, raw)
-        return self._judged(entries, good, bad_rows, bad_versions, reasons, counts, with_silver)
+        return self._judged(entries, good, bad, counts, with_silver)
 
     def _comes_from(self, stream: str, event_type: str) -> bool:
         known = self._accepts.get((stream, event_type))
@@ -305,9 +301,7 @@ class Judge:
         self,
         entries: pa.Table,
         good: _Good,
-        bad_rows: list[int],
-        bad_versions: list[int | None],
-        reasons: list[str],
+        bad: _Bad,
         counts: Counts,
         with_silver: bool,
     ) -> Judged:
@@ -347,11 +341,11 @@ class Judge:
         if bound:
             own = pa.array([kind.event_type not in bound for kind in good.kinds], pa.bool_())
             events = events.filter(own)
-        refused = entries.take(pa.array(bad_rows, pa.int64()))
+        refused = entries.take(pa.array(bad.rows, pa.int64()))
         told = {
             "event_type": refused["type"],
-            "version": pa.array(bad_versions, pa.int32()),
-            "reason": pa.array(reasons, pa.string()),
+            "version": pa.array(bad.versions, pa.int32()),
+            "reason": pa.array(bad.reasons, pa.string()),
             "created_at": refused["time"],
             "first_seen_at": refused["entry_time"],
             "aggregate_id": refused["subject"],
@@ -460,6 +454,20 @@ class Judge:
 
 class _Refused(Exception):
     pass
+
+
+class _Bad:
+    """The entries of a file that were refused, column by column."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self.versions: list[int | None] = []
+        self.reasons: list[str] = []
+
+    def add(self, row: int, version: int | None, reason: str) -> None:
+        self.rows.append(row)
+        self.versions.append(version)
+        self.reasons.append(reason)
 
 
 class _Good:

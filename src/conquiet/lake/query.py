@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import pyarrow as pa
 
@@ -121,13 +121,17 @@ class Database:
         self._stack = ExitStack()
         spill = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="conquiet-sql-"))
         self.connection = self._stack.enter_context(duckdb.connect())
-        settings = {"TimeZone": "UTC", "memory_limit": _MEMORY, "temp_directory": spill}
+        settings: dict[str, Any] = {
+            "TimeZone": "UTC",
+            "memory_limit": _MEMORY,
+            "temp_directory": spill,
+        }
         settings |= {"threads": os.cpu_count() or 1, "preserve_insertion_order": False}
         for name, value in settings.items():
             self.run(f"SET {name} = {value!r}")
         self.run(f"CREATE MACRO local_day(moment) AS timezone('{zone}', moment)::DATE")
 
-    def __enter__(self) -> Database:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from conquiet.errors import ConfigError
 from conquiet.lake import facts, silver
 from conquiet.lake.definition import EPOCH
-from conquiet.lake.journal import Batch
+from conquiet.lake.journal import Batch, Plan
 from conquiet.lake.judge import ENTRIES, Judge
 from conquiet.lake.tables import CHANGE, DataFile, Files
 from conquiet.lake.tasks import collector_paused
@@ -72,9 +72,7 @@ def replay_days(driver: Driver, since: date | None, until: date | None) -> int:
     return len(days)
 
 
-def _accepted(
-    driver: Driver, found: list[silver.Taken], plans: list[silver.Plan]
-) -> list[silver.Plan]:
+def _accepted(driver: Driver, found: list[silver.Taken], plans: list[Plan]) -> list[Plan]:
     """Skip the rows that silver has refused: only the days that are replayed may change that."""
     tables = [one for one in silver.id_tables(driver.definition) if one != "events_quarantine"]
     known = silver.KnownIds(driver.store, tables)

@@ -173,7 +173,7 @@ def taken(file: DataFile, rows: pa.Table) -> Taken:
 
 
 def delivery_ids(rows: pa.Table) -> list[str]:
-    """Return what the deliveries of an event share: its id, or the place of an entry without one."""
+    """Return what the deliveries of an event share: its id; of an entry without one, its place."""
     ids: list[str | None] = rows["event_id"].to_pylist()
     if all(ids):
         return ids  # type: ignore[return-value]
@@ -196,17 +196,13 @@ def days_of(rows: pa.Table) -> np.ndarray:
 
 
 def _microseconds(column: pa.ChunkedArray) -> np.ndarray:
-    return pc.fill_null(column.cast(pa.int64()), -1).combine_chunks().to_numpy(zero_copy_only=False)
+    return np.asarray(pc.fill_null(column.cast(pa.int64()), -1).to_numpy())
 
 
 def _sequences(rows: pa.Table) -> np.ndarray:
     """Return the second number of each entry's id; 0 where it has none."""
     found = pc.extract_regex(rows["entry_id"], r"-(?P<n>\d{1,18})$")
-    return (
-        pc.fill_null(pc.struct_field(found, "n").cast(pa.int64()), 0)
-        .combine_chunks()
-        .to_numpy(zero_copy_only=False)
-    )
+    return np.asarray(pc.fill_null(pc.struct_field(found, "n").cast(pa.int64()), 0).to_numpy())
 
 
 # --- plan ---------------------------------------------------------------------------------------

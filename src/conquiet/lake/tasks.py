@@ -121,14 +121,14 @@ def dump_definition(definition: Definition) -> bytes:
     """Pickle a definition for executors."""
     from pyspark import cloudpickle
 
-    class Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
+    class Pickler(cloudpickle.CloudPickler):
         def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, type) and issubclass(obj, msgspec.Struct) and _is_local(obj):
                 return _reduce_struct(obj)
-            return super().reducer_override(obj)
+            return super().reducer_override(obj)  # type: ignore[no-untyped-call]
 
     out = io.BytesIO()
-    Pickler(out).dump(definition)
+    Pickler(out).dump(definition)  # type: ignore[no-untyped-call]
     return out.getvalue()
 
 
@@ -199,7 +199,7 @@ def _reduce_struct(struct: type[msgspec.Struct]) -> Any:
 def _make_struct(
     names: tuple[str, str, str], fields: list[Any], config: dict[str, Any], kw_only: bool
 ) -> Any:
-    made = []
+    made: list[Any] = []
     for name, kind, _, default, factory in fields:
         if factory is not msgspec.NODEFAULT:
             made.append((name, kind, msgspec.field(default_factory=factory)))
