@@ -229,7 +229,7 @@ class Judge:
                 bad.add(row, None, REASONS[0])
                 continue
             try:
-                envelope = _envelopes.decode(data)
+                envelope = _envelopes.decode(data or b"")
                 if envelope.event_id != event_id or not 0 < envelope.version < _MOST_INT:
                     raise _Refused("bad_envelope")
                 occurred = _plausible_time(envelope.occurred_at)

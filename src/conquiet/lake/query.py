@@ -172,8 +172,8 @@ class Database:
                 "SELECT rule, day, sum(checked)::BIGINT AS checked, sum(failed)::BIGINT AS failed"
                 f" FROM {rows} GROUP BY ALL"
             )
-        if name in ("events", "events_quarantine"):
-            self.offer("redeliveries")
+        self.offer("redeliveries")
+        if name in ("events", "events_quarantine") and "redeliveries" in self._views:
             return (
                 "WITH again AS (SELECT event_id AS id, sum(entries)::BIGINT AS more,"
                 " min(first_seen_at) AS earliest FROM redeliveries GROUP BY 1)"

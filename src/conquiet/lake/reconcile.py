@@ -71,6 +71,11 @@ def reconciliation(
     domain = _is_domain(set(definition.streams.values()))
     raw = "raw_events" if all else "changed_raw_events"
     touched = f"SELECT event_hour(time, entry_time) FROM {raw} WHERE {domain}"
+    if not all:  # a replay or a retry moves events of entries that are not new
+        for table in ("changed_events", "changed_events_quarantine"):
+            touched += (
+                f" UNION SELECT event_hour(created_at, first_seen_at) FROM {table} WHERE {domain}"
+            )
     if outbox is not None and all:
         touched += " UNION SELECT date_trunc('hour', created_at) FROM outbox_rows"
     how: dict[str, Any] = {"group": "hour", "key": "hour", "touched": touched}

@@ -1,0 +1,359 @@
+"""The engine without Spark: what is taken, judged, folded, replayed and retried."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, date, datetime, timedelta
+from pathlib import Path
+
+import msgspec
+import pyarrow as pa
+import pytest
+from tests.unit.lake.payments import CATALOG, Captured, entries, entry, pipeline
+
+from conquiet.errors import ConfigError
+from conquiet.lake import ExpectationFailed, Pipeline
+from conquiet.lake.facts import FactFailed
+
+
+@pytest.fixture
+def lake(tmp_path: Path) -> Pipeline:
+    pipeline.lake = str(tmp_path / "lake")
+    return pipeline
+
+
+def contents(lake: Pipeline, leave_out: tuple[str, ...] = ()) -> dict[str, list[str]]:
+    """Return every table as sorted rows, to compare lakes."""
+    found = {}
+    for name in lake.names:
+        if name in ("redeliveries", *leave_out):
+            continue
+        rows = lake.read(name)
+        columns = [one for one in rows.column_names if one not in ("ingest_date",)]
+        if name not in ("events", "events_quarantine", "expectations"):
+            columns = [one for one in columns if one not in ("delivery_count", "first_seen_at")]
+        found[name] = sorted(map(str, rows.select(sorted(columns)).to_pylist()))
+    return found
+
+
+def test_rows_of_a_fact_and_its_mart(lake):
+    tables = lake.local(entries())
+    assert len(tables["payment"]) == 40
+    by_id = {row["payment_id"]: row for row in tables["payment"]}
+    assert by_id["p4"]["cents"] == 904  # corrected
+    assert by_id["p5"]["cents"] == 1005
+    assert by_id["p5"]["day"] == date(2026, 3, 1)  # 03:00 UTC is the evening before in Chicago
+    assert sum(row["cents"] for row in tables["shop_daily"]) == sum(
+        row["cents"] for row in tables["payment"]
+    )
+    assert sum(row["payments"] for row in tables["shop_daily"]) == 40
+    refused = {row["reason"] for row in tables["events_quarantine"]}
+    assert refused == {"captures_something"}
+
+
+def test_typed_tables_have_the_fields_of_all_versions(lake):
+    rows = lake.local(entries())["payment_authorized"]
+    assert {(row["version"], row["currency"]) for row in rows} == {(1, None), (2, "USD")}
+    assert rows[0].keys() >= {"event_id", "occurred_at", "moment", "payment_id", "shop", "cents"}
+
+
+@pytest.mark.parametrize("count", [2, 5, 30])
+def test_any_division_into_batches_gives_the_same_tables(lake, tmp_path, count):
+    log = entries()
+    lake.run(as_table(log))
+    whole = contents(lake)
+    lake.lake = str(tmp_path / "parts")
+    for start in range(0, len(log), -(-len(log) // count)):
+        lake.run(as_table(log[start : start + -(-len(log) // count)]))
+    assert contents(lake) == whole
+
+
+def test_refresh_takes_several_batches_at_once(lake, tmp_path):
+    log = entries()
+    lake.run(as_table(log))
+    whole = contents(lake)
+    lake.lake = str(tmp_path / "parts")
+    for start in range(0, len(log), 20):
+        lake.take(log[start : start + 20])
+    assert lake.refresh() == -(-len(log) // 20)
+    assert lake.refresh() == 0
+    assert contents(lake) == whole
+
+
+def test_batches_in_any_order_give_the_same_facts(lake, tmp_path):
+    log = entries()
+    lake.run(as_table(log))
+    whole = lake.read("payment").sort_by("payment_id").to_pylist()
+    lake.lake = str(tmp_path / "reversed")
+    for one in (log[60:], log[30:60], log[:30]):
+        lake.run(as_table(one))
+    assert lake.read("payment").sort_by("payment_id").to_pylist() == whole
+
+
+def as_table(log) -> pa.Table:
+    from conquiet.lake.pipeline import as_table
+
+    return as_table(log)
+
+
+def test_redeliveries_are_counted_and_change_nothing(lake):
+    log = entries(10)
+    lake.run(as_table(log))
+    before = {row["event_id"]: row["delivery_count"] for row in lake.read("events").to_pylist()}
+    rows = lake.read("payment").to_pylist()
+    lake.run(as_table(log))
+    lake.run(as_table(log[:5]))
+    after = {row["event_id"]: row["delivery_count"] for row in lake.read("events").to_pylist()}
+    first_five = [one["event_id"] for one in log[:5]]
+    for event_id, count in before.items():
+        assert after[event_id] == 2 * count + first_five.count(event_id)
+    assert lake.read("payment").to_pylist() == rows
+    assert len(lake.read("raw_events")) == 2 * len(log) + 5
+
+
+REFUSED = [
+    ("malformed_entry", {"_malformed": "no id"}),
+    ("malformed_entry", {"event_id": None}),
+    ("malformed_entry", {"type": ""}),
+    ("broken_json", {"data": b'{"version": 1'}),
+    ("broken_json", {"data": b"[]"}),
+    ("broken_json", {"data": b'{"version": 1} {}'}),
+    ("broken_json", {"data": None}),
+    ("bad_envelope", {"version": 0}),
+    ("bad_envelope", {"version": "1"}),
+    ("bad_envelope", {"version": 2**70}),
+    ("bad_envelope", {"eventId": "other"}),
+    ("bad_envelope", {"occurredAt": "yesterday"}),
+    ("bad_envelope", {"occurredAt": "2026-01-01T00:00:00"}),
+    ("bad_envelope", {"occurredAt": "1969-12-31T23:59:59Z"}),
+    ("bad_envelope", {"occurredAt": "9999-01-01T00:00:00Z"}),
+    ("unknown_type", {"type": "payment_forgotten"}),
+    ("unknown_version", {"version": 7}),
+    ("null_data", {"payload": None}),
+    ("invalid_data", {"payload": 5}),
+    ("invalid_data", {"payload": {"payment_id": "p", "captured_at": "2026-01-01T00:00:00Z"}}),
+    ("invalid_data", {"payload": {"payment_id": "p", "captured_at": "soon", "cents": 1}}),
+    (
+        "invalid_data",
+        {"payload": {"payment_id": "p", "captured_at": "1812-01-01T00:00:00Z", "cents": 1}},
+    ),
+    (
+        "invalid_data",
+        {"payload": {"payment_id": "p", "captured_at": "2026-01-01T00:00:00Z", "cents": 2**64}},
+    ),
+    (
+        "captures_something",
+        {"payload": {"payment_id": "p", "captured_at": "2026-01-01T00:00:00Z", "cents": -1}},
+    ),
+]
+
+
+@pytest.mark.parametrize(("reason", "change"), REFUSED)
+def test_what_is_refused_has_the_first_reason(lake, reason, change):
+    data = {"payment_id": "p", "captured_at": "2026-01-01T00:00:00Z", "cents": 1}
+    one = entry("payment_captured", data, hour=0, number=1)
+    if "payload" in change or change.keys() & {"version", "eventId", "occurredAt"}:
+        envelope = json.loads(one["data"])
+        envelope |= {("data" if key == "payload" else key): it for key, it in change.items()}
+        one["data"] = json.dumps(envelope).encode()
+    else:
+        one |= change
+    tables = lake.local([one])
+    assert tables["events"] == []
+    [row] = tables["events_quarantine"]
+    assert row["reason"] == reason
+    assert row["data"] == one["data"]
+
+
+def test_nul_becomes_a_replacement_character_in_columns_and_stays_in_the_payload(lake):
+    data = {"payment_id": "p1", "shop": "a\0b\\u0000", "cents": 1}
+    tables = lake.local([entry("payment_authorized", data, hour=0, number=1)])
+    assert tables["payment_authorized"][0]["shop"] == "a�b\\u0000"
+    assert tables["payment"][0]["shop"] == "a�b\\u0000"
+    assert "\\u0000" in tables["events"][0]["payload"]
+
+
+def test_rules_are_counted_by_day_also_over_rows(lake):
+    lake.run(as_table(entries(16)))
+    counted = {}
+    for row in lake.read("expectations").to_pylist():
+        name = row["rule"]
+        checked, failed = counted.get(name, (0, 0))
+        counted[name] = (checked + row["checked"], failed + row["failed"])
+    assert counted == {"captures_something": (18, 2), "not_free": (16, 0)}
+
+
+def test_a_rule_that_stops_leaves_silver_as_it_was(tmp_path):
+    strict = Pipeline(CATALOG, lake=tmp_path / "lake", name="strict")
+
+    @strict.expect("never_zero", on_fail="stop")
+    def never_zero(data: Captured) -> bool:
+        return data.cents > 0
+
+    log = entries(3)
+    with pytest.raises(ExpectationFailed, match="never_zero"):
+        strict.run(as_table(log))
+    assert len(strict.read("events")) == 0
+
+
+def test_a_fact_that_raises_is_named_with_its_event(tmp_path):
+    bad = Pipeline(CATALOG, lake=tmp_path / "lake", name="bad")
+
+    @bad.fact(key="payment_id")
+    class Broken(msgspec.Struct):
+        def apply(self, event):
+            raise KeyError("oops")
+
+        def rows(self):
+            return []
+
+    with pytest.raises(FactFailed, match=r"fact broken.*oops.*payment_authorized version 1"):
+        bad.run(as_table(entries(1)))
+
+
+def test_quarantine_comes_back_after_a_fix(tmp_path):
+    def version(known: int) -> Pipeline:
+        made = Pipeline(None, lake=tmp_path / "lake", name="late")
+        for number in range(1, known + 1):
+            made.event("payment_captured", Captured, version=number)
+        return made
+
+    data = {"payment_id": "p", "captured_at": "2026-01-01T00:00:00Z", "cents": 1}
+    log = [
+        entry("payment_captured", data, hour=hour, number=hour, version=1 + hour % 2)
+        for hour in range(1, 11)
+    ]
+    old, new = version(1), version(2)
+    old.run(as_table(log))
+    assert [row["reason"] for row in old.quarantine.list()] == ["unknown_version"] * 5
+    assert len(old.quarantine.list("unknown_version", limit=2)) == 2
+    assert old.quarantine.retry() == 0
+    assert new.quarantine.retry("null_data") == 0
+    assert new.quarantine.retry("unknown_version") == 5
+    assert new.quarantine.list() == []
+    assert len(new.read("events")) == 10
+    assert new.read("recon_completeness")["complete"].to_pylist() == [True] * 10
+    new.run(as_table(log[:1]))  # a redelivery of what came back
+    assert new.read("events").num_rows == 10
+    assert sum(new.read("events")["delivery_count"].to_pylist()) == 11
+
+
+@pytest.mark.parametrize("bounds", [(None, None), (date(2026, 3, 2), date(2026, 3, 4))])
+def test_replay_after_a_fix_gives_what_a_new_lake_would(tmp_path, bounds):
+    def made(folder: str, least: int) -> Pipeline:
+        one = Pipeline(CATALOG, lake=tmp_path / folder, name="payments")
+
+        @one.expect("enough")
+        def enough(data: Captured) -> bool:
+            return data.cents >= least
+
+        @one.table(key="payment_id")
+        class Money(msgspec.Struct):
+            payment_id: str
+            cents: int
+
+        @one.fact(key="payment_id")
+        class State(msgspec.Struct):
+            key: str = ""
+            most: int = 0
+
+            def apply(self, event):
+                self.most = max(self.most, event.data.cents)
+
+            def rows(self):
+                yield Money(self.key, self.most)
+
+        one.mart("total", of="SELECT 1 AS one, cents FROM money", by=("one",), sums=("cents",))
+        return one
+
+    log = [one for one in entries(16) if one["type"] == "payment_captured"]
+    once = made("lake", 1010)
+    half = len(log) // 2
+    once.run(as_table(log[:half]))
+    once.run(as_table(log[half:]))
+    fixed = made("lake", 1)
+    before = fixed.read("events").num_rows
+    assert fixed.replay(*bounds) > 0
+    assert fixed.read("events").num_rows > before
+    if bounds == (None, None):
+        fresh = made("fresh", 1)
+        fresh.run(as_table(log))
+        assert contents(fixed) == contents(fresh)
+    days = fixed.read("events")["created_at"].to_pylist()
+    assert len(days) == len(set(fixed.read("events")["event_id"].to_pylist()))
+    total = sum(fixed.read("money")["cents"].to_pylist())
+    assert fixed.read("total")["cents"].to_pylist() == [total]
+
+
+def test_states_stay_in_few_levels(lake):
+    log = entries(60)
+    with lake.driver() as driver:
+        for number, one in enumerate(log):
+            driver.take(as_table([one]), "test", number)
+            driver.refresh()
+        assert len(driver.journal.refresh.levels) < 10
+        kept = driver.files.list("_pipeline/states")
+        named = {one.file for level in driver.journal.refresh.levels for one in level}
+        assert set(kept) == named
+        assert driver.files.list("_pipeline/feed") == []
+        assert len(driver.journal.batches) == 1
+
+
+def test_optimize_puts_small_files_together(lake):
+    log = entries()
+    for start in range(0, len(log), 10):
+        lake.take(log[start : start + 10])
+    lake.refresh()
+    before = contents(lake)
+    assert len(lake.open_store().files("events")) > 5
+    removed = lake.optimize(hours=0)
+    assert len(lake.open_store().files("events")) == 1
+    assert removed["events"] > 5
+    assert contents(lake) == before
+    lake.run(as_table(log))  # all of it again
+    assert lake.read("payment").num_rows == 40
+
+
+def test_one_driver_per_lake(lake):
+    with lake.driver(), pytest.raises(ConfigError, match="in use by process"):
+        lake.refresh()
+
+
+def test_without_event_types_there_is_bronze_alone(tmp_path):
+    bare = Pipeline(lake=tmp_path / "lake")
+    bare.run(as_table(entries(3)))
+    assert bare.names == ["raw_events"]
+    assert len(bare.read("raw_events")) == len(entries(3))
+
+
+def test_types_bound_to_streams_are_refused_elsewhere(tmp_path):
+    class Seen(msgspec.Struct):
+        payment_id: str
+
+    made = Pipeline(CATALOG, lake=tmp_path / "lake")
+    made.event("seen", Seen, streams="telemetry*")
+    one = entry("seen", {"payment_id": "p"}, hour=0, number=1)
+    other = entry("seen", {"payment_id": "p"}, hour=0, number=2)
+    mixed = entry(
+        "payment_authorized", {"payment_id": "p", "shop": "s", "cents": 1}, hour=0, number=3
+    )
+    tables = made.local(
+        [{**one, "stream": "telemetry:{0}"}, other, {**mixed, "stream": "telemetry"}]
+    )
+    assert [row["event_id"] for row in tables["seen"]] == [one["event_id"]]
+    assert tables["events"] == []
+    assert {row["reason"] for row in tables["events_quarantine"]} == {"unknown_type"}
+    again = made.local([{**one, "stream": "telemetry"}], [{**one, "stream": "telemetry"}])
+    assert len(again["seen"]) == 1
+    assert again["redeliveries"][0]["entries"] == 1
+
+
+def test_a_late_redelivery_shows_the_earliest_time(lake):
+    one = entry(
+        "payment_authorized", {"payment_id": "p", "shop": "s", "cents": 1}, hour=5, number=1
+    )
+    early = {**one, "entry_time": one["entry_time"] - timedelta(hours=1), "entry_id": "5-0"}
+    tables = lake.local([one], [early])
+    assert tables["events"][0]["first_seen_at"] == early["entry_time"].astimezone(UTC)
+    assert tables["events"][0]["delivery_count"] == 2
+    assert isinstance(tables["events"][0]["occurred_at"], datetime)
