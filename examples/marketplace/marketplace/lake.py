@@ -676,3 +676,29 @@ pipeline.query(
     FROM parts GROUP BY business_day, ad_id
     """,
 )
+
+
+# --- the report -----------------------------------------------------------------------------------
+
+for _title, _sql in {
+    "Orders per day": "SELECT business_day, sum(orders) FROM store_daily GROUP BY 1",
+    "Revenue per day, in dollars": (
+        "SELECT business_day, sum(revenue_cents) / 100 FROM store_daily GROUP BY 1"
+    ),
+    "Lost orders per day, in percent": (
+        "SELECT business_day, 100 * sum(lost_orders) / nullif(sum(orders), 0)"
+        " FROM store_daily GROUP BY 1"
+    ),
+    "Revenue by category, in dollars": (
+        "SELECT category, sum(revenue_cents) / 100 FROM category_daily GROUP BY 1"
+    ),
+    "Revenue by postal code, in dollars": (
+        "SELECT postal_code, sum(revenue_cents) / 100 FROM zip_daily GROUP BY 1"
+    ),
+    "Clicks of 100 impressions": (
+        "SELECT business_day, 100 * sum(clicks) / nullif(sum(impressions), 0)"
+        " FROM ad_daily GROUP BY 1"
+    ),
+    "Buyers per week": "SELECT week, buyers FROM admin_weekly",
+}.items():
+    pipeline.chart(_title, _sql)

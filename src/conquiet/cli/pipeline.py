@@ -1,64 +1,37 @@
-"""`conquiet pipeline`: the events of a log or an outbox into tables, by Spark."""
+"""`conquiet pipeline`: events of a log or an outbox into the tables of a lake, and what is in them.
+
+`run` needs Spark. The other commands read and write Delta without a JVM.
+"""
 
 from __future__ import annotations
 
+import os
+import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Iterable
+from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from conquiet.cli import pipeline_tables
-from conquiet.cli.options import add_group, count, seconds
+from conquiet.cli.options import Verb, add_group, add_verb, count, seconds
+from conquiet.cli.terminal import FAILED, OK, print_json, print_table
+from conquiet.errors import ConfigError
 
-_RUN = """\
-Carry events into the table `raw_events`, in batches, until a signal comes: each once, though
-drivers, executors and tasks may die and be started again.
+if TYPE_CHECKING:
+    from conquiet.lake import Pipeline
+    from conquiet.lake.query import Database
 
-They come from the event log (Redis Streams), from an outbox, or from Parquet files with the
-columns of the log. Where it stopped, the next run goes on; that is kept in the checkpoint, by
-default beside the table.
+_CODES = "0 done; 1 it failed; 2 wrong usage or settings"
+_TARGET = "the Pipeline, as app:pipeline"
+_RUN_MORE = """\
+Without a pipeline, events go into the table raw_events and nowhere else.
 
-The table `outbox_events` is no log: it is read as a whole, with --once, and its rows are added
-that are not there yet, be they from an earlier run or from the log.
+Where a run stopped, the next one goes on; that is kept in the checkpoint, by default in the lake.
+The table outbox_events is no log: it is read as a whole, with --once, and rows are added whose ids
+are not there yet.
 
-With --tables, the tables of the marketplace are made of them, after every batch or so: those that
-are named, and those that they are made of. A run with other names makes anew what is out of date.
-"""
-_RUN_EPILOG = """\
-examples:
-  conquiet pipeline run --url redis://localhost/0 --streams 'events:*' --to lake --once
-  conquiet pipeline run --from outbox --url postgresql://app@localhost/shop --to lake
-  conquiet pipeline run --from outbox --url sqlite:///shop.sqlite --table outbox_events \\
-      --to lake --once
-  conquiet pipeline run --from files --path log --to lake --tables all --once
-  conquiet pipeline run --from files --path log --to lake --tables store_daily,ad_daily --once
-  conquiet pipeline run --url redis://localhost/0 --tables all \\
-      --outbox-url postgresql://app@localhost/shop
-  conquiet pipeline run --streams orders --to /shared/lake --format delta \\
-      --master spark://host:7077 --archive conquiet-packages.zip
-  conquiet pipeline run --streams orders --to /lake --master k8s://https://host:6443 \\
-      --conf spark.kubernetes.container.image=registry.example/spark-py:4.3.0
-
-The first SIGTERM or Ctrl-C lets the batch under way finish. A second one ends it; the next run
-does it again.
-
-exit codes:
-  0  with --once, everything that was there is in the table; else stopped by a signal
-  1  the query failed
-  2  wrong usage or settings
-"""
-_PACKAGE = """\
-Pack conquiet, and what it needs, into an archive for the executors of a cluster that has neither.
-It holds the versions that are installed here, and fits this Python version and platform.
-"""
-_PACKAGE_EPILOG = """\
-examples:
-  conquiet pipeline package
-  conquiet pipeline package --output /shared/packages.zip --include app.py --without pandas
-
-exit codes:
-  0  the archive is there
-  1  it could not be written
-  2  wrong usage or settings
+The first SIGTERM or Ctrl-C lets the batch under way finish. A second one ends it; the next run does
+it again.
 """
 
 
@@ -66,45 +39,61 @@ def register(commands: Any, common: ArgumentParser) -> None:
     verbs = add_group(
         commands,
         "pipeline",
-        "events into tables, by Spark",
-        "conquiet pipeline run --streams 'orders*' --to lake --once",
+        "events into the tables of a lake",
+        "conquiet pipeline run app:pipeline --streams 'orders*' --to lake --once",
     )
     _register_run(verbs, common)
+    _register_tables(verbs, common)
     _register_package(verbs, common)
-    pipeline_tables.register(verbs, common)
 
 
 def _register_run(verbs: Any, common: ArgumentParser) -> None:
-    run = verbs.add_parser(
-        "run",
-        help="carry events into the table raw_events",
-        description=_RUN,
-        epilog=_RUN_EPILOG,
-        parents=[common],
+    run = add_verb(
+        verbs,
+        common,
+        Verb(
+            "run",
+            "take events into the tables of a lake, in batches, until a signal comes",
+            (
+                "conquiet pipeline run app:pipeline --streams 'orders:*' --to lake",
+                "conquiet pipeline run app:pipeline --from outbox --table outbox_events --once \\",
+                "      --database postgresql://app@localhost/shop",
+                "conquiet pipeline run app:pipeline --from files --path log --once \\",
+                "      --to s3://bucket/lake --checkpoint /var/lib/checkpoint",
+                "conquiet pipeline run --streams orders --to lake --once",
+                "conquiet pipeline run app:pipeline --streams orders --to /shared/lake \\",
+                "      --master spark://host:7077 --archive conquiet-packages.zip",
+            ),
+            _CODES,
+            _run,
+            _RUN_MORE,
+        ),
     )
-    run.set_defaults(run=_run)
+    run.add_argument("pipeline", nargs="?", metavar="MODULE:NAME", help=_TARGET)
     run.add_argument(
         "--from", dest="origin", choices=("log", "outbox", "files"), default="log", help="(log)"
     )
+    run.add_argument("--broker", metavar="URL", help="the log; else CONQUIET_BROKER_URL")
     run.add_argument(
-        "--url",
+        "--database",
         metavar="URL",
-        help="of Redis or of the database; else CONQUIET_BROKER_URL or CONQUIET_DATABASE_URL",
+        help="--from outbox: where it is, else CONQUIET_DATABASE_URL; --from log: the outbox to"
+        " reconcile the log with",
     )
-    run.add_argument(
-        "--streams",
-        metavar="NAMES",
-        help="streams of the log: 'orders,payments:*' (--tables: pf-*)",
-    )
-    run.add_argument(
-        "--table", metavar="NAME", help="table of the outbox (outbox; --tables: outbox_events)"
-    )
-    run.add_argument("--path", metavar="DIR", help="of --from files: where they are")
-    run.add_argument("--to", default="lake", metavar="DIR", help="where tables are (lake)")
-    run.add_argument("--format", choices=("parquet", "delta"), default="parquet", help="(parquet)")
-    run.add_argument("--checkpoint", metavar="DIR", help="(_checkpoints/raw_events beside it)")
+    run.add_argument("--streams", metavar="NAMES", help="streams of the log: 'orders,payments:*'")
+    run.add_argument("--table", metavar="NAME", help="table of the outbox (outbox)")
+    run.add_argument("--path", metavar="DIR", help="--from files: Parquet in the log's columns")
+    _lake(run)
+    run.add_argument("--checkpoint", metavar="DIR", help="Spark's (_checkpoints in the lake)")
     run.add_argument("--once", action="store_true", help="take what is there, then end")
     run.add_argument("--trigger-seconds", type=seconds, metavar="S", help="time between batches")
+    run.add_argument(
+        "--refresh-seconds",
+        type=seconds,
+        default=60.0,
+        metavar="S",
+        help="time between refreshes of facts and SQL tables (60; --once: at the end)",
+    )
     run.add_argument(
         "--starting", default="earliest", metavar="OFFSETS", help="where a first run begins"
     )
@@ -114,40 +103,116 @@ def _register_run(verbs: Any, common: ArgumentParser) -> None:
     run.add_argument(
         "--archive", metavar="FILE", help="what `pipeline package` made, for executors"
     )
-    run.add_argument(
-        "--conf", action="append", default=[], type=_pair, metavar="NAME=VALUE", help="of Spark"
+    for name, whose in (("--conf", "of Spark"), ("--option", "of the source")):
+        run.add_argument(
+            name, action="append", default=[], type=_pair, metavar="NAME=VALUE", help=whose
+        )
+
+
+def _register_tables(verbs: Any, common: ArgumentParser) -> None:
+    show = add_verb(
+        verbs,
+        common,
+        Verb(
+            "show",
+            "print rows of a table, or of a query that names any of the tables",
+            (
+                "conquiet pipeline show store_daily --to lake --limit 5",
+                "conquiet pipeline show app:pipeline --sql \\",
+                "      'SELECT week, gmv_cents / 100 / orders AS basket FROM admin_weekly'",
+            ),
+            "0 done; 1 the query failed; 2 wrong usage, no such table, or SQL that cannot be read",
+            _show,
+            "SQL is DuckDB's. Without a name, the tables and their rows are listed.",
+        ),
     )
-    run.add_argument(
-        "--option",
-        action="append",
-        default=[],
-        type=_pair,
-        metavar="NAME=VALUE",
-        help="of the source",
+    show.add_argument("names", nargs="*", metavar="[MODULE:NAME] [TABLE]", help="as store_daily")
+    show.add_argument("--sql", metavar="QUERY", help="about any of the tables")
+    show.add_argument("--limit", type=count, default=20, metavar="N", help="rows at most (20)")
+    _lake(show)
+    report = _verb(
+        verbs,
+        common,
+        "report",
+        "write a page of HTML with charts; it needs no network",
+        ("conquiet pipeline report app:pipeline --to lake --output report.html",),
+        _report,
     )
-    run.add_argument("--json", action="store_true", help="a line of JSON per batch, on stdout")
-    run.add_argument(
-        "--tables", default="raw_events", metavar="NAMES",
-        help="raw_events (default); names of the marketplace's, with those they are made of; all",
-    )  # fmt: skip
-    run.add_argument(
-        "--refresh-seconds", type=seconds, metavar="S",
-        help="of --tables: time between refreshes of facts and marts (60; --once: at the end)",
-    )  # fmt: skip
-    run.add_argument(
-        "--outbox-url", metavar="URL", help="of --tables: the outbox, to reconcile the log with"
+    report.add_argument(
+        "--output", type=Path, default=Path("report.html"), metavar="FILE", help="(report.html)"
     )
+    reconcile = _verb(
+        verbs,
+        common,
+        "reconcile",
+        "count outbox, log, silver and quarantine by hour; print what does not agree",
+        ("conquiet pipeline reconcile app:pipeline --database postgresql://app@localhost/shop",),
+        _reconcile,
+        codes="0 everything agrees; 1 rows on stdout do not, or it failed; 2 wrong usage",
+    )
+    reconcile.add_argument("--database", metavar="URL", help="the outbox to compare the log with")
+    replay = _verb(
+        verbs,
+        common,
+        "replay",
+        "judge days again from raw_events, and refresh what follows from them",
+        ("conquiet pipeline replay app:pipeline --since 2026-03-01 --until 2026-03-08",),
+        _replay,
+    )
+    replay.add_argument("--since", type=_day, required=True, metavar="DAY", help="2026-01-31, UTC")
+    replay.add_argument("--until", type=_day, required=True, metavar="DAY", help="not included")
+    quarantine = _verb(
+        verbs,
+        common,
+        "quarantine",
+        "list refused events by reason, or judge them again",
+        (
+            "conquiet pipeline quarantine list app:pipeline --to lake",
+            "conquiet pipeline quarantine retry app:pipeline --reason unknown_version",
+        ),
+        _quarantine,
+        before=("do", "list", "retry"),
+    )
+    quarantine.add_argument("--reason", metavar="NAME", help="of that reason alone")
+    quarantine.add_argument("--limit", type=count, default=20, metavar="N", help="(20)")
+    optimize = _verb(
+        verbs,
+        common,
+        "optimize",
+        "put small files together, and remove files that no recent version names",
+        ("conquiet pipeline optimize app:pipeline --to lake --hours 168",),
+        _optimize,
+    )
+    optimize.add_argument(
+        "--hours", type=float, default=168.0, metavar="H", help="versions that stay readable (168)"
+    )
+    take = _verb(
+        verbs,
+        common,
+        "import",
+        "take in raw_events of an earlier lake, or any Parquet files in the log's columns",
+        ("conquiet pipeline import app:pipeline old_lake/raw_events --to lake",),
+        _import,
+    )
+    take.add_argument("path", metavar="DIR", help="a folder of Parquet files")
 
 
 def _register_package(verbs: Any, common: ArgumentParser) -> None:
-    package = verbs.add_parser(
-        "package",
-        help="pack conquiet and what it needs for executors",
-        description=_PACKAGE,
-        epilog=_PACKAGE_EPILOG,
-        parents=[common],
+    package = add_verb(
+        verbs,
+        common,
+        Verb(
+            "package",
+            "pack conquiet, and what it needs, into an archive for executors that have neither",
+            (
+                "conquiet pipeline package",
+                "conquiet pipeline package --output /shared/packages.zip --include app.py",
+            ),
+            "0 the archive is there; 1 it could not be written; 2 wrong usage or settings",
+            _package,
+            "It holds the versions that are installed here, for this Python version and platform.",
+        ),
     )
-    package.set_defaults(run=_package)
     package.add_argument(
         "--output",
         type=Path,
@@ -156,34 +221,231 @@ def _register_package(verbs: Any, common: ArgumentParser) -> None:
         help="(conquiet-packages.zip)",
     )
     package.add_argument(
-        "--include", action="append", default=[], type=Path, metavar="PATH",
-        help="a package's directory or a module of yours, as that of your handlers",
-    )  # fmt: skip
+        "--include",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="PATH",
+        help="a package's directory or a module of yours, as that of your pipeline",
+    )
     package.add_argument(
-        "--without", action="append", default=[], metavar="NAME",
+        "--without",
+        action="append",
+        default=[],
+        metavar="NAME",
         help="a distribution that the executors have",
-    )  # fmt: skip
-    package.add_argument("--json", action="store_true", help="answer in JSON")
+    )
+
+
+def _verb(
+    verbs: Any,
+    common: ArgumentParser,
+    name: str,
+    what: str,
+    examples: tuple[str, ...],
+    run: Any,
+    *,
+    codes: str = _CODES,
+    before: tuple[str, ...] = (),
+) -> ArgumentParser:
+    verb = add_verb(verbs, common, Verb(name, what, examples, codes, run))
+    if before:
+        verb.add_argument(before[0], choices=before[1:], help="what to do")
+    verb.add_argument("pipeline", metavar="MODULE:NAME", help=_TARGET)
+    _lake(verb)
+    return verb
+
+
+def _lake(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--to", metavar="LAKE", help="a folder or s3://bucket/path (the pipeline's own, or lake)"
+    )
+
+
+def _day(text: str) -> date:
+    try:
+        return date.fromisoformat(text)
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is no day such as 2026-01-31") from None
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, separator, value = text.partition("=")
+    if not name or not separator:
+        raise ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    return name, value
+
+
+def find_pipeline(target: str | None, lake: str | None) -> Pipeline:
+    """Import the pipeline that MODULE:NAME names, and point it at a lake if one is named."""
+    from conquiet.lake import Pipeline
+    from conquiet.processes import resolve
+
+    if target is None:
+        return Pipeline(lake=lake or "lake")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    found = resolve(target)
+    if not isinstance(found, Pipeline):
+        raise ConfigError(f"{target} is {found!r:.80}, not a conquiet.lake.Pipeline")
+    if lake is not None:
+        found.lake = lake
+    return found
+
+
+# --- commands -----------------------------------------------------------------------------------
 
 
 def _run(options: Namespace) -> int:
     from conquiet.cli.pipeline_run import run
 
-    if options.tables != "raw_events":
-        _fill_in(options)
     return run(options)
 
 
-def _fill_in(options: Namespace) -> None:
-    """Where the events of the marketplace are, unless it is said."""
-    if options.origin == "log" and not options.streams:
-        options.streams = "pf-*"
-    if options.origin == "outbox" and not options.table:
-        options.table = "outbox_events"
+def _show(options: Namespace) -> int:
+    import duckdb
+
+    targets = [name for name in options.names if ":" in name]
+    names = [name for name in options.names if ":" not in name]
+    if len(targets) > 1 or len(names) > 1 or (names and options.sql):
+        raise ConfigError("name one pipeline and one table, or ask by --sql")
+    pipeline = find_pipeline(targets[0] if targets else None, options.to)
+    with pipeline.database() as database:
+        if names and names[0] not in database.names:
+            known = ", ".join(sorted(database.names)) or "none"
+            raise ConfigError(f"no table {names[0]!r:.60} in {pipeline.lake}; there are {known}")
+        if not names and not options.sql:
+            return _list_tables(database, options.json)
+        sql = options.sql or f"FROM {names[0]} ORDER BY ALL"
+        database.offer(sql)
+        try:
+            found = database.connection.sql(sql).limit(options.limit).to_arrow_table()
+        except (duckdb.CatalogException, duckdb.BinderException, duckdb.ParserException) as error:
+            raise ConfigError(f"--sql: {str(error).splitlines()[0]:.500}") from error
+    rows = [{name: _plain(value) for name, value in row.items()} for row in found.to_pylist()]
+    _print_rows(found.column_names, rows, options.json)
+    return OK
+
+
+def _list_tables(database: Database, as_json: bool) -> int:
+    rows = []
+    for name in sorted(database.names):
+        database.offer(name)
+        rows.append({"table": name, "rows": database.count(name)})
+    _print_rows(["table", "rows"], rows, as_json)
+    return OK
+
+
+def _print_rows(head: Iterable[str], rows: list[dict[str, Any]], as_json: bool) -> None:
+    if as_json:
+        for row in rows:
+            print_json(row)
+        return
+    names = list(head)
+    print_table(names, [["" if row[one] is None else row[one] for one in names] for row in rows])
+
+
+def _plain(value: Any) -> Any:
+    """Write a value as JSON can have it: times and days as text."""
+    if hasattr(value, "isoformat"):
+        return value.isoformat().replace("+00:00", "Z")
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items()}
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
+
+
+def _report(options: Namespace) -> int:
+    from conquiet.lake.report import report
+
+    pipeline = find_pipeline(options.pipeline, options.to)
+    with pipeline.database() as database:
+        page = report(database, pipeline.name, pipeline.charts)
+    options.output.write_text(page)
+    if options.json:
+        print_json({"path": str(options.output), "characters": len(page)})
+    print(f"{options.output}: {len(page):,} characters", file=sys.stderr)
+    return OK
+
+
+def _reconcile(options: Namespace) -> int:
+    from conquiet.lake.reconcile import disagreements
+
+    pipeline = find_pipeline(options.pipeline, options.to)
+    pipeline.reconcile(outbox=options.database)
+    wrong = 0
+    with pipeline.database() as database:
+        for name, row in disagreements(database):
+            wrong += 1
+            plain = {column: _plain(value) for column, value in row.items()}
+            if options.json:
+                print_json({"table": name, **plain})
+            else:
+                cells = ", ".join(f"{column}={_text(plain[column])}" for column in plain)
+                print(f"{name}: {cells}")
+    print(f"{wrong} rows do not agree" if wrong else "everything agrees", file=sys.stderr)
+    return FAILED if wrong else OK
+
+
+def _text(value: Any) -> str:
+    return " ".join(map(str, value)) or "-" if isinstance(value, list) else str(value)
+
+
+def _replay(options: Namespace) -> int:
+    if options.since >= options.until:
+        raise ConfigError(f"--since {options.since} is not before --until {options.until}")
+    pipeline = find_pipeline(options.pipeline, options.to)
+    days = pipeline.replay(options.since, options.until)
+    _tell({"days": days}, f"{days:,} days were judged again", options.json)
+    return OK
+
+
+def _quarantine(options: Namespace) -> int:
+    pipeline = find_pipeline(options.pipeline, options.to)
+    if options.do == "retry":
+        back = pipeline.quarantine.retry(reason=options.reason)
+        _tell({"events": back}, f"{back:,} events left the quarantine", options.json)
+        return OK
+    rows = pipeline.quarantine.list(reason=options.reason, limit=options.limit)
+    plain = [{name: _plain(value) for name, value in row.items()} for row in rows]
+    _print_rows(plain[0] if plain else ["reason"], plain, options.json)
+    return OK
+
+
+def _optimize(options: Namespace) -> int:
+    pipeline = find_pipeline(options.pipeline, options.to)
+    done = pipeline.optimize(hours=options.hours)
+    removed = sum(done.values())
+    _tell(done, f"{removed:,} files of {len(done)} tables were removed", options.json)
+    return OK
+
+
+def _import(options: Namespace) -> int:
+    import pyarrow.parquet as pq
+
+    from conquiet.lake.source import check_files, parquet_files
+
+    pipeline = find_pipeline(options.pipeline, options.to)
+    check_files(options.path)
+    folder = Path(options.path).resolve()
+    taken = 0
+    with pipeline.driver() as driver:
+        for number, file in enumerate(parquet_files(folder)):
+            rows = pq.read_table(file, partitioning=None)
+            taken += driver.take(rows, f"import {folder}", number)
+        driver.refresh()
+    _tell({"entries": taken}, f"{taken:,} entries taken in", options.json)
+    return OK
+
+
+def _tell(answer: dict[str, Any], sentence: str, as_json: bool) -> None:
+    if as_json:
+        print_json(answer)
+    print(sentence, file=sys.stderr)
 
 
 def _package(options: Namespace) -> int:
-    from conquiet.cli.terminal import OK, print_json
     from conquiet.spark.packaging import pack, python_version, settings_for
 
     made = pack(options.output, include=options.include, without=options.without)
@@ -199,10 +461,3 @@ def _package(options: Namespace) -> int:
     for name, value in settings_for(str(made.path)).items():
         print(f"  --conf {name}={value}")
     return OK
-
-
-def _pair(text: str) -> tuple[str, str]:
-    name, separator, value = text.partition("=")
-    if not name or not separator:
-        raise ArgumentTypeError(f"{text!r} is not NAME=VALUE")
-    return name, value

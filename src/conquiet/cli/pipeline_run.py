@@ -1,141 +1,104 @@
-"""What `conquiet pipeline run` does: make the session, start the query, tell how it goes."""
+"""`conquiet pipeline run`: make the session, start the query, print progress."""
 
 from __future__ import annotations
 
 import os
 import re
 import sys
+import time
 from argparse import Namespace
+from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from conquiet.cli.logs import set_up_logs
-from conquiet.cli.pipeline_progress import Progress, telling
-from conquiet.cli.terminal import FAILED, OK, one_line, red
-from conquiet.errors import ConfigError
+from conquiet.cli.pipeline import find_pipeline
+from conquiet.cli.terminal import FAILED, OK, has_colour, one_line, print_json, red
+from conquiet.errors import ConfigError, ConquietError
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
 
 _ENDS_OF_QUERIES = "org.apache.spark.sql.execution.streaming.runtime.MicroBatchExecution"
-_last = re.compile(r"^(?:Caused by: )?([A-Za-z_][\w.$]*: .+)$", re.MULTILINE)
+_FORMATS = {"log": "conquiet", "outbox": "conquiet-outbox"}
+_LINE_SECONDS = 10.0
+"""Seconds between lines of progress where a line cannot be written over."""
 _POSITIONS = frozenset({"startingoffsets", "endingoffsets", "maxoffsetspertrigger"})
 """Options of a log, in small letters."""
-_URL_VARIABLES = {"log": "CONQUIET_BROKER_URL", "outbox": "CONQUIET_DATABASE_URL"}
+_last = re.compile(r"^(?:Caused by: )?([A-Za-z_][\w.$]*: .+)$", re.MULTILINE)
 
 
 def run(options: Namespace) -> int:
     debug = getattr(options, "debug", False)
     source = source_options(options)
     config = spark_settings(options, debug)
-    _refuse_what_connect_lacks(options)
+    if options.once and options.trigger_seconds is not None:
+        raise ConfigError("--once and --trigger-seconds exclude each other: --once ends by itself")
+    is_whole = is_whole_table(options.origin, source)
+    if is_whole:
+        _check_whole(options)
     try:
         import pyspark  # noqa: F401
     except ImportError as error:
         raise ConfigError(f"{error}: pip install 'conquiet[spark]'") from error
-    _check_source(options.origin, source)
-    if options.tables != "raw_events":
-        from conquiet.cli.pipeline_job import run_tables
-
-        return run_tables(options, source, config)
-    return _carry(options, source, config)
-
-
-def _carry(options: Namespace, source: dict[str, str], config: dict[str, str]) -> int:
-    """Into the table `raw_events`."""
-    from conquiet.spark.bronze import Bronze, is_whole_table
-    from conquiet.spark.checkpoint import held
-    from conquiet.spark.settings import session
-
-    table = Bronze(
-        options.to, options.format, options.checkpoint, options.once, options.trigger_seconds
-    )
-    table.check()
-    _refuse_a_lake_of_tables(options)
-    is_whole = is_whole_table(options.origin, source)
-    if is_whole:
-        check_whole(options)
-    debug = getattr(options, "debug", False)
+    _check_source(options, source)
+    pipeline = find_pipeline(options.pipeline, options.to)
     set_up_logs("info" if debug else "warning")
+    progress = Progress(options.json)
     with ExitStack() as stack:
-        if is_whole:
-            stack.enter_context(held(table.checkpoint_path))
-        elif options.remote is None:  # else the checkpoint is the server's
-            with held(table.checkpoint_path):
-                pass  # the query will hold it; that another does is told before Spark is started
-        spark = session(
-            "conquiet pipeline", master=options.master, remote=options.remote, config=config
-        )
-        stack.callback(spark.stop)
-        if not debug and options.remote is None:
-            leave_the_last_word_to_us(spark)
-        progress = stack.enter_context(telling(options.json))
+        stack.callback(progress.clear)
         try:
+            spark = _session(options, config, debug)
+            stack.callback(spark.stop)
+            stopped = pipeline.run(
+                _events(spark, options.origin, source, is_whole),
+                once=options.once,
+                trigger_seconds=options.trigger_seconds or 0.0,
+                refresh_seconds=options.refresh_seconds,
+                checkpoint=options.checkpoint,
+                outbox=None if options.origin == "outbox" else options.database,
+                new_only=is_whole,
+                on_query=progress.look,
+                on_progress=progress.say,
+            )
             if is_whole:
-                stopped = _take_whole(spark, source, table, progress)
-            else:
-                stopped = _take_stream(spark, options.origin, source, table, progress)
+                progress.count(0, progress.taken, progress.taken / max(progress.seconds, 0.001))
         except ConfigError:
             raise
         except Exception as error:  # noqa: BLE001 - Spark's own, with pages of Java behind it
-            return failed(error, debug)
-        progress.end(table.path, stopped)
+            return _failed(error, debug)
+        progress.end(pipeline.lake, stopped)
     return OK
 
 
-def _take_stream(
-    spark: Any, origin: Any, source: dict[str, str], table: Any, progress: Progress
-) -> bool:
-    from conquiet.spark.bronze import read_events, start_bronze
-    from conquiet.spark.query import run_query
+def _session(options: Namespace, config: dict[str, str], debug: bool) -> SparkSession:
+    from conquiet.spark import session
 
-    query = start_bronze(read_events(spark, origin, source), table)
-    return run_query(query, on_look=progress.look)
-
-
-def _take_whole(spark: Any, source: dict[str, str], table: Any, progress: Progress) -> bool:
-    from conquiet.spark.bronze import take_whole
-
-    progress.take_whole(take_whole(spark, source, table))
-    return False
+    spark = session(
+        "conquiet pipeline", master=options.master, remote=options.remote, config=config
+    )
+    if not debug and options.remote is None:  # `_failed` prints what ended a query, in one line
+        log4j = spark._jvm.org.apache.logging.log4j  # type: ignore[union-attr]
+        log4j.core.config.Configurator.setLevel(_ENDS_OF_QUERIES, log4j.Level.OFF)
+    return spark
 
 
-def check_whole(options: Namespace) -> None:
-    """A table that is no log is read to its end, and its rows are added in one commit."""
-    if not options.once:
-        raise ConfigError("outbox_events is read as a whole, since it is no log: add --once")
-    if options.remote is not None:
-        raise ConfigError(
-            "--remote cannot take outbox_events: its rows are committed by the driver"
-        )
-    told = {name.lower() for name, _ in options.option} & _POSITIONS
-    if options.starting != "earliest" or options.max_events is not None or told:
-        raise ConfigError(
-            "outbox_events has no positions: choose its rows by --option since=… and until=…"
-        )
+def _events(spark: SparkSession, origin: str, source: dict[str, str], whole: bool) -> DataFrame:
+    if origin == "files":
+        from conquiet.lake.source import read_files
+
+        given = dict(source)
+        return read_files(spark, given.pop("path"), **given)
+    if whole:
+        return spark.read.format(_FORMATS[origin]).options(**source).load()
+    return spark.readStream.format(_FORMATS[origin]).options(**source).load()
 
 
-def _refuse_a_lake_of_tables(options: Namespace) -> None:
-    """Tables are made of what their own run took in; events that another brings are in none."""
-    from conquiet.spark.checkpoint import local_directory
-    from conquiet.spark.tables.commits import format_of
-
-    folder = local_directory(options.to)
-    if folder is not None and format_of(folder / "silver") is not None:
-        raise ConfigError(
-            f"{options.to} has tables that are made of its raw_events: add --tables all, or name"
-            " another folder by --to"
-        )
-
-
-def leave_the_last_word_to_us(spark: Any) -> None:
-    """What ends a query is told by `failed`, in a line; Spark's pages about it are for --debug."""
-    log4j = spark._jvm.org.apache.logging.log4j
-    log4j.core.config.Configurator.setLevel(_ENDS_OF_QUERIES, log4j.Level.OFF)
-
-
-# --- settings -------------------------------------------------------------------------------
+# --- settings -----------------------------------------------------------------------------------
 
 
 def source_options(options: Namespace) -> dict[str, str]:
-    """The options of the format that reads the events."""
+    """Return the options of the format that reads the events."""
     if options.origin == "files":
         return _file_options(options)
     found = _address(options)
@@ -153,24 +116,45 @@ def source_options(options: Namespace) -> dict[str, str]:
     if options.max_events is not None:
         found["maxOffsetsPerTrigger"] = str(options.max_events)
     found |= dict(options.option)
-    from conquiet.spark.bronze import is_whole_table
-
     if not is_whole_table(options.origin, found):
         found = {"startingOffsets": options.starting} | found
     return found
 
 
-def _check_source(origin: str, source: dict[str, str]) -> None:
-    """What a source would refuse, before Spark is started for it."""
-    if origin == "log":
+def is_whole_table(origin: str, options: Mapping[str, str]) -> bool:
+    """Tell whether the events are in a table that is no log, and can only be read as a whole."""
+    if origin != "outbox":
+        return False
+    from conquiet.events.table import EVENTS_TABLE
+
+    given = {name.lower(): value for name, value in options.items()}
+    return given.get("table", "").rpartition(".")[2] == EVENTS_TABLE
+
+
+def _check_whole(options: Namespace) -> None:
+    if not options.once:
+        raise ConfigError("outbox_events is read as a whole, since it is no log: add --once")
+    given = {name.lower() for name, _ in options.option} & _POSITIONS
+    if options.starting != "earliest" or options.max_events is not None or given:
+        raise ConfigError(
+            "outbox_events has no positions: choose its rows by --option since=… and until=…"
+        )
+
+
+def _check_source(options: Namespace, source: dict[str, str]) -> None:
+    """Refuse what the source would refuse, before Spark is started for it."""
+    if options.origin == "log":
         from conquiet.spark.log.options import ReadOptions
 
         ReadOptions.of(source, streaming=True)
-    elif origin == "outbox":
+    elif options.origin == "outbox":
         from conquiet.spark.outbox.options import OutboxOptions
 
         OutboxOptions.of(source)
     else:
+        from conquiet.lake.source import check_files
+
+        check_files(options.path)
         return
     from conquiet.spark.payload import schema_of
 
@@ -178,33 +162,41 @@ def _check_source(origin: str, source: dict[str, str]) -> None:
 
 
 def _address(options: Namespace) -> dict[str, str]:
-    """Where the log or the outbox is, unless an option of the source says it."""
-    told = {name.lower() for name, _ in options.option} & {"url", "urlfile", "urlenv"}
-    if options.url and told:
-        raise ConfigError(f"give --url or --option {told.pop()}, not both")
-    if told:
+    """Return where the log or the outbox is, unless an option of the source says it."""
+    flag, variable, url = {
+        "log": ("--broker", "CONQUIET_BROKER_URL", options.broker),
+        "outbox": ("--database", "CONQUIET_DATABASE_URL", options.database),
+    }[options.origin]
+    given = {name.lower() for name, _ in options.option} & {"url", "urlfile", "urlenv"}
+    if url and given:
+        raise ConfigError(f"give {flag} or --option {given.pop()}, not both")
+    if given:
         return {}
-    variable = _URL_VARIABLES[options.origin]
-    url = options.url or os.environ.get(variable)
+    url = url or os.environ.get(variable)
     if not url:
         raise ConfigError(
-            f"say where the {options.origin} is: --url, or {variable}, or --option urlFile=FILE"
+            f"where is the {options.origin}? {flag}, or {variable}, or --option urlFile=FILE"
         )
     return {"url": url}
 
 
 def _file_options(options: Namespace) -> dict[str, str]:
     if not options.path:
-        raise ConfigError("say where the files are: --path DIR")
-    if options.tables == "raw_events":
-        raise ConfigError("--from files is for --tables all: as they are, the files are raw events")
+        raise ConfigError("where are the files? --path DIR")
     if options.max_events is not None:
         raise ConfigError("--max-events is for logs; of files: --option maxFilesPerTrigger=1")
     return {"path": options.path} | dict(options.option)
 
 
 def spark_settings(options: Namespace, debug: bool) -> dict[str, str]:
-    """The settings of the session: the user's, and those that bring the archive along."""
+    """Return the settings of the session: the user's, and those that bring the archive along."""
+    if options.remote is not None and options.master is not None:
+        raise ConfigError("--master and --remote exclude each other")
+    if options.remote is not None and options.archive is not None:
+        raise ConfigError(
+            "--archive is for --master: a Spark Connect server is started with its own"
+            " spark.archives, and has conquiet installed"
+        )
     chosen = dict(options.conf)
     if not debug and options.remote is None:
         chosen.setdefault("spark.log.level", "ERROR")
@@ -224,39 +216,132 @@ def spark_settings(options: Namespace, debug: bool) -> dict[str, str]:
     return chosen
 
 
-def _refuse_what_connect_lacks(options: Namespace) -> None:
-    if options.remote is None:
-        return
-    if options.master is not None:
-        raise ConfigError("--master and --remote exclude each other")
-    if options.archive is not None:
-        raise ConfigError(
-            "--archive is for --master: a Spark Connect server is started with its own"
-            " spark.archives, and has conquiet installed"
-        )
-    if options.format == "delta":
-        raise ConfigError(
-            "--remote cannot write Delta: its commits are made on the driver, which is the server;"
-            " use --format parquet, or run the driver there: --master"
-        )
-
-
-def failed(error: Exception, debug: bool) -> int:
+def _failed(error: Exception, debug: bool) -> int:
     if debug:
         import traceback
 
         traceback.print_exception(error)
     from conquiet.spark.query import own_words
 
-    text = own_words(error) or _last_words(str(error))
+    text = str(error) if isinstance(error, ConquietError) else own_words(error)
     mark = red("conquiet: error:", sys.stderr)
-    print(f"{mark} the query failed: {one_line(text)[:1500]}", file=sys.stderr)
+    text = one_line(text or _last_words(str(error)))[:1500]
+    print(f"{mark} the run failed: {text} (--debug prints Spark's log)", file=sys.stderr)
     return FAILED
 
 
 def _last_words(text: str) -> str:
-    """Of an error that Python raised below Spark, the line that says what; else what Java says."""
+    """Return the line that names the fault: Python's below Spark, else Java's."""
     text = text.partition("JVM stacktrace:")[0]
     _, _, trace = text.partition("Traceback (most recent call last):")
     found = _last.findall(trace)
     return found[-1] if found else text.partition("\n\tat ")[0]
+
+
+# --- progress -----------------------------------------------------------------------------------
+
+
+class Missed(NamedTuple):
+    """Entries that were gone before this run could read them (`failOnDataLoss=false`)."""
+
+    times: int
+    entries: int
+    """Of those times when they could be counted."""
+
+    def __str__(self) -> str:
+        return f"{self.entries:,} or more events lost (losses: {self.times:,})"
+
+
+def _sum(lost: Mapping[str, Any]) -> Missed:
+    return Missed(
+        sum(item.times for item in lost.values()), sum(item.entries for item in lost.values())
+    )
+
+
+class Progress:
+    """Prints batches and tables: on a terminal in one line, else now and then, or as JSON."""
+
+    def __init__(self, as_json: bool) -> None:
+        self._as_json = as_json
+        self._over = has_colour(sys.stderr)
+        self._started = self._printed = time.monotonic()
+        self._last_batch = -1
+        self._line = ""
+        self.taken = 0
+        """Events of a batch that no query counts."""
+        self.events = 0
+        self.batches = 0
+        self.lag: int | None = None
+        self.lost = Missed(0, 0)
+        self._lost_before: Missed | None = None
+
+    def look(self, query: Any) -> None:
+        """Print the batches that a query has finished since the last look."""
+        from conquiet.spark.progress import losses, losses_before
+
+        for progress in query.recentProgress:
+            if progress.batchId <= self._last_batch:
+                continue
+            if self._lost_before is None:  # by runs before this one
+                self._lost_before = _sum(losses_before(progress))
+            before, now = self._lost_before, _sum(losses(progress))
+            missed = Missed(now.times - before.times, now.entries - before.entries)
+            if progress.numInputRows or missed != self.lost:
+                self.lost = missed
+                self._take(progress)
+
+    def _take(self, progress: Any) -> None:
+        from conquiet.spark.progress import lag
+
+        self._last_batch = progress.batchId
+        waiting = list(lag(progress).values())
+        self.lag = None if not waiting or None in waiting else sum(item or 0 for item in waiting)
+        speed = progress.processedRowsPerSecond or 0.0
+        self.count(progress.batchId, progress.numInputRows, speed)
+
+    def count(self, batch: int, events: int, speed: float) -> None:
+        """Print one batch."""
+        self.batches += 1
+        self.events += events
+        if self._as_json:
+            line = {"batch": batch, "events": events, "events_per_second": round(speed, 1)}
+            line |= {"lag": self.lag, "lost": self.lost.entries, "losses": self.lost.times}
+            print_json(line)
+            sys.stdout.flush()
+            return
+        behind = "" if self.lag is None else f", lag {self.lag:,}"
+        behind += f", {self.lost}" if self.lost.times else ""
+        self._line = f"batch {batch}: {events:,} events, {speed:,.0f}/s{behind}"
+        self._print(self._line)
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._started
+
+    def say(self, done: Any) -> None:
+        """Print the step that a pipeline has just done, as the table that it committed."""
+        self.taken = done.events
+        self._print(f"{self._line}; {done.step}" if self._line else done.step)
+
+    def _print(self, text: str) -> None:
+        if self._as_json:
+            return
+        if self._over:
+            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+        elif time.monotonic() - self._printed >= _LINE_SECONDS:
+            self._printed = time.monotonic()
+            print(text, file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        if self._over and not self._as_json:
+            print("\r\x1b[K", end="", file=sys.stderr)
+
+    def end(self, lake: str, stopped: bool) -> None:
+        self.clear()
+        how = "stopped" if stopped else "done"
+        missed = f"; {self.lost}, gone before they were read" if self.lost.times else ""
+        print(
+            f"{how}: {self.events:,} events in {self.batches:,} batches to {lake},"
+            f" in {self.seconds:.1f} s{missed}",
+            file=sys.stderr,
+        )

@@ -7,16 +7,19 @@ import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
+import pyarrow.parquet
 import pytest
 
 from conquiet.cli import build_parser, main
-from conquiet.cli.pipeline_progress import Progress
-from conquiet.cli.pipeline_run import source_options, spark_settings
+from conquiet.cli.pipeline_run import Progress, source_options, spark_settings
 from conquiet.errors import ConfigError
 from conquiet.spark.packaging import needed
 
+START = ("--option", "startingOffsets=5-1")
 END = ("--option", "endingOffsets=9-9")
-WHOLE = ("--from", "outbox", "--url", "u")
+LATEST = ("--starting", "latest")
+LOG = ("--broker", "redis://h")
+WHOLE = ("--from", "outbox", "--database", "u")
 HEAVY = ("pyarrow", "pandas", "numpy", "deltalake", "sqlalchemy", "psycopg-binary")
 
 
@@ -31,50 +34,25 @@ def no_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["--streams", "s"], "CONQUIET_BROKER_URL"),
         (["--from", "outbox"], "CONQUIET_DATABASE_URL"),
-        (["--url", "redis://h"], "--streams 'orders,payments:*'"),
-        (["--url", "redis://h", "--streams", "s", "--table", "t"], "--table is for --from outbox"),
-        (["--from", "outbox", "--url", "sqlite://", "--streams", "s"], "--streams is for"),
-        (["--url", "redis://h", "--streams", "s", "--archive", "none.zip"], "pipeline package"),
-        (["--url", "u", "--streams", "s", "--once", "--trigger-seconds", "1"], "exclude each"),
-        (["--url", "u", "--streams", "s", "--option", "maxOffsetPerTrigger=1"], "did you mean"),
-        (["--url", "u", "--streams", "s", "--starting", "yesterday"], "a time (2026-01-31T12"),
-        (["--from", "outbox", "--url", "sqlite:///x", "--option", "until=never"], "until"),
-        (["--from", "outbox", "--url", "u", "--table", "outbox_events"], "add --once"),
-        (
-            [
-                "--from",
-                "outbox",
-                "--url",
-                "u",
-                "--table",
-                "app.outbox_events",
-                "--once",
-                "--max-events",
-                "5",
-            ],
-            "has no positions",
-        ),
-        (
-            [*WHOLE, "--table", "outbox_events", "--once", "--option", "startingOffsets=5-1"],
-            "has no positions",
-        ),
-        (
-            [*WHOLE, "--option", "table=outbox_events", "--once", "--starting", "latest"],
-            "has no positions",
-        ),
-        ([*WHOLE, "--table", "public.outbox_events", "--tables", "all"], "add --once"),
-        (
-            [*WHOLE, "--option", "Table=outbox_events", "--tables", "all", "--once", *END],
-            "has no positions",
-        ),
-        (
-            ["--url", "u", "--streams", "s", "--remote", "sc://h", "--format", "delta"],
-            "its commits are made on the driver",
-        ),
-        (
-            ["--url", "u", "--streams", "s", "--remote", "sc://h", "--master", "local"],
-            "exclude each other",
-        ),
+        ([*LOG], "--streams 'orders,payments:*'"),
+        ([*LOG, "--streams", "s", "--table", "t"], "--table is for --from outbox"),
+        ([*WHOLE, "--streams", "s"], "--streams is for"),
+        ([*LOG, "--streams", "s", "--archive", "none.zip"], "pipeline package"),
+        ([*LOG, "--streams", "s", "--once", "--trigger-seconds", "1"], "exclude each"),
+        ([*LOG, "--streams", "s", "--option", "maxOffsetPerTrigger=1"], "did you mean"),
+        ([*LOG, "--streams", "s", "--starting", "yesterday"], "a time (2026-01-31T12"),
+        ([*WHOLE, "--option", "until=never"], "until"),
+        ([*WHOLE, "--table", "outbox_events"], "add --once"),
+        ([*WHOLE, "--table", "app.outbox_events", "--once", "--max-events", "5"], "no positions"),
+        ([*WHOLE, "--table", "outbox_events", "--once", *START], "has no positions"),
+        ([*WHOLE, "--option", "table=outbox_events", "--once", *LATEST], "has no positions"),
+        ([*WHOLE, "--option", "Table=outbox_events", "--once", *END], "has no positions"),
+        ([*LOG, "--streams", "s", "--remote", "sc://h", "--master", "local"], "exclude each other"),
+        (["--from", "files"], "where are the files? --path"),
+        (["--from", "files", "--path", "log", "--max-events", "5"], "maxFilesPerTrigger=1"),
+        (["--from", "files", "--path", "nowhere"], "nowhere: there is no such folder"),
+        (["marketplace.lake:CATALOG", *LOG, "--streams", "s"], "not a conquiet.lake.Pipeline"),
+        (["marketplace.lake:nothing", *LOG, "--streams", "s"], "has no 'nothing'"),
     ],
 )
 def test_what_cannot_work_is_told_before_spark_starts(
@@ -99,7 +77,7 @@ def parsed(*arguments: str):
 
 def test_options_of_the_source_come_from_the_command_line() -> None:
     options = parsed(
-        *("--url", "redis://h", "--streams", "a,b", "--max-events", "10"),
+        *("--broker", "redis://h", "--streams", "a,b", "--max-events", "10"),
         *("--option", "readerName=lake", "--starting", "latest"),
     )
     assert source_options(options) == {
@@ -119,7 +97,7 @@ def test_the_address_may_stand_in_a_file_where_no_list_of_processes_shows_it(mon
         "streams": "a",
         "startingOffsets": "earliest",
     }
-    both = parsed("--url", "redis://h", "--streams", "a", "--option", "urlFile=x")
+    both = parsed("--broker", "redis://h", "--streams", "a", "--option", "urlFile=x")
     with pytest.raises(ConfigError, match="not both"):
         source_options(both)
 
@@ -155,14 +133,30 @@ def test_what_a_run_has_missed_is_told_and_not_what_was_missed_before(
     assert "0 or more events lost (losses: 1)" in capsys.readouterr().err
 
 
-def test_a_table_that_is_being_made_is_told_to_people_and_not_between_lines_of_json(
+def test_steps_are_printed_for_people_and_not_between_lines_of_json(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("conquiet.cli.pipeline_progress._LINE_SECONDS", 0.0)
-    Progress(as_json=False).say("making store_daily")
-    assert capsys.readouterr() == ("", "making store_daily\n")
-    Progress(as_json=True).say("making store_daily")
+    monkeypatch.setattr("conquiet.cli.pipeline_run._LINE_SECONDS", 0.0)
+    done = SimpleNamespace(step="store_daily committed", events=7)
+    Progress(as_json=False).say(done)
+    assert capsys.readouterr() == ("", "store_daily committed\n")
+    Progress(as_json=True).say(done)
     assert capsys.readouterr() == ("", "")
+
+
+def test_files_that_hold_no_log_are_refused_before_anything_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log, lake = tmp_path / "log", tmp_path / "lake"
+    command = ["pipeline", "run", "--from", "files", "--path", str(log), "--to", str(lake)]
+    log.mkdir()
+    (log / "part-0.parquet").write_text("PAR1 and nothing else")
+    assert main(command) == 2
+    assert "part-0.parquet is no whole Parquet file" in capsys.readouterr().err
+    pyarrow.parquet.write_table(pyarrow.table({"stream": ["a"]}), log / "part-0.parquet")
+    assert main(command) == 2
+    assert "part-0.parquet has no column entry_id" in capsys.readouterr().err
+    assert not lake.exists()
 
 
 def test_an_archive_comes_with_the_settings_that_unpack_it(tmp_path: Path) -> None:
