@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, timedelta
-from typing import Annotated, Any
+from typing import Annotated, Any, Generic, TypeVar
 from zlib import crc32
 
 import msgspec
@@ -149,22 +149,28 @@ _nul = re.compile(rb"(?<!\\)((?:\\\\)*)\\u0000")
 _fault = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
-class _Envelope(msgspec.Struct, rename="camel", gc=False):
-    version: int
-    event_id: str
-    occurred_at: Annotated[datetime, msgspec.Meta(tz=True)]
-    actor: msgspec.Raw = msgspec.Raw()
-    data: msgspec.Raw = msgspec.Raw()
-
-
 class _Actor(msgspec.Struct, rename="camel", gc=False):
     type: str | None = None
     id: str | None = None
     store_id: str | None = None
 
 
-_envelopes = msgspec.json.Decoder(_Envelope)
-_actors = msgspec.json.Decoder(_Actor)
+Data = TypeVar("Data")
+
+
+class _Envelope(msgspec.Struct, Generic[Data], rename="camel", gc=False):
+    version: int
+    event_id: str
+    occurred_at: Annotated[datetime, msgspec.Meta(tz=True)]
+    data: Data
+    actor: _Actor | None = None
+
+
+class _Header(msgspec.Struct, gc=False):
+    version: int
+
+
+_headers = msgspec.json.Decoder(_Header)
 _objects = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _NO_ACTOR = _Actor()
 
@@ -208,7 +214,7 @@ class Judge:
             for (event_type, version), struct in definition.structs.items()
         }
         self.facts = list(definition.facts.values())
-        self._accepts: dict[tuple[str, str], bool] = {}
+        self._kinds_of: dict[tuple[str, str], dict[int, _Kind]] = {}
         self._has_keys = any(callable(one.key) for one in self.facts)
         self._typed = typed_schemas(definition)
 
@@ -229,41 +235,48 @@ class Judge:
                 bad.add(row, None, REASONS[0])
                 continue
             try:
-                envelope = _envelopes.decode(data or b"")
-                if envelope.event_id != event_id or not 0 < envelope.version < _MOST_INT:
-                    raise _Refused("bad_envelope")
+                kind = self._kind(stream, event_type, data)
+                envelope = kind.open(data)
                 occurred = _plausible_time(envelope.occurred_at)
-                if occurred is None:
+                if envelope.event_id != event_id or occurred is None:
                     raise _Refused("bad_envelope")
-                kind = self.kinds.get((event_type, envelope.version))
-                if kind is None or not self._comes_from(stream, event_type):
-                    raise _Refused(self._unknown(stream, event_type))
-                raw = bytes(envelope.data)
-                if not raw or raw == b"null":
-                    raise _Refused("null_data")
-                if b"\\u0000" in raw:
-                    raw = _nul.sub(rb"\1\\ufffd", raw)
-                value = kind.decode(raw)
+                value = envelope.data
                 if kind.is_plausible is not None and not kind.is_plausible(value):
                     raise _Refused("invalid_data")
                 if kind.rules:
                     _check(kind.rules, value, days[row], counts, event_id)
             except _Refused as refusal:
-                bad.add(row, _column_version(envelope.version), refusal.args[0])
+                bad.add(row, _column_version(kind.version), refusal.args[0])
                 continue
             except _fault:
-                reason, version = self._reason(stream, event_id, event_type, data)
-                bad.add(row, version, reason)
-                continue
-            good.add(row, envelope, occurred, kind, value, raw)
+                reason, version, again = self._reason(stream, event_id, event_type, data)
+                if again is None:
+                    bad.add(row, version, reason)
+                    continue
+                envelope, kind = again
+                occurred = _plausible_time(envelope.occurred_at)
+                value = envelope.data
+                assert occurred is not None, "an event that can be read was checked"
+            good.add(row, envelope, occurred, kind, value)
         return self._judged(entries, good, bad, counts, with_silver)
 
-    def _comes_from(self, stream: str, event_type: str) -> bool:
-        known = self._accepts.get((stream, event_type))
+    def _kind(self, stream: str, event_type: str, data: bytes | None) -> _Kind:
+        """Return the kind of an event, before all of it is read."""
+        known = self._kinds_of.get((stream, event_type))
         if known is None:
-            known = self.definition.accepts(stream, event_type)
-            self._accepts[stream, event_type] = known
-        return known
+            versions = self.types.get(event_type, [])
+            accepts = self.definition.accepts(stream, event_type)
+            known = {one: self.kinds[event_type, one] for one in versions} if accepts else {}
+            self._kinds_of[stream, event_type] = known
+        if len(known) == 1:
+            return next(iter(known.values()))  # its version is checked when it is read
+        found = known.get(_headers.decode(data or b"").version)
+        if found is None:
+            raise msgspec.DecodeError("neither type nor version is known")
+        return found
+
+    def _comes_from(self, stream: str, event_type: str) -> bool:
+        return self.definition.accepts(stream, event_type)
 
     def _unknown(self, stream: str, event_type: str) -> str:
         is_known = event_type in self.types and self._comes_from(stream, event_type)
@@ -271,12 +284,13 @@ class Judge:
 
     def _reason(
         self, stream: str, event_id: str, event_type: str, data: bytes | None
-    ) -> tuple[str, int | None]:
-        """Find the first check that an entry fails, which is known to fail one."""
+    ) -> tuple[str, int | None, tuple[_Envelope[Any], _Kind] | None]:
+        """Find the first check that an entry fails; an entry whose actor alone is not as expected
+        fails none, and is returned."""
         try:
             fields = _objects.decode(data or b"")
         except _fault:
-            return "broken_json", None
+            return "broken_json", None, None
         version = _read(fields.get("version"), int)
         version = version if isinstance(version, int) and not isinstance(version, bool) else None
         shown = _column_version(version)
@@ -288,12 +302,20 @@ class Judge:
             or occurred is None
             or _plausible_time(occurred) is None
         ):
-            return "bad_envelope", shown
+            return "bad_envelope", shown, None
         kind = self.kinds.get((event_type, version))
         if kind is None or not self._comes_from(stream, event_type):
-            return self._unknown(stream, event_type), shown
+            return self._unknown(stream, event_type), shown, None
         raw = bytes(fields.get("data", b""))
-        return ("null_data" if raw in (b"", b"null") else "invalid_data"), shown
+        if raw in (b"", b"null"):
+            return "null_data", shown, None
+        try:
+            value = kind.decode(_nul.sub(rb"\1\\ufffd", raw))
+        except _fault:
+            return "invalid_data", shown, None
+        if kind.is_plausible is not None and not kind.is_plausible(value):
+            return "invalid_data", shown, None
+        return "", shown, (_Envelope(version, event_id, occurred, value), kind)
 
     # --- columns --------------------------------------------------------------------------------
 
@@ -319,7 +341,7 @@ class Judge:
             ],
             TIME,
         )
-        actors = [_actor(one.actor) if one.actor else _NO_ACTOR for one in good.envelopes]
+        actors = [one.actor or _NO_ACTOR for one in good.envelopes]
         made = {
             "event_type": taken["type"],
             "version": versions,
@@ -376,15 +398,15 @@ class Judge:
     ) -> pa.Table:
         places: list[int] = []
         facts: list[int] = []
-        keys: list[str] = []
-        to_text = msgspec.to_builtins
+        found: list[Any] = []
         for place, (kind, value) in enumerate(zip(good.kinds, good.values, strict=True)):
             for fact, name in kind.fields:
-                found = getattr(value, name)
-                if found is not None:
+                one = getattr(value, name)
+                if one is not None:
                     places.append(place)
                     facts.append(fact)
-                    keys.append(found if type(found) is str else str(to_text(found)))
+                    found.append(one)
+        keys = [one if type(one) is str else str(one) for one in msgspec.to_builtins(found)]
         if self._has_keys:
             self._computed_keys(taken, good, places, facts, keys)
         if not keys:
@@ -394,9 +416,18 @@ class Judge:
         rows = np.asarray(places)[order]
         chosen = pa.array(rows, pa.int64())
         some = taken.select(
-            ["event_id", "type", "time", "entry_time", "stream", "key", "subject", "delivery_count"]
+            [
+                "event_id",
+                "type",
+                "time",
+                "entry_time",
+                "stream",
+                "key",
+                "subject",
+                "delivery_count",
+                "data",
+            ]
         ).take(chosen)
-        raws = pa.array(good.raws, pa.binary()).take(chosen)
         return pa.table(
             [
                 pa.array(buckets[order]),
@@ -411,7 +442,7 @@ class Judge:
                 some["stream"],
                 pc.coalesce(some["key"], some["subject"]),
                 some["delivery_count"],
-                raws,
+                some["data"],
             ],
             schema=FEED,
         )
@@ -475,21 +506,19 @@ class _Good:
 
     def __init__(self) -> None:
         self.rows: list[int] = []
-        self.envelopes: list[_Envelope] = []
+        self.envelopes: list[_Envelope[Any]] = []
         self.occurred: list[datetime] = []
         self.kinds: list[_Kind] = []
         self.values: list[Any] = []
-        self.raws: list[bytes] = []
 
     def add(
-        self, row: int, envelope: _Envelope, occurred: datetime, kind: _Kind, value: Any, raw: bytes
+        self, row: int, envelope: _Envelope[Any], occurred: datetime, kind: _Kind, value: Any
     ) -> None:
         self.rows.append(row)
         self.envelopes.append(envelope)
         self.occurred.append(occurred)
         self.kinds.append(kind)
         self.values.append(value)
-        self.raws.append(raw)
 
 
 class _Kind:
@@ -501,6 +530,7 @@ class _Kind:
         self.event_type = event_type
         self.version = version
         self.decode = msgspec.json.Decoder(struct).decode
+        self._open = msgspec.json.Decoder(_Envelope[struct]).decode  # type: ignore[valid-type]
         self.is_plausible = _plausible(inspect.type_info(struct))
         self.rules = [one for one in definition.rules if one.of is struct]
         self.moment = definition.moments.get(event_type)
@@ -512,6 +542,24 @@ class _Kind:
             and (fact.events is None or event_type in fact.events)
         ]
         self.encoder = Encoder(struct)
+
+    def open(self, data: bytes | None) -> _Envelope[Any]:
+        """Read an envelope with the data of this kind; NUL becomes U+FFFD."""
+        data = data or b""
+        if b"\\u0000" in data:
+            data = _nul.sub(rb"\1\\ufffd", data)
+        envelope: _Envelope[Any] = self._open(data)
+        if envelope.version != self.version:
+            raise msgspec.DecodeError("another version")
+        return envelope
+
+    def open_again(self, data: bytes) -> Any:
+        """Read the data of an event that was judged before."""
+        try:
+            return self.open(data).data
+        except _fault:  # its actor is not as expected
+            raw = bytes(_objects.decode(data)["data"])
+            return self.decode(_nul.sub(rb"\1\\ufffd", raw))
 
 
 def bucket_of(key: str) -> int:
@@ -529,7 +577,7 @@ def event_of(judge: Judge, row: tuple[Any, ...]) -> Event:
     """Build an event from a row of the feed, without its bucket, fact and key."""
     event_id, event_type, version, occurred, created, seen, stream, key, deliveries, data = row
     kind = judge.kinds[event_type, version]
-    value = kind.decode(data)
+    value = kind.open_again(data)
     moment = getattr(value, kind.moment) if kind.moment else None
     return Event(
         event_id,
@@ -651,13 +699,6 @@ def _read(raw: msgspec.Raw | None, kind: Any) -> Any:
         return None if raw is None else msgspec.json.decode(raw, type=kind)
     except _fault:
         return None
-
-
-def _actor(raw: msgspec.Raw) -> _Actor:
-    try:
-        return _actors.decode(raw)
-    except _fault:
-        return _NO_ACTOR
 
 
 def _column_version(version: int | None) -> int | None:

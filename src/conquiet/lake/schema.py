@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import date, datetime
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -97,17 +98,52 @@ class Encoder:
 
     def __init__(self, struct: type[msgspec.Struct]) -> None:
         self.schema = arrow_schema(struct)
-        self._complete = _completion(inspect.type_info(struct))
+        self._columns = [_Column(one) for one in fields_of(struct)]
 
     def table(self, rows: Sequence[msgspec.Struct]) -> pa.Table:
         """Build a table, one row per instance."""
-        plain: list[dict[str, Any]] = [
-            msgspec.to_builtins(row, builtin_types=_KEPT) for row in rows
-        ]
-        if self._complete is not None:
-            plain = [self._complete(row) for row in plain]
-        columns = [pa.array([row.get(one.name) for row in plain], one.type) for one in self.schema]
-        return pa.table(columns, schema=self.schema)
+        return pa.table([one.array(rows) for one in self._columns], schema=self.schema)
+
+
+class _Column:
+    """One field of a struct as a column."""
+
+    def __init__(self, field: inspect.Field) -> None:
+        self._read = attrgetter(field.name)
+        self._type = arrow_type(field.type)
+        self._complete = _completion(field.type)
+        # Plain values are taken as they are; msgspec turns the others into plain ones, all at once.
+        kind = _without_none(field.type)
+        self._is_plain = isinstance(kind, _PLAIN_KINDS) and self._complete is None
+
+    def array(self, rows: Sequence[msgspec.Struct]) -> pa.Array:
+        values = list(map(self._read, rows))
+        if not self._is_plain:
+            values = msgspec.to_builtins(values, builtin_types=_KEPT)
+            if self._complete is not None:
+                values = [None if one is None else self._complete(one) for one in values]
+        return pa.array(values, self._type)
+
+
+_PLAIN_KINDS = (
+    inspect.IntType,
+    inspect.FloatType,
+    inspect.BoolType,
+    inspect.StrType,
+    inspect.BytesType,
+    inspect.DateType,
+    inspect.DateTimeType,
+)
+
+
+def _without_none(info: inspect.Type) -> inspect.Type:
+    if isinstance(info, inspect.Metadata):
+        return _without_none(info.type)
+    if isinstance(info, inspect.UnionType):
+        left = [one for one in info.types if not isinstance(one, inspect.NoneType)]
+        if len(left) == 1:
+            return _without_none(left[0])
+    return info
 
 
 def _completion(info: inspect.Type) -> Callable[[Any], Any] | None:

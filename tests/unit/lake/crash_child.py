@@ -6,8 +6,9 @@ import os
 import signal
 import sys
 
-from conquiet.lake import pipeline as engine
 from tests.unit.lake.payments import entries, pipeline
+
+from conquiet.lake import pipeline as engine
 
 BATCHES = 3
 """The third one is of redeliveries and late corrections alone."""

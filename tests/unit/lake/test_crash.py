@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from tests.unit.lake.crash_child import run
 from tests.unit.lake.payments import pipeline
 from tests.unit.lake.test_engine import contents

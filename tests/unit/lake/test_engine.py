@@ -286,7 +286,7 @@ def test_replay_after_a_fix_gives_what_a_new_lake_would(tmp_path, bounds):
 
 
 def test_states_stay_in_few_levels(lake):
-    log = entries(60)
+    log = entries(12)
     with lake.driver() as driver:
         for number, one in enumerate(log):
             driver.take(as_table([one]), "test", number)
