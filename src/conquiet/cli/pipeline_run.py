@@ -304,7 +304,11 @@ class Progress:
         self.batches += 1
         self.events += events
         if self._as_json:
-            line = {"batch": batch, "events": events, "events_per_second": round(speed, 1)}
+            line: dict[str, Any] = {
+                "batch": batch,
+                "events": events,
+                "events_per_second": round(speed, 1),
+            }
             line |= {"lag": self.lag, "lost": self.lost.entries, "losses": self.lost.times}
             print_json(line)
             sys.stdout.flush()
