@@ -69,7 +69,7 @@ OF_DATABASES = [
     "relay run --print-settings --database URL --sink stdout:",
     "dashboard --print-settings --database URL",
     "demo --no-spark --postgres URL",
-    "pipeline reconcile --outbox-url URL",
+    "pipeline reconcile marketplace.lake:pipeline --database URL",
 ]
 SINKS = [
     f"https://app:{SECRET}@127.0.0.1:1/hook",

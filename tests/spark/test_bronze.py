@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.waiting import eventually
 
-from conquiet.cli.pipeline_progress import Progress
+from conquiet.cli.pipeline_run import Progress
 from conquiet.errors import ConfigError
 from conquiet.spark.bronze import Bronze, read_events, start_bronze
 from conquiet.spark.query import QueryFailed, run_query

@@ -19,7 +19,6 @@ from tests.waiting import eventually
 
 from conquiet.events import emit
 from conquiet.events import schema as events_schema
-from conquiet.spark import read_table, table_files
 from conquiet.sql import engine as make_engine
 from conquiet.sql import schema
 from marketplace.catalog import CATALOG
@@ -75,10 +74,11 @@ def ids_in(rows: list[tuple[str]]) -> list[str]:
 
 def read_everywhere(spark: Any, table: Path) -> list[str]:
     """The ids of a Delta table, on which three programs must agree."""
-    by_deltalake = DeltaTable(table).to_pyarrow_table(columns=["event_id"])["event_id"].to_pylist()
-    found = duckdb.read_parquet(table_files(table), hive_partitioning=True)
-    by_duckdb = ids_in(found.project("event_id").fetchall())
-    by_spark = ids_in(read_table(spark, table).select("event_id").collect())
+    found = DeltaTable(table)
+    by_deltalake = found.to_pyarrow_table(columns=["event_id"])["event_id"].to_pylist()
+    files = found.file_uris()
+    by_duckdb = ids_in(duckdb.read_parquet(files).project("event_id").fetchall())
+    by_spark = ids_in(spark.read.parquet(*files).select("event_id").collect())
     assert sorted(by_deltalake) == by_duckdb == by_spark
     return by_duckdb
 
@@ -87,7 +87,7 @@ def test_the_log_in_a_delta_table_is_read_by_three_programs(
     spark, redis_client, redis_url, tmp_path: Path
 ) -> None:
     lake = tmp_path / "lake"
-    arguments = ("--url", redis_url, "--streams", "orders", "--format", "delta", "--once")
+    arguments = ("--broker", redis_url, "--streams", "orders", "--once")
     publish(redis_client, 0, 50)
     assert Run(lake, *arguments, "--max-events", 20).end() == 50
     publish(redis_client, 50, 60)
@@ -102,7 +102,7 @@ def test_an_outbox_is_carried_while_it_grows_until_a_signal_comes(
     engine = make_engine(database_url)
     schema.init(engine)
     fill(engine, range(30))
-    arguments = ("--from", "outbox", "--url", database_url, "--format", "delta")
+    arguments = ("--from", "outbox", "--database", database_url)
     running = Run(lake, *arguments)
     try:
         eventually(lambda: sum(line["events"] for line in running.told()) == 30, timeout=120)
@@ -123,20 +123,20 @@ def test_outbox_events_are_taken_as_a_whole_and_each_row_once(
     engine = make_engine(sqlite_url)
     events_schema.init(engine, CATALOG)
     samples = one_of_each()
-    arguments = ("--from", "outbox", "--url", sqlite_url, "--table", "outbox_events", "--once")
+    arguments = ("--from", "outbox", "--database", sqlite_url, "--table", "outbox_events", "--once")
     for part in (samples[:3], samples[3:]):
         with engine.begin() as connection:
             emit(connection, *part)
         assert Run(lake, *arguments).end() == len(part)
-    rows = read_table(spark, lake / "raw_events").select("event_id").collect()
-    assert len({row.event_id for row in rows}) == len(rows) == len(samples)
+    rows = read_everywhere(spark, lake / "raw_events")
+    assert len(set(rows)) == len(rows) == len(samples)
     engine.dispose()
 
 
 def test_what_ends_a_run_is_told_in_a_line(redis_client, redis_url, tmp_path: Path) -> None:
     redis_client.set("orders", "no stream")
-    running = Run(tmp_path / "lake", "--url", redis_url, "--streams", "orders", "--once")
+    running = Run(tmp_path / "lake", "--broker", redis_url, "--streams", "orders", "--once")
     running.end(code=1)
     [line] = [line for line in running.said().splitlines() if "conquiet: error:" in line]
-    assert "the query failed: stream 'orders' cannot be read: WRONGTYPE" in line
+    assert "the run failed: stream 'orders' cannot be read: WRONGTYPE" in line
     assert "\tat org.apache.spark" not in running.said()  # pages of Java are for --debug

@@ -34,7 +34,8 @@ QUERIES = [
     mart("best_daily", of="best", by=("first_day",), sums=("cents",), counts={"buyers": None}),
 ]
 SCRATCH = {
-    "daily": "SELECT day, sum(cents)::BIGINT, count(*), count(*) FILTER (cents > 50) FROM sale GROUP BY day",
+    "daily": "SELECT day, sum(cents)::BIGINT, count(*), count(*) FILTER (cents > 50) FROM sale"
+    " GROUP BY day",
     "best": "SELECT buyer, max(cents), min(day) FROM sale GROUP BY buyer",
     "best_daily": "SELECT first_day, sum(cents)::BIGINT, count(*) FROM (SELECT max(cents) AS cents,"
     " min(day) AS first_day FROM sale GROUP BY buyer) GROUP BY first_day",
