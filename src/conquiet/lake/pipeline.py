@@ -27,6 +27,7 @@ from conquiet.lake.query import Refresh as QueryRefresh
 from conquiet.lake.reconcile import COMPLETENESS, DELIVERY, Outbox, reconciliation
 from conquiet.lake.replay import Quarantine, replay_days
 from conquiet.lake.report import Chart
+from conquiet.lake.source import are_files, local_paths
 from conquiet.lake.tables import CHANGE, Files, Store
 from conquiet.lake.tasks import Executors, Here, Tasks, share_definition
 
@@ -106,9 +107,19 @@ class Driver:
     # --- silver ---------------------------------------------------------------------------------
 
     def take(
-        self, entries: DataFrame | pa.Table, query: str, batch: int, *, new_only: bool = False
+        self,
+        entries: DataFrame | pa.Table,
+        query: str,
+        batch: int,
+        *,
+        new_only: bool = False,
+        paths: Sequence[str] = (),
     ) -> int:
-        """Take a batch of entries in, once; return how many they are."""
+        """Take a batch of entries in, once; return how many they are.
+
+        `paths` are the Parquet files of a frame that is nothing but these: tasks read them, and
+        no row passes through the JVM.
+        """
         with self._busy:
             self._lock.renew()
             found = self.journal.find(query, batch)
@@ -117,6 +128,11 @@ class Driver:
             work = silver.Take(self.files, silver.today())
             if isinstance(entries, pa.Table):
                 taken = list(work(entries.to_batches()))
+            elif paths:
+                parts = self.tasks.map(
+                    silver.take_file, [silver.TakeTask(work, one) for one in paths]
+                )
+                taken = [one for part in parts for one in part]
             else:
                 assert isinstance(self.tasks, Executors), "frames need Spark"
                 taken = self.tasks.take(entries, work)
@@ -391,7 +407,7 @@ class Pipeline(Definitions):
             trigger: dict[str, Any] = {"availableNow": True}
             if not once:
                 trigger = {"processingTime": f"{trigger_seconds:g} seconds"}
-            pace = _Pace(driver, refresh_seconds, outbox)
+            pace = _Pace(driver, refresh_seconds, outbox, are_files=are_files(events))
             place = checkpoint or self._checkpoint(driver.files)
             writing = events.writeStream.queryName(self.name).trigger(**trigger)
             is_stopped = self._follow(writing, place, pace, on_query)
@@ -544,7 +560,10 @@ class Pipeline(Definitions):
 class _Pace:
     """When facts and SQL tables were last brought up to silver."""
 
-    def __init__(self, driver: Driver, seconds: float, outbox: Outbox | None) -> None:
+    def __init__(
+        self, driver: Driver, seconds: float, outbox: Outbox | None, *, are_files: bool
+    ) -> None:
+        self._are_files = are_files
         self._driver = driver
         self._seconds = seconds
         self._outbox = outbox
@@ -554,7 +573,8 @@ class _Pace:
     def take(self, frame: DataFrame, number: int) -> None:
         """Take a micro-batch in."""
         query = frame.sparkSession.sparkContext.getLocalProperty("sql.streaming.queryId")
-        self._driver.take(frame, str(query), number)
+        paths = local_paths(frame) if self._are_files else []
+        self._driver.take(frame, str(query), number, paths=paths)
         self._is_behind = True
         self.catch_up()
 

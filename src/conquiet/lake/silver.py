@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.ipc
+import pyarrow.parquet as pq
 
 from conquiet.lake.definition import Definition
 from conquiet.lake.journal import FOLDER, Batch, Feed, Plan
@@ -158,6 +159,19 @@ class Take:
     def _write(self, parts: Sequence[pa.Table]) -> Taken:
         rows = pa.concat_tables(parts)
         return taken(write_rows(self._files, "raw_events", rows), rows)
+
+
+@dataclass
+class TakeTask:
+    """Take one Parquet file in the columns of the log, without Spark's own reader."""
+
+    take: Take
+    path: str
+
+
+def take_file(task: TakeTask) -> list[Taken]:
+    with pq.ParquetFile(task.path) as file:
+        return list(task.take(file.iter_batches(batch_size=_ROWS_PER_FILE)))
 
 
 def write_rows(files: Files, table: str, rows: pa.Table) -> DataFile:

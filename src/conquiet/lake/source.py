@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlsplit
 
 from conquiet.errors import ConfigError
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
+_MARK = "conquiet_files"
 _PATTERN = frozenset("*?[{")
 
 
@@ -24,7 +26,22 @@ def read_files(spark: SparkSession, path: str, **options: str) -> DataFrame:
     from conquiet.spark.columns import ARROW_SCHEMA
 
     reader = spark.readStream.schema(from_arrow_schema(ARROW_SCHEMA))
-    return reader.options(**options).parquet(path)
+    frame = reader.options(**options).parquet(path)
+    setattr(frame, _MARK, True)
+    return frame
+
+
+def are_files(frame: DataFrame) -> bool:
+    """Tell whether a frame is what `read_files` gave: files in the columns of the log."""
+    return bool(getattr(frame, _MARK, False))
+
+
+def local_paths(frame: DataFrame) -> list[str]:
+    """Return the files of a micro-batch, if all are on a local disk; else none."""
+    found = [urlsplit(one) for one in frame.inputFiles()]
+    if any(one.scheme not in ("", "file") for one in found):
+        return []
+    return [unquote(one.path) for one in found]
 
 
 def check_files(path: str) -> None:
