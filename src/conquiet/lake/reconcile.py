@@ -37,8 +37,8 @@ class Outbox:
 
     def rows(self) -> pa.Table:
         """Read id, created_at and attempts of every row."""
-        from conquiet.spark.adbc import connected
-        from conquiet.spark.address import Database as Address
+        from conquiet.spark.database import Database as Address
+        from conquiet.spark.database import connected
 
         if not _table_name.fullmatch(self.table):
             raise ConfigError(f"{self.table!r:.60} is no name of a table")
