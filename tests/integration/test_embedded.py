@@ -19,7 +19,7 @@ from tests.waiting import eventually
 
 from conquiet import embedded
 from conquiet.embedded import binaries
-from conquiet.embedded.ports import free_port
+from conquiet.embedded.server import free_port
 from conquiet.errors import ConfigError
 
 DURABLE = ("--appendonly", "yes", "--appendfsync", "always")

@@ -266,8 +266,8 @@ def test_a_worker_that_cannot_be_made_yet_is_tried_again(place: Place) -> None:
     [
         ("service:wating", "did you mean waiting"),
         ("servce:waiting", "no module named 'servce'; did you mean service"),
-        ("service:no_worker", "made 7 and not a Worker"),
-        ("service:not_callable", "made 7 and not a Worker"),
+        ("service:no_worker", "returned 7, not a Worker"),
+        ("service:not_callable", "returned 7, not a Worker"),
     ],
 )
 def test_a_worker_that_can_never_be_made_ends_it_all_at_once(

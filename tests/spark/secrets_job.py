@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urljoin, urlsplit
 
-from conquiet.embedded.ports import free_port
+from conquiet.embedded.server import free_port
 from conquiet.spark import session
 
 _MOST_PAGES = 400

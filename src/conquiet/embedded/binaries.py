@@ -1,4 +1,4 @@
-"""Where the programs of the servers are found, and how to install them."""
+"""Binaries: where the programs of the servers are, and how to install them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ DEBIAN = Path("/usr/lib/postgresql")
 
 
 class Flavour(NamedTuple):
+    """One way to install a server."""
+
     find: Callable[[], Path | None]
     install: str
     unasked: bool = True
@@ -23,7 +25,7 @@ class Flavour(NamedTuple):
 
 
 def find(server: str, flavours: Mapping[str, Flavour], name: str, url_variable: str) -> Path:
-    """The program, or the directory of programs, of the flavour of that name; `auto`: of any."""
+    """Return the program, or the directory of programs, of a flavour; `auto`: of any."""
     if name == "auto":
         name = os.environ.get(f"CONQUIET_{server.upper()}_FLAVOUR", name)
     if name != "auto" and name not in flavours:
@@ -75,13 +77,13 @@ POSTGRES = {
 
 
 def package_directory(name: str) -> Path:
-    """Where a package lies, found without importing it."""
+    """Find the directory of a package without importing it."""
     spec = importlib.util.find_spec(name)
     return Path(spec.origin).parent if spec and spec.origin else Path("/nonexistent")
 
 
 def copy_postgres(programs: Path, directory: Path) -> Path:
-    """Copy an installation for somebody who may not read it; where its programs are then."""
+    """Copy an installation for a user who may not read it; return its programs."""
     package = programs.parents[1]
     copy = directory / "install" / package.name
     unneeded = shutil.ignore_patterns("*.a", "*.py", "__pycache__", "doc")
@@ -93,5 +95,5 @@ def copy_postgres(programs: Path, directory: Path) -> Path:
 
 
 def _libraries(package: Path) -> Path:
-    """Where a wheel keeps the libraries that its programs look for beside their package."""
+    """Return the directory in which a wheel keeps the libraries of its programs."""
     return package.with_name(f"{package.name}.libs")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import pwd
 import re
 import signal
+import subprocess
 import tempfile
 import uuid
 from collections.abc import Sequence
@@ -15,7 +17,6 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from conquiet.embedded import binaries
-from conquiet.embedded.plain_user import may_run, plain_user
 from conquiet.embedded.server import Server
 from conquiet.errors import ConfigError
 
@@ -42,7 +43,7 @@ def postgres(
 
 
 class PostgresServer(Server):
-    """A private PostgreSQL cluster that trusts whoever connects on loopback; fsync is on."""
+    """A private PostgreSQL cluster that trusts every connection on loopback; fsync is on."""
 
     kind = "PostgreSQL"
     _stop_signal = signal.SIGINT
@@ -66,7 +67,7 @@ class PostgresServer(Server):
         return re.sub(r"^(\w+://[^/?]*)(/[^?]*)?", rf"\1/{name}", self.url)
 
     def drop_database(self, url_or_name: str) -> None:
-        """Drop a database of this server, whoever is still connected to it."""
+        """Drop a database of this server, and end the connections to it."""
         name = urlsplit(url_or_name).path.removeprefix("/")
         self._execute(f'DROP DATABASE IF EXISTS "{name}" WITH (FORCE)')
 
@@ -80,10 +81,10 @@ class PostgresServer(Server):
         return f"postgresql://postgres@127.0.0.1:{port}/postgres"
 
     def _make_directory(self) -> Path:
-        """PostgreSQL refuses to run as root, so what it needs goes to a user without rights."""
+        """Create a directory; as root, for a user without rights: PostgreSQL refuses root."""
         if os.geteuid() != 0:
             return super()._make_directory()
-        self._user = plain_user()
+        self._user = find_plain_user()
         place = None if may_run(self._user, "test", "-x", tempfile.gettempdir()) else "/tmp"
         directory = Path(tempfile.mkdtemp(prefix="conquiet-postgresql-", dir=place))
         os.chown(directory, self._user.pw_uid, self._user.pw_gid)
@@ -93,7 +94,7 @@ class PostgresServer(Server):
         assert self._binary is not None
         self._programs = self._binary
         if self._user and not may_run(self._user, f"{self._binary}/initdb", "--version"):
-            # as root, our own files may be below a directory like /root, that nobody else may enter
+            # our files may be below a directory such as /root, closed to other users
             self._programs = binaries.copy_postgres(self._binary, directory)
         trust = ["--auth=trust", "--username=postgres"]
         kind = ["--encoding=UTF8", "--locale=C", "--no-sync"]
@@ -110,7 +111,7 @@ class PostgresServer(Server):
         return [f"{self._programs}/postgres", "-D", f"{directory}/data", *flags, *self._options]
 
     def _kill(self, pid: int) -> None:
-        """Every process at once: a backend that outlived the postmaster could still commit."""
+        """Kill every process at once: a backend without its postmaster could still commit."""
         os.kill(pid, signal.SIGSTOP)  # so that it starts no more of them
         with contextlib.suppress(OSError):
             for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
@@ -119,7 +120,32 @@ class PostgresServer(Server):
         os.kill(pid, signal.SIGKILL)
 
     def _forget(self, directory: Path) -> None:
-        """A killed postmaster leaves a System V segment, which its lock file names on line 7."""
+        """Remove the System V segment of a killed postmaster; line 7 of its lock file names it."""
         with contextlib.suppress(OSError, IndexError, ValueError):
             segment = (directory / "data" / "postmaster.pid").read_text().splitlines()[6].split()[1]
             ctypes.CDLL(None).shmctl(int(segment), 0, None)  # 0 is IPC_RMID
+
+
+def find_plain_user() -> pwd.struct_passwd:
+    """Return a user without rights, for servers that refuse to run as root."""
+    for name in ("nobody", "postgres"):
+        with contextlib.suppress(KeyError):
+            return pwd.getpwnam(name)
+    raise ConfigError("PostgreSQL does not run as root, and no user nobody exists: useradd nobody")
+
+
+def may_run(user: pwd.struct_passwd, *command: str) -> bool:
+    """Run a command as that user, rather than evaluate modes, groups and ACLs."""
+    try:
+        run = subprocess.run(
+            command,
+            cwd="/",
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            user=user.pw_uid,
+            group=user.pw_gid,
+            extra_groups=[],
+        )
+    except PermissionError:
+        return False
+    return run.returncode == 0

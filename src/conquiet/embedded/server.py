@@ -1,12 +1,18 @@
-"""The life of a private server: started, killed and restarted at will, and gone with us."""
+"""A private server: started, killed and restarted on demand, and ended with this process.
+
+A guardian process ends the server also if this process is killed.
+"""
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import pwd
+import random
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 import time
@@ -15,8 +21,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-from conquiet.embedded.guardian import Guardian, guarded
-from conquiet.embedded.ports import free_port
 from conquiet.errors import ConfigError
 
 _START_SECONDS = 60.0
@@ -29,8 +33,95 @@ _AGAIN_SECONDS = 0.05
 _TRANSIENT = ("Address already in use", "pre-existing shared memory block")
 
 
+# Both scripts take a process to be the one in server.pid only if it was born at the same clock tick
+# (field 22 of its stat): a pid may be in use again by the time that it is needed.
+_BORN = 'born() { set -- $(cat "/proc/$1/stat" 2>/dev/null); echo "${22:-} ${3:-}"; }\n'
+
+# The server writes its own pid before it becomes the server: no moment in which it runs unknown to
+# the guardian, and no start any more once the guardian has removed the directory.
+_LAUNCHER = _BORN + 'echo "$$ $(born $$)" > .pid && mv .pid server.pid 2>/dev/null && exec "$@"'
+
+# Waits until the pipe closes, which the kernel does however this process ends.
+_GUARDIAN = (
+    _BORN
+    + """trap '' HUP INT TERM
+directory=$1 signal=$2
+alive() {
+    [ -n "$since" ] || { kill -0 "$pid" 2>/dev/null; return; }
+    case "$(born "$pid")" in "$since Z") return 1 ;; "$since "*) ;; *) return 1 ;; esac
+}
+while read -r _; do :; done
+if [ -r "$directory/server.pid" ] && read -r pid since _ < "$directory/server.pid" && alive; then
+    kill -s "$signal" "$pid"
+    tries=0
+    while alive && [ $tries -lt 100 ]; do sleep 0.05; tries=$((tries + 1)); done
+    alive && kill -s KILL "$pid"
+fi
+rm -rf "$directory"
+"""
+)
+
+
+def free_port() -> int:
+    """Return a port below those that the kernel gives to clients.
+
+    A client that tries to reach a stopped server on one of the kernel's own ports may be given that
+    very port, connect to itself, and keep the server from coming back.
+    """
+    first = 32768
+    with contextlib.suppress(OSError):
+        first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.SystemRandom().randrange(10_000, first) if first > 11_000 else 0
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return int(probe.getsockname()[1])
+
+
+def guard(command: list[str]) -> list[str]:
+    """Return the command that starts a server and records its pid for the guardian."""
+    return ["/bin/sh", "-c", _LAUNCHER, "launcher", *command]
+
+
+class Guardian:
+    """A process that ends a server and removes its directory when this process is gone."""
+
+    def __init__(self, directory: Path, signal: str) -> None:
+        self._process = subprocess.Popen(
+            ["/bin/sh", "-c", _GUARDIAN, "guardian", str(directory), signal],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            start_new_session=True,  # Ctrl-C at the terminal must not reach it before us
+        )
+        _on_duty.add(self)
+
+    def finish(self) -> None:
+        """End the server and remove its directory now."""
+        _on_duty.discard(self)
+        self._let_go()
+        self._process.wait()
+
+    def _let_go(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
+
+_on_duty: set[Guardian] = set()
+
+
+def _let_go_of_all() -> None:
+    """Close the pipes in a forked child: the guardians would wait for it too."""
+    while _on_duty:
+        _on_duty.pop()._let_go()
+
+
+os.register_at_fork(after_in_child=_let_go_of_all)
+
+
 class Server(ABC):
-    """One private server, or the address of a server that somebody else runs."""
+    """A private server, or the address of an external one."""
 
     kind = "server"
     _ready = "eady to accept connections"
@@ -52,7 +143,7 @@ class Server(ABC):
 
     @property
     def external(self) -> bool:
-        """Whether somebody else runs this server, so that it cannot be killed or restarted here."""
+        """Whether the server runs elsewhere, and cannot be killed or restarted here."""
         return self._external_url is not None
 
     @property
@@ -101,7 +192,7 @@ class Server(ABC):
         return self
 
     def stop(self, *, keep: bool = False) -> None:
-        """Stop in good order; `keep` leaves the directory for a restart()."""
+        """Stop cleanly; `keep` leaves the directory for a restart()."""
         self._stop(self._stop_signal, keep)
 
     def kill(self) -> None:
@@ -130,17 +221,17 @@ class Server(ABC):
 
     @abstractmethod
     def _url(self, port: int) -> str:
-        """Where it answers."""
+        """Return its URL."""
 
     @abstractmethod
     def _command(self, directory: Path, port: int) -> list[str]:
-        """What starts it."""
+        """Return the command that starts it."""
 
     def _prepare(self, directory: Path) -> None:  # noqa: B027 - nothing, unless a server needs it
         """Fill a new directory; most servers do that by themselves."""
 
     def _forget(self, directory: Path) -> None:  # noqa: B027 - the same
-        """Give back what a killed server left outside its directory."""
+        """Release what a killed server left outside its directory."""
 
     def _kill(self, pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
@@ -152,7 +243,7 @@ class Server(ABC):
         environment = {k: v for k, v in os.environ.items() if not k.startswith("PG")}
         with (self.directory / "server.log").open("wb") as log:
             return subprocess.Popen(
-                guarded(command),
+                guard(command),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -179,7 +270,7 @@ class Server(ABC):
             time.sleep(_AGAIN_SECONDS)
 
     def _wait_until_ready(self, process: subprocess.Popen[bytes], deadline: float) -> bool:
-        """Our own log tells, and not a connection: another server may have taken the port."""
+        """Wait for the line in its log, not for a connection: another server may have the port."""
         while self._ready not in self._log():
             if process.poll() is not None:
                 return False
@@ -214,7 +305,7 @@ class Server(ABC):
         self._forget(self._directory)
         if self._guardian is not None:
             self._guardian.finish()
-        shutil.rmtree(self._directory, ignore_errors=True)  # in case somebody killed the guardian
+        shutil.rmtree(self._directory, ignore_errors=True)  # in case the guardian was killed
         self._directory = self._guardian = self._port = None
         _live.discard(self)
 

@@ -1,21 +1,24 @@
-"""A child: makes its worker, and runs it until the supervisor, or a signal, says stop."""
+"""A child: builds its worker from `module:attribute`, and runs it until it is stopped."""
 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import faulthandler
+import importlib
 import json
 import logging
 import os
+import pkgutil
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 from conquiet.errors import ConfigError, ConquietError
-from conquiet.processes.target import resolve
 from conquiet.stopping import Signals
 from conquiet.worker import Health, Worker
 
@@ -26,7 +29,7 @@ FINISHED, FAILED, CANNOT_WORK = 0, 1, 2
 
 _LOOK_SECONDS = 0.05
 _WATCH_SECONDS = 5.0
-"""How often a child shows its watchdog that its interpreter runs."""
+"""How often a child resets its watchdog."""
 
 _serving = False
 
@@ -36,7 +39,7 @@ def in_child() -> bool:
 
 
 def serve(ready: int) -> NoReturn:
-    """The life of a child."""
+    """Run a child until it is stopped."""
     global _serving
     _serving = True
     orders = _Orders(_take_stdin())
@@ -62,7 +65,7 @@ def serve(ready: int) -> NoReturn:
 
 
 class _Orders:
-    """What the supervisor wants, read from the lifeline by a thread of its own."""
+    """The orders of the supervisor, read from the lifeline by a thread."""
 
     def __init__(self, lifeline: int) -> None:
         self.stop = self.hurry = False
@@ -73,7 +76,7 @@ class _Orders:
         while b"\n" not in self._rest:
             heard = os.read(self._lifeline, 65536)
             if not heard:
-                sys.exit(FINISHED)  # the supervisor died before it could say anything
+                sys.exit(FINISHED)  # the supervisor died before it sent the settings
             self._rest += heard
         line, _, self._rest = self._rest.partition(b"\n")
         threading.Thread(target=self._listen, name="conquiet-lifeline", daemon=True).start()
@@ -92,7 +95,7 @@ class _Orders:
 
 
 def _take_stdin() -> int:
-    """Keep the lifeline from handlers that read stdin, and from what they start."""
+    """Hide the lifeline from handlers that read stdin, and from their child processes."""
     lifeline = os.dup(0)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -106,9 +109,9 @@ def _make_worker(settings: dict[str, Any]) -> Worker:
         if not isinstance(worker, Worker) and callable(worker):
             worker = worker(**settings["arguments"])
         if not isinstance(worker, Worker):
-            raise ConfigError(f"{settings['target']} made {worker!r:.80} and not a Worker")
+            raise ConfigError(f"{settings['target']} returned {worker!r:.80}, not a Worker")
         worker.on_stuck = _ending(worker.on_stuck)
-        worker.router.start()  # refuses a chain that cannot work
+        worker.router.start()  # raises if the chain cannot work
     except ConquietError as error:
         logger.error("%s", error)
         sys.exit(CANNOT_WORK)
@@ -117,7 +120,7 @@ def _make_worker(settings: dict[str, Any]) -> Worker:
 
 def _ending(also: Callable[[Health], object] | None) -> Callable[[Health], object]:
     def on_stuck(health: Health) -> None:
-        """No thread can be ended from outside, but a process can; the supervisor replaces it."""
+        """End this process, since a thread cannot be ended; the supervisor replaces it."""
         try:
             if also is not None:
                 also(health)
@@ -133,7 +136,7 @@ def _watch(stuck_after: float) -> None:
     """Keep the watchdog from ending this process; it needs no interpreter lock to do so.
 
     A handler inside a C function that keeps the lock, such as a regular expression that
-    backtracks for ever, stops every other thread here, the keeper of the worker included.
+    backtracks for ever, blocks every other thread of the process.
     """
     if not stuck_after < threading.TIMEOUT_MAX:
         return
@@ -141,3 +144,72 @@ def _watch(stuck_after: float) -> None:
     while True:
         faulthandler.dump_traceback_later(stuck_after, file=2, exit=True)
         pause.wait(min(_WATCH_SECONDS, stuck_after / 4))
+
+
+# --- names of objects -----------------------------------------------------------------------
+
+
+def resolve(target: str) -> Any:
+    """Return the object that `module:attribute` names; raise `ConfigError` with the reason."""
+    module_name, _, path = target.partition(":")
+    if not module_name or not path or module_name.startswith("."):
+        raise ConfigError(f"{target!r} does not name an object; write module:name, as app:router")
+    found: Any = _import(module_name)
+    for name in path.split("."):
+        try:
+            found = getattr(found, name)
+        except AttributeError:
+            raise ConfigError(f"{module_name} has no {path!r}{_known(name, dir(found))}") from None
+    return found
+
+
+def _import(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if name == missing or name.startswith(f"{missing}."):
+            known = [module.name for module in pkgutil.iter_modules([os.getcwd()])]
+            raise ConfigError(
+                f"no module named {missing!r}{_similar(missing, known)};"
+                " run this where the module is, or set PYTHONPATH"
+            ) from error
+        raise ConfigError(
+            f"{name} imports {missing!r}, which is not installed: pip install it"
+        ) from error
+    except Exception as error:
+        raise ConfigError(f"importing {name} failed: {type(error).__name__}: {error}") from error
+
+
+def _similar(name: str, known: list[str]) -> str:
+    public = [item for item in known if not item.startswith("_")]
+    close = difflib.get_close_matches(name, public, n=3)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def _known(name: str, known: list[str]) -> str:
+    public = ", ".join(item for item in known if not item.startswith("_"))
+    return _similar(name, known) or (f"; there are: {public[:200]}" if public else "")
+
+
+def name_of(target: Callable[..., Any]) -> str:
+    """Return the `module:attribute` by which a child finds a function."""
+    module, name = getattr(target, "__module__", None), getattr(target, "__qualname__", "<?>")
+    if not module or "<" in name:
+        raise ConfigError(
+            f"{target!r:.100} cannot be imported by a child process: give a function at the top"
+            " of a module, or its name as 'module:function'"
+        )
+    return f"{_main_module() if module == '__main__' else module}:{name}"
+
+
+def _main_module() -> str:
+    """Return the name by which a child imports the running script."""
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    if spec is not None:
+        return str(spec.name)
+    file = Path(getattr(main, "__file__", None) or "<stdin>")
+    if not file.stem.isidentifier():
+        raise ConfigError(f"{file.name} is no module that a child process can import: rename it")
+    return file.stem

@@ -15,8 +15,7 @@ from typing import Any
 
 from conquiet.backoff import Backoff
 from conquiet.errors import ConfigError
-from conquiet.processes.child import CANNOT_WORK, FAILED, FINISHED, in_child
-from conquiet.processes.target import name_of
+from conquiet.processes.child import CANNOT_WORK, FAILED, FINISHED, in_child, name_of
 from conquiet.stopping import Signals
 from conquiet.worker import Worker
 
@@ -24,9 +23,9 @@ logger = logging.getLogger("conquiet.processes")
 
 _LOOK_SECONDS = 0.05
 _SLACK_SECONDS = 2.0
-"""What a child gets beyond its grace time to give messages back, before SIGKILL."""
+"""Time beyond the grace time to give messages back, before SIGKILL."""
 _HEALTHY_SECONDS = 10.0
-"""A child that ran this long dies of something new: the backoff begins anew."""
+"""A child that ran this long resets the backoff."""
 
 # -P: a file of the working directory must not shadow a module before sys.path is set.
 _COMMAND = (
@@ -44,13 +43,13 @@ def run_processes(
 ) -> int:
     """Run `count` workers, each in a process of its own, until SIGTERM or SIGINT; an exit code.
 
-    `target` makes the worker in the child: a function at the top of a module, or its name as
+    `target` builds the worker in the child: a function at the top of a module, or its name as
     `module:function`; `arguments`, as JSON, are passed to it. A child that dies, or whose
     handler exceeds `Worker.stuck_after`, is replaced; one whose source has ended is not. The
-    first signal stops all children softly, a second one ends their grace time.
+    first signal lets messages in flight finish, a second one ends the grace time.
 
-    Returns 0 if everything in flight was finished, 1 if something was abandoned or killed,
-    2 if no worker could be made.
+    Returns 0 if everything in flight was finished, 1 if a message was abandoned or a child killed,
+    2 if no worker could be built.
     """
     if in_child():
         raise ConfigError(
@@ -87,11 +86,11 @@ class _Child:
             os.close(theirs)
         self.born = time.monotonic()
         self.ran = False
-        self.tell(settings)
+        self.send(settings)
 
-    def tell(self, words: bytes) -> None:
+    def send(self, words: bytes) -> None:
         assert self.process.stdin is not None
-        with contextlib.suppress(OSError):  # dead: the next look will see it
+        with contextlib.suppress(OSError):  # dead: the next poll will notice
             self.process.stdin.write(words)
             self.process.stdin.flush()
 
@@ -101,7 +100,7 @@ class _Child:
                 self.ran = bool(os.read(self._ready, 1))
 
     def kill(self) -> None:
-        """End it, and what its handlers have started, at once."""
+        """Kill it and the processes of its handlers."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
@@ -114,7 +113,7 @@ class _Child:
 
 
 class _Slot:
-    """The place of one child: who runs in it, or when the next one will."""
+    """The place of one child: the running child, or the time of the next start."""
 
     def __init__(self) -> None:
         self.child: _Child | None = None
@@ -157,21 +156,21 @@ class _Supervisor:
             logger.info("stopping %d processes", len(self._slots))
             self._stop(now)
         if signals > 1 and not self._hurried:
-            logger.warning("hurrying: what is not finished now will be delivered again")
+            logger.warning("hurrying: unfinished messages will be delivered again")
             self._hurried = True
             self._deadline = min(self._deadline or now, now + _SLACK_SECONDS)
-            self._tell_all(b"hurry\n")
+            self._send_all(b"hurry\n")
 
     def _stop(self, now: float) -> None:
         self._deadline = now + self._grace + _SLACK_SECONDS
         for slot in self._slots:
             slot.next_start = None
-        self._tell_all(b"stop\n")
+        self._send_all(b"stop\n")
 
-    def _tell_all(self, words: bytes) -> None:
+    def _send_all(self, words: bytes) -> None:
         for slot in self._slots:
             if slot.child is not None:
-                slot.child.tell(words)
+                slot.child.send(words)
 
     def _look_after(self, slot: _Slot, now: float) -> None:
         child = slot.child
@@ -198,7 +197,7 @@ class _Supervisor:
         slot.next_start = None
         try:
             slot.child = _Child(self._name, self._settings)
-        except OSError as error:  # no memory, no process left: as good as a death
+        except OSError as error:  # no memory, no process left: treated like a death
             slot.next_start = now + slot.backoff.next()
             logger.error("no process could be started: %s", error)
 

@@ -15,7 +15,7 @@ from tests import needs
 from tests.waiting import eventually
 
 from conquiet import embedded
-from conquiet.embedded.ports import free_port
+from conquiet.embedded.server import free_port
 
 _SLOTS = 16_384
 

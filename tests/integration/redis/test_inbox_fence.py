@@ -15,7 +15,7 @@ from conquiet.redis import InProgress
 from conquiet.redis.connection import Connection
 from conquiet.redis.lease import LeaseTerms
 from conquiet.testing import deliver
-from conquiet.testing.contracts.storing import elsewhere
+from conquiet.testing.contracts.transaction import elsewhere
 
 
 def stop_renewing(monkeypatch):

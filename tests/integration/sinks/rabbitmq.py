@@ -14,8 +14,7 @@ from typing import Self
 
 from tests import needs
 
-from conquiet.embedded.guardian import Guardian, guarded
-from conquiet.embedded.ports import free_port
+from conquiet.embedded.server import Guardian, free_port, guard
 
 # Not the wrapper in /usr/sbin, which changes to the user and the directory of the service.
 SERVER = Path("/usr/lib/rabbitmq/bin/rabbitmq-server")
@@ -57,7 +56,7 @@ class RabbitMQ:
         if self._epmd is None:
             command = ["epmd", "-port", str(self._epmd_port), "-address", "127.0.0.1"]
             self._epmd = subprocess.Popen(
-                guarded(command),
+                guard(command),
                 env=self._environment,
                 cwd=self._directory / "epmd",
                 start_new_session=True,
@@ -65,7 +64,7 @@ class RabbitMQ:
         log = self._directory / "server.log"
         with log.open("wb") as stream:
             self._server = subprocess.Popen(
-                guarded([str(SERVER)]),
+                guard([str(SERVER)]),
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=subprocess.STDOUT,

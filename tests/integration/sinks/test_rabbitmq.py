@@ -15,9 +15,9 @@ from tests.integration.sinks.rabbitmq import MAX_MESSAGE_BYTES, RabbitMQ
 from conquiet.errors import InvalidMessage, SinkUnavailable
 from conquiet.message import Message
 from conquiet.relay.sinks import KombuSink, Refused
+from conquiet.testing import eventually
 from conquiet.testing.contracts import SinkContract
 from conquiet.testing.contracts.samples import ids, numbered
-from conquiet.testing.waiting import eventually
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
 from conquiet.embedded import Server
-from conquiet.embedded.plain_user import may_run, plain_user
+from conquiet.embedded.postgres_server import find_plain_user, may_run
 from conquiet.errors import ConfigError
 
 POOL_SIZE = 2
@@ -40,7 +40,7 @@ class PgBouncer(Server):
         """It refuses to run as root, as PostgreSQL does."""
         if os.geteuid() != 0:
             return super()._make_directory()
-        self._user = plain_user()
+        self._user = find_plain_user()
         place = None if may_run(self._user, "test", "-x", tempfile.gettempdir()) else "/tmp"
         directory = Path(tempfile.mkdtemp(prefix="conquiet-pgbouncer-", dir=place))
         os.chown(directory, self._user.pw_uid, self._user.pw_gid)

@@ -12,8 +12,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from conquiet import Router
 from conquiet.message import Message
 from conquiet.sql import Inbox, Outbox, Transaction, connection
-from conquiet.testing.delivery import Delivered, deliver
-from conquiet.testing.messages import message
+from conquiet.testing import Delivered, deliver, message
 
 SAVE = text("INSERT INTO orders (id) VALUES (:id)")
 

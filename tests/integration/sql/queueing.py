@@ -10,8 +10,7 @@ from sqlalchemy.dialects.postgresql import JSONB, insert
 from conquiet import Router
 from conquiet.message import Message
 from conquiet.sql import Inbox, Outbox, Transaction, connection
-from conquiet.testing.delivery import deliver
-from conquiet.testing.messages import message
+from conquiet.testing import deliver, message
 
 METADATA = MetaData()
 ORDERS = Table(

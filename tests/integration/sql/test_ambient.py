@@ -14,7 +14,7 @@ from tests.integration.sql.orders import SAVE, Order, remembered, run, save, sav
 
 from conquiet.errors import HandlerError
 from conquiet.sql import Inbox, Outbox, connection, session
-from conquiet.testing.messages import message
+from conquiet.testing import message
 
 
 def test_outside_a_transaction_a_block_is_one_of_its_own(engine: Engine) -> None:

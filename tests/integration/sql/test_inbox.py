@@ -12,8 +12,7 @@ from conquiet import Router
 from conquiet.errors import ConfigError, InvalidMessage, StoreError
 from conquiet.message import Message
 from conquiet.sql import Inbox, Outbox, Transaction, connection
-from conquiet.testing.delivery import Delivered, deliver
-from conquiet.testing.messages import message
+from conquiet.testing import Delivered, deliver, message
 
 
 def router_of(engine: Engine, runs: list[str], *, inbox: str = "test", **options: Any) -> Router:

@@ -21,8 +21,7 @@ from conquiet import Router
 from conquiet.errors import ConfigError, HandlerError
 from conquiet.message import Message
 from conquiet.sql import Outbox, Transaction, connection
-from conquiet.testing.delivery import deliver
-from conquiet.testing.messages import message
+from conquiet.testing import deliver, message
 
 
 class OrderPlaced(msgspec.Struct):

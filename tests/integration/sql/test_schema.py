@@ -12,7 +12,7 @@ from sqlalchemy import Engine, event, inspect, text
 from conquiet.errors import ConfigError
 from conquiet.sql import Cleanup, Inbox, Outbox, OutboxLog, OutboxSource, Transaction, schema
 from conquiet.sql import engine as make_engine
-from conquiet.testing.messages import message
+from conquiet.testing import message
 
 
 @pytest.fixture(params=["sqlite_url", "database_url"])

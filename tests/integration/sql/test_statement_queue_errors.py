@@ -25,8 +25,7 @@ from conquiet.errors import HandlerError
 from conquiet.memory import Log
 from conquiet.message import Message
 from conquiet.sql import Inbox, Outbox, Transaction, connection
-from conquiet.testing.delivery import deliver
-from conquiet.testing.messages import message
+from conquiet.testing import deliver, message
 
 
 def test_an_error_surfaces_before_commit_as_that_of_its_message(postgres: Engine) -> None:

@@ -12,7 +12,7 @@ from conquiet import Router
 from conquiet.acking import Acking
 from conquiet.message import Message
 from conquiet.sql import Inbox, Outbox, Transaction, connection
-from conquiet.testing.messages import message
+from conquiet.testing import message
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from typing import Any
 import pyspark
 from tests.waiting import eventually
 
-from conquiet.embedded.ports import free_port
+from conquiet.embedded.server import free_port
 
 _SPARK_HOME = Path(pyspark.__file__).parent
 _START_SECONDS = 90.0

@@ -1,20 +1,17 @@
-"""The conformance suite: what every source, sink, inbox, outbox and transaction must do.
+"""The conformance suite for sources, sinks, inboxes, outboxes and transactions.
 
-Subclass a contract, say how to open yours, and run pytest:
+Subclass a contract, define how to open yours, and run pytest:
 
     class TestMySource(SourceContract):
         def open(self, lease): ...
         def publish(self, messages): ...
 
 Each test gets an instance of its own; a fixture of yours prepares an empty storage for it.
-Letters and numbers in the tests (A1, S4, R5) name the trap that each one guards against.
 """
 
 import pytest
 
-for _module in ("consuming", "inbox", "machine", "outbox", "replaying", "samples"):
-    pytest.register_assert_rewrite(f"{__name__}.{_module}")
-for _module in ("sink", "source", "storing", "transaction", "worker"):
+for _module in ("inbox", "outbox", "sink", "source", "source_model", "transaction", "worker"):
     pytest.register_assert_rewrite(f"{__name__}.{_module}")
 
 from conquiet.testing.contracts.inbox import InboxContract  # noqa: E402

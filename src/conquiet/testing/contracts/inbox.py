@@ -14,19 +14,18 @@ from conquiet.inbox import Inbox
 from conquiet.message import Message
 from conquiet.router import Router
 from conquiet.stage import Middleware
+from conquiet.testing import deliver, eventually
 from conquiet.testing.contracts.samples import TWINS, ids, numbered
-from conquiet.testing.contracts.storing import HandlerFailed, Storing
-from conquiet.testing.delivery import deliver
-from conquiet.testing.waiting import eventually
+from conquiet.testing.contracts.transaction import HandlerFailed, StorageContract
 
 
-class InboxContract(Storing):
-    """What an inbox does: a message takes effect once per subscriber and handler.
+class InboxContract(StorageContract):
+    """An inbox lets a message take effect once per subscriber and handler.
 
-    Binding: see `Storing`. Must also be given: `inbox`. As needed: `clean`.
+    Binding: see `StorageContract`. Must also be given: `inbox`. As needed: `clean`.
     """
 
-    bindings = Storing.bindings | {"inbox", "clean"}
+    bindings = StorageContract.bindings | {"inbox", "clean"}
 
     @abstractmethod
     def inbox(self, subscriber: str) -> Inbox:
@@ -41,7 +40,7 @@ class InboxContract(Storing):
 
     # --- one after the other ----------------------------------------------------------------
 
-    def test_a_duplicate_is_acked_and_has_no_effect_s1(self) -> None:
+    def test_a_duplicate_is_acked_and_has_no_effect(self) -> None:
         router = self.router()
         for _ in range(3):
             assert len(deliver(router, *numbered(2)).acked) == 2
@@ -67,7 +66,7 @@ class InboxContract(Storing):
         assert order == ["m-0", "m-2", "m-4"]
         assert self.effects("m-0", "m-1", "m-2", "m-3", "m-4") == [1] * 5
 
-    def test_a_message_that_failed_is_not_remembered_r1(self) -> None:
+    def test_a_message_that_failed_is_not_remembered(self) -> None:
         failures = [HandlerFailed("at first")]
 
         def fail_once(item: Message[Any]) -> None:
@@ -103,19 +102,19 @@ class InboxContract(Storing):
         deliver(router, *batch)
         assert self.effects(*TWINS) == [1] * len(TWINS)
 
-    def test_the_same_id_from_two_sources_is_two_messages_r11(self) -> None:
+    def test_the_same_id_from_two_sources_is_two_messages(self) -> None:
         router = self.router()
         for source in ("/a", "/b", "/a"):
             deliver(router, *numbered(1, source=source))
         assert self.effects("m-0") == [2]
 
-    def test_each_subscriber_takes_a_message_once_r11(self) -> None:
+    def test_each_subscriber_takes_a_message_once(self) -> None:
         for subscriber in ("billing", "shipping", "billing"):
             router = self.router(self.transaction(), self.inbox(subscriber))
             assert len(deliver(router, *numbered(1)).acked) == 1
         assert self.effects("m-0") == [2]
 
-    def test_each_handler_of_a_type_takes_a_message_once_a6(self) -> None:
+    def test_each_handler_of_a_type_takes_a_message_once(self) -> None:
         router = Router()
         router.use(*self.chain())
         for name in ("first", "second"):
@@ -128,7 +127,7 @@ class InboxContract(Storing):
             assert len(deliver(router, *numbered(1)).acked) == 1
         assert self.effects("first", "second") == [1, 1]
 
-    def test_a_message_without_id_fails_for_good_and_alone_s16(self) -> None:
+    def test_a_message_without_id_fails_for_good_and_alone(self) -> None:
         nameless = numbered(1, id="")
         delivered = deliver(self.router(), *numbered(1), *nameless, *numbered(1, "n"))
         assert ids(delivered.acked) == ["m-0", "n-0"]
@@ -137,11 +136,11 @@ class InboxContract(Storing):
 
     # --- at the same time -------------------------------------------------------------------
 
-    def test_a_concurrent_duplicate_waits_and_is_skipped_s1(self) -> None:
+    def test_a_concurrent_duplicate_waits_and_is_skipped(self) -> None:
         assert self._race(first_fails=False) == ["first"]
         assert self.effects("m-0") == [1]
 
-    def test_a_concurrent_duplicate_runs_if_the_other_rolled_back_r1(self) -> None:
+    def test_a_concurrent_duplicate_runs_if_the_other_rolled_back(self) -> None:
         assert self._race(first_fails=True) == ["first", "second"]
         assert self.effects("m-0") == [1]
 
@@ -179,13 +178,13 @@ class InboxContract(Storing):
 
     # --- the rest ---------------------------------------------------------------------------
 
-    def test_outputs_without_an_outbox_are_refused_and_leave_nothing_s3(self) -> None:
+    def test_outputs_without_an_outbox_are_refused_and_leave_nothing(self) -> None:
         router = self.router(run=lambda item: [Message(b"", {"type": "lost"})])
         delivered = deliver(router, *numbered(1))
         assert isinstance(delivered.errors[0], HandlerError)
         assert self.effects("m-0") == [0]
 
-    def test_declared_outputs_without_an_outbox_are_refused_at_start_s3(self) -> None:
+    def test_declared_outputs_without_an_outbox_are_refused_at_start(self) -> None:
         router = Router()
         router.use(*self.chain())
 
@@ -196,7 +195,7 @@ class InboxContract(Storing):
         with pytest.raises(ConfigError, match="outbox"):
             router.start()
 
-    def test_cleaning_forgets_the_old_and_keeps_the_young_s14(self) -> None:
+    def test_cleaning_forgets_the_old_and_keeps_the_young(self) -> None:
         router = self.router()
         deliver(router, *numbered(1))
         self.clean(3600)

@@ -17,20 +17,20 @@ from conquiet.message import Message
 from conquiet.outbox import Outbox
 from conquiet.source import Source
 from conquiet.stage import Middleware
+from conquiet.testing import deliver, eventually
 from conquiet.testing.contracts.samples import ATTRIBUTES, PAYLOADS, content, ids, numbered
-from conquiet.testing.contracts.storing import HandlerFailed, Storing
-from conquiet.testing.delivery import deliver
-from conquiet.testing.waiting import eventually
+from conquiet.testing.contracts.transaction import HandlerFailed, StorageContract
 
 
-class OutboxContract(Storing):
-    """What an outbox does: events are stored with the effects, or not at all, and come out whole.
+class OutboxContract(StorageContract):
+    """An outbox stores events with the effects, or not at all, and returns them unchanged.
 
-    Binding: see `Storing`. Must also be given: `outbox`, `relay`. As needed: `ordered_relay`,
-    `one_relay_at_a_time`, `redelivery_within`. `SourceContract` can be bound to the relay as well.
+    Binding: see `StorageContract`. Must also be given: `outbox`, `relay`. As needed:
+    `ordered_relay`, `one_relay_at_a_time`, `redelivery_within`. `SourceContract` can be bound to
+    the relay as well.
     """
 
-    bindings = Storing.bindings | {
+    bindings = StorageContract.bindings | {
         "outbox",
         "relay",
         "ordered_relay",
@@ -50,7 +50,7 @@ class OutboxContract(Storing):
 
     @abstractmethod
     def relay(self) -> Source:
-        """What a relay reads: all committed events that nobody has acked or holds."""
+        """The source of a relay: all committed events that are neither acked nor in flight."""
 
     def ordered_relay(self) -> Source:
         """A relay that publishes the events of one key one relay at a time, in order."""
@@ -68,7 +68,7 @@ class OutboxContract(Storing):
         assert ids(self._read(1)) == ["m-0/0"]
 
     @pytest.mark.parametrize("payload", PAYLOADS.values(), ids=PAYLOADS.keys())
-    def test_bytes_and_attributes_come_out_as_they_went_in_s9(self, payload: bytes) -> None:
+    def test_bytes_and_attributes_come_out_as_they_went_in(self, payload: bytes) -> None:
         event = Message(payload, {**ATTRIBUTES, "id": "ünï-1", "time": "2026-01-31T12:00:00Z"})
         deliver(self.router(run=lambda item: [event]), *numbered(1))
         [got] = self._read(1)
@@ -91,7 +91,7 @@ class OutboxContract(Storing):
         deliver(self.router(run=two), *numbered(1))
         assert [event.topic for event in self._read(2)] == ["audit", "orders"]
 
-    def test_events_keep_their_order_within_and_across_batches_s10(self) -> None:
+    def test_events_keep_their_order_within_and_across_batches(self) -> None:
         router = self.router(run=_three_events)
         expected = []
         for batch in (numbered(4, "first"), numbered(4, "second")):
@@ -153,7 +153,7 @@ class OutboxContract(Storing):
         assert ids(self._read(2)) == ["m-3/0", "m-4/0"]
         assert self._read_all() == []
 
-    def test_what_was_nacked_stays_and_counts_its_attempts_s6(self) -> None:
+    def test_what_was_nacked_stays_and_counts_its_attempts(self) -> None:
         self._emit(2)
         relay = self._relay()
         for event in self._take(relay, 2):
@@ -161,7 +161,7 @@ class OutboxContract(Storing):
         relay.close()
         assert {event.id: event.deliveries for event in self._read(2)} == {"m-0/0": 2, "m-1/0": 1}
 
-    def test_a_row_in_flight_is_not_emitted_again_s4(self) -> None:
+    def test_a_row_in_flight_is_not_emitted_again(self) -> None:
         self._emit(3)
         first, second = self._relay(), self._relay()
         held = self._take(first, 2)
@@ -170,7 +170,7 @@ class OutboxContract(Storing):
         assert ids(second.read(10, 0.2)) == []
         assert len(held) == 2
 
-    def test_two_relays_publish_every_row_once_between_them_s4(self) -> None:
+    def test_two_relays_publish_every_row_once_between_them(self) -> None:
         self._emit(40)
         relays = self._relay(), self._relay()
         published: list[str] = []
@@ -183,7 +183,7 @@ class OutboxContract(Storing):
         assert sorted(published) == sorted(f"m-{number}/0" for number in range(40))
         assert self._read_all() == []
 
-    def test_a_stuck_key_blocks_only_itself_s12(self) -> None:
+    def test_a_stuck_key_blocks_only_itself(self) -> None:
         if self.one_relay_at_a_time:
             pytest.skip("one relay at a time keeps every key in order, and blocks them all")
         first, second = self._ordered(), self._ordered()

@@ -47,5 +47,5 @@ def ids(messages: Sequence[Message[Any]]) -> list[str]:
 
 
 def content(message: Message[Any]) -> tuple[bytes, dict[str, Any]]:
-    """What must arrive as it was sent."""
+    """Return the parts of a message that must arrive unchanged."""
     return encode_data(message), dict(message.attributes)

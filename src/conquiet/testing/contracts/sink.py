@@ -13,13 +13,13 @@ from conquiet.acking import Acking
 from conquiet.errors import SinkUnavailable
 from conquiet.message import Message
 from conquiet.sink import Sink
+from conquiet.testing import eventually
 from conquiet.testing.contracts.contract import Contract
 from conquiet.testing.contracts.samples import ATTRIBUTES, PAYLOADS, content, ids, numbered
-from conquiet.testing.waiting import eventually
 
 
 class SinkContract(Contract):
-    """What a sink does: publish in order, answer for each message, blame only who failed.
+    """A sink publishes in order, answers for each message, and blames only those that failed.
 
     Must be given: `open`, `published`. As needed: `keeps_topic`, `refused`, `outage`.
     """
@@ -27,7 +27,7 @@ class SinkContract(Contract):
     bindings = frozenset(("open", "published", "keeps_topic", "refused", "outage"))
 
     keeps_topic: bool = True
-    """False if `published` cannot tell the topic of a message."""
+    """False if `published` does not know the topic of a message."""
 
     @abstractmethod
     def open(self) -> Sink:
@@ -85,7 +85,7 @@ class SinkContract(Contract):
     def test_publishing_nothing_answers_nothing(self) -> None:
         assert list(self.sink().publish([])) == []
 
-    def test_a_message_that_fails_fails_alone_s6(self) -> None:
+    def test_a_message_that_fails_fails_alone(self) -> None:
         first, last = numbered(2)
         answers = self.sink().publish([first, self.refused(), last])
         assert [answer is None for answer in answers] == [True, False, True]
@@ -101,7 +101,7 @@ class SinkContract(Contract):
         self.sink().publish([message])
         assert settled == []
 
-    def test_a_sink_out_of_reach_says_so_and_blames_nobody_s7(self) -> None:
+    def test_a_sink_out_of_reach_raises_and_blames_no_message(self) -> None:
         sink = self.sink()
         with self.outage(), pytest.raises(SinkUnavailable):
             sink.publish(numbered(3))

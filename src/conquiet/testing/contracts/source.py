@@ -1,30 +1,173 @@
-"""The contract of a source."""
+"""The contract of a source, and the binding that it shares with the contract of a worker."""
 
 from __future__ import annotations
 
 import threading
 import time
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
 from conquiet.errors import GivenBack, SinkUnavailable, StoreError
 from conquiet.message import Message
-from conquiet.source import Leased, Source
-from conquiet.testing.contracts.replaying import Replaying
-from conquiet.testing.contracts.samples import ATTRIBUTES, PAYLOADS, content, ids
+from conquiet.source import Leased, Replayable, Source
+from conquiet.testing.contracts.contract import Contract
+from conquiet.testing.contracts.samples import ATTRIBUTES, PAYLOADS, content, ids, numbered
 
+LONG = 60.0
+"""A lease that does not end during a test."""
 _TOTAL = 6
 
 
-class SourceContract(Replaying):
-    """What a source does: deliver in order, deliver again what was not acked, and nothing else.
+class ConsumerContract(Contract):
+    """Binds a source; the base of the contracts of source and worker.
 
-    Binding: see `Consuming` and, for a source that is `Replayable`, `Replaying`. For one with
-    groups, `open_other_group` opens a consumer of another one.
+    Must be given: `open`, `publish`. As needed: `lease`, `redelivery_within`,
+    `returns_at_once`, `keeps_place`, `crash`.
     """
 
-    bindings = Replaying.bindings | {"open_other_group"}
+    bindings = frozenset(
+        ("open", "publish", "crash", "lease", "redelivery_within", "returns_at_once", "keeps_place")
+    )
+
+    lease: float | None = 0.5
+    """Seconds of the short leases that tests wait for; None if your source has no leases."""
+
+    redelivery_within: float = 5.0
+    """Seconds after a nack, a close, a crash or the end of a lease until a message is delivered."""
+
+    returns_at_once: bool = True
+    """False if a nacked message, or one in flight at close, returns only when its lease ends."""
+
+    keeps_place: bool = True
+    """False if a message that returns may come after later ones of its key; such a source
+    cannot serve an ordered worker."""
+
+    @abstractmethod
+    def open(self, lease: float) -> Source:
+        """Open a consumer of the group; the group starts at the beginning."""
+
+    @abstractmethod
+    def publish(self, messages: Sequence[Message[Any]]) -> None:
+        """Put messages where the source finds them, in this order."""
+
+    def crash(self, source: Source) -> None:
+        """End the source as `kill -9` would.
+
+        Doing nothing is enough for a source without a connection or thread that keeps messages.
+        """
+
+    # --- for the tests ----------------------------------------------------------------------
+
+    @pytest.fixture(autouse=True)
+    def _close_sources(self) -> Iterator[None]:
+        self._opened: list[Source] = []
+        yield
+        for source in self._opened:
+            with suppress(Exception):  # it may be crashed, or its server gone
+                source.close()
+
+    def consumer(self, lease: float = LONG) -> Source:
+        source = self.open(lease)
+        self._opened.append(source)
+        return source
+
+    @property
+    def short(self) -> float:
+        """A lease for tests in which it ends."""
+        return LONG if self.lease is None else self.lease
+
+    @property
+    def returning(self) -> float:
+        """A lease for tests in which messages are given back."""
+        return LONG if self.returns_at_once else self.short
+
+    @property
+    def quiet(self) -> float:
+        """Seconds without a message after which none is expected."""
+        return 0.2 if self.lease is None else 1.5 * self.lease
+
+    def send(self, count: int, prefix: str = "m", **attributes: str) -> list[str]:
+        messages = numbered(count, prefix, **attributes)
+        self.publish(messages)
+        return ids(messages)
+
+    def take(self, source: Source, count: int, limit: int = 100) -> list[Message[Any]]:
+        """Read exactly `count` messages, or fail."""
+        taken: list[Message[Any]] = []
+        end = time.monotonic() + self.redelivery_within + self.quiet
+        while len(taken) < count and time.monotonic() < end:
+            taken.extend(source.read(min(limit, count - len(taken)), 0.1))
+        assert len(taken) == count, f"read {ids(taken)}, expected {count} messages"
+        return taken
+
+    def expect_nothing(self, source: Source, seconds: float | None = None) -> None:
+        """Check that no message comes, also after the end of a short lease."""
+        end = time.monotonic() + (self.quiet if seconds is None else seconds)
+        while (left := end - time.monotonic()) > 0:
+            assert ids(source.read(100, left)) == []
+
+    def expect_rest(self, expected: list[str]) -> None:
+        """Check that a new consumer gets these messages and no others; ack them."""
+        source = self.consumer(LONG)
+        rest = self.take(source, len(expected))
+        assert sorted(ids(rest)) == sorted(expected)
+        for message in rest:
+            message.ack()
+        self.expect_nothing(source)
+
+
+class ReplayContract(ConsumerContract):
+    """Replays a source without moving its position. As needed: `position`."""
+
+    bindings = ConsumerContract.bindings | {"position"}
+
+    def position(self, message: Message[Any]) -> str:
+        """Return the start or end of `replay` for this message."""
+        position: str = message.locals["position"]
+        return position
+
+    def test_a_replay_does_not_move_the_live_position(self) -> None:
+        source = self._replayable()
+        sent = self.send(5)
+        for message in self.take(source, 2, limit=2):
+            message.ack()
+        assert ids(list(source.replay())) == sent
+        assert ids(self.take(source, 3)) == sent[2:]
+
+    def test_a_replay_goes_from_start_to_end_both_included(self) -> None:
+        source = self._replayable()
+        sent = self.send(5)
+        places = [self.position(message) for message in source.replay()]
+        assert ids(list(source.replay(places[1], places[3]))) == sent[1:4]
+        assert ids(list(source.replay(places[3]))) == sent[3:]
+        assert ids(list(source.replay(None, places[1]))) == sent[:2]
+
+    def test_a_replay_gives_what_was_acked_byte_for_byte(self) -> None:
+        source = self._replayable()
+        sent = Message(PAYLOADS["binary"], {**ATTRIBUTES, "id": "m"}, topic="orders")
+        self.publish([sent])
+        self.take(source, 1)[0].ack()
+        assert [content(message) for message in source.replay()] == [content(sent)]
+
+    def _replayable(self) -> Any:
+        source = self.consumer()
+        if not isinstance(source, Replayable):
+            pytest.skip("this source cannot be replayed")
+        return source
+
+
+class SourceContract(ReplayContract):
+    """A source delivers in order, delivers unacked messages again, and nothing else.
+
+    Binding: see `ConsumerContract` and, for a source that is `Replayable`, `ReplayContract`. For
+    one with groups, `open_other_group` opens a consumer of another group.
+    """
+
+    bindings = ReplayContract.bindings | {"open_other_group"}
 
     def open_other_group(self) -> Source:
         """A consumer of another group, which starts at the beginning."""
@@ -114,14 +257,14 @@ class SourceContract(Replaying):
             message.nack(ValueError("failed"))
         assert counts == [1, 2, 3]
 
-    def test_a_nack_without_a_reason_is_a_nack_a4(self) -> None:
+    def test_a_nack_without_a_reason_is_a_nack(self) -> None:
         self.send(1)
         source = self.consumer(self.returning)
         self.take(source, 1)[0].nack(None)
         assert self.take(source, 1)[0].deliveries == 2
 
     @pytest.mark.parametrize("error", [StoreError, GivenBack, SinkUnavailable])
-    def test_a_blameless_nack_costs_no_attempt_s7(self, error: type[Exception]) -> None:
+    def test_a_blameless_nack_costs_no_attempt(self, error: type[Exception]) -> None:
         self.send(1)
         source = self.consumer(self.returning)
         for _ in range(3):
@@ -186,7 +329,7 @@ class SourceContract(Replaying):
 
     # --- several consumers ------------------------------------------------------------------
 
-    def test_competing_consumers_split_the_messages_and_miss_none_s4(self) -> None:
+    def test_competing_consumers_split_the_messages_and_miss_none(self) -> None:
         sent = self.send(60)
         got: list[list[str]] = [[], [], []]
         end = time.monotonic() + 30
@@ -204,7 +347,7 @@ class SourceContract(Replaying):
             thread.join()
         assert sorted(name for mine in got for name in mine) == sorted(sent)
 
-    def test_a_message_in_flight_is_not_delivered_again_r5(self) -> None:
+    def test_a_message_in_flight_is_not_delivered_again(self) -> None:
         self.send(3)
         first, second = self.consumer(), self.consumer()
         self.take(first, 3)
@@ -221,7 +364,7 @@ class SourceContract(Replaying):
 
     # --- leases -----------------------------------------------------------------------------
 
-    def test_a_renewed_lease_does_not_end_r5(self) -> None:
+    def test_a_renewed_lease_does_not_end(self) -> None:
         first, second = self._leased(), self.consumer(self.short)
         sent = self.send(1)
         held = self.take(first, 1)
@@ -265,7 +408,7 @@ class SourceContract(Replaying):
         if not self.returns_at_once:
             pytest.skip("what this source takes back returns only when the lease ends")
         pytest.importorskip("hypothesis")
-        from conquiet.testing.contracts.machine import check_source
+        from conquiet.testing.contracts.source_model import check_source
 
         check_source(self)
 

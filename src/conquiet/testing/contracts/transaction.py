@@ -1,10 +1,13 @@
-"""The contract of a transaction."""
+"""The contract of a transaction, and the binding that it shares with inbox and outbox."""
 
 from __future__ import annotations
 
+import threading
+from abc import abstractmethod
 from collections.abc import Callable
-from contextlib import suppress
-from typing import Any
+from contextlib import AbstractContextManager, suppress
+from contextvars import Context
+from typing import Any, TypeVar
 
 import pytest
 
@@ -12,20 +15,88 @@ from conquiet.acking import Acking
 from conquiet.errors import GivenBack, StoreError
 from conquiet.memory import Log
 from conquiet.message import Message
+from conquiet.router import Router
+from conquiet.stage import Middleware
+from conquiet.testing import deliver, eventually, message
+from conquiet.testing.contracts.contract import Contract
 from conquiet.testing.contracts.samples import ids, numbered
-from conquiet.testing.contracts.storing import HandlerFailed, Storing, elsewhere
-from conquiet.testing.delivery import deliver
-from conquiet.testing.messages import message
-from conquiet.testing.waiting import eventually
+from conquiet.transaction import Transaction
+
+T = TypeVar("T")
 
 
-class TransactionContract(Storing):
-    """What a transaction does: all effects of a batch or none, committed before the ack.
+class HandlerFailed(Exception):
+    """Raised by the handlers of these tests."""
 
-    Binding: see `Storing`. Also, as needed: `handle`, `savepoints`.
+
+class StorageContract(Contract):
+    """Binds a storage; the base of the contracts of transaction, inbox and outbox.
+
+    Must be given: `transaction`, `note`, `noted`. As needed: `outage`.
     """
 
-    bindings = Storing.bindings | {"handle", "savepoints"}
+    bindings = frozenset(("transaction", "note", "noted", "outage"))
+
+    @abstractmethod
+    def transaction(self) -> Transaction:
+        """The middleware, over the same storage at every call."""
+
+    @abstractmethod
+    def note(self, key: str) -> None:
+        """Add 1 to a counter of this name, through the ambient transaction, as an adapter does."""
+
+    @abstractmethod
+    def noted(self, key: str) -> int:
+        """The committed value of a counter, 0 if it does not exist; called from any thread."""
+
+    def outage(self) -> AbstractContextManager[object]:
+        """Makes every BEGIN or every COMMIT fail while it is open, as a lost connection does."""
+        pytest.skip("this binding cannot make its store fail")
+
+    # --- for the tests ----------------------------------------------------------------------
+
+    def chain(self) -> list[Middleware]:
+        """The middlewares under test."""
+        return [self.transaction()]
+
+    def router(
+        self, *middlewares: Middleware, run: Callable[[Message[Any]], Any] | None = None
+    ) -> Router:
+        """A router with one handler, which notes the id and then fails if that says "bad"."""
+        router = Router()
+        router.use(*(middlewares or self.chain()))
+
+        @router.raw(name="handler", source="/contract")
+        def handle(message: Message[Any]) -> None:  # says None, for chains without an outbox
+            self.note(message.id)
+            outputs = run(message) if run is not None else None
+            if message.id.startswith("bad"):
+                raise HandlerFailed(message.id)
+            return outputs  # type: ignore[return-value]
+
+        return router
+
+    def effects(self, *keys: str) -> list[int]:
+        return [self.noted(key) for key in keys]
+
+
+def elsewhere(look: Callable[[], T]) -> T:
+    """Call a function where no transaction is ambient: in another thread, with a new context."""
+    found: list[T] = []
+    thread = threading.Thread(target=lambda: found.append(Context().run(look)))
+    thread.start()
+    thread.join(30)
+    assert found, "looking from another thread failed or hung"
+    return found[0]
+
+
+class TransactionContract(StorageContract):
+    """A transaction commits all effects of a batch or none, and before the ack.
+
+    Binding: see `StorageContract`. Also, as needed: `handle`, `savepoints`.
+    """
+
+    bindings = StorageContract.bindings | {"handle", "savepoints"}
 
     savepoints: bool = True
     """False if the store cannot undo a part of a transaction."""
@@ -39,14 +110,14 @@ class TransactionContract(Storing):
         assert ids(delivered.acked) == ["m-0", "m-1", "m-2"]
         assert self.effects("m-0", "m-1", "m-2") == [1, 1, 1]
 
-    def test_nobody_sees_effects_before_the_commit(self) -> None:
+    def test_effects_are_invisible_before_the_commit(self) -> None:
         seen: list[int] = []
         router = self.router(run=lambda item: seen.append(elsewhere(lambda: self.noted(item.id))))
         deliver(router, *numbered(1))
         assert seen == [0]
         assert self.effects("m-0") == [1]
 
-    def test_commit_comes_before_ack_a1(self) -> None:
+    def test_commit_comes_before_ack(self) -> None:
         at_ack: list[int] = []
         [item] = numbered(1)
         item.acking = Acking.calling(
@@ -55,7 +126,7 @@ class TransactionContract(Storing):
         self.router().process([item])
         assert at_ack == [1]
 
-    def test_a_failed_handler_leaves_no_effect_and_is_nacked_a2(self) -> None:
+    def test_a_failed_handler_leaves_no_effect_and_is_nacked(self) -> None:
         delivered = deliver(self.router(), *numbered(1, "bad"))
         assert isinstance(delivered.errors[0], HandlerFailed)
         assert self.effects("bad-0") == [0]
@@ -99,7 +170,7 @@ class TransactionContract(Storing):
         assert [type(error) for error in delivered.errors] == [StoreError] * 3
         assert self.effects("m-0", "m-1", "m-2") == [0, 0, 0]
 
-    def test_an_outage_costs_no_attempt_and_no_message_s7(self) -> None:
+    def test_an_outage_costs_no_attempt_and_no_message(self) -> None:
         log = Log()
         log.append(numbered(3))
         source, router = log.source("group"), self.router()

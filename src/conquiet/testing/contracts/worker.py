@@ -17,16 +17,16 @@ from conquiet.message import Message
 from conquiet.router import Router
 from conquiet.sink import Sink
 from conquiet.source import Leased
-from conquiet.testing.contracts.consuming import LONG, Consuming
+from conquiet.testing import eventually
 from conquiet.testing.contracts.samples import ids, numbered
-from conquiet.testing.waiting import eventually
+from conquiet.testing.contracts.source import LONG, ConsumerContract
 from conquiet.worker import Worker
 
 Run = Callable[[Message[Any]], Any]
 
 
-class WorkerContract(Consuming):
-    """What a worker does with a source. Binding: see `Consuming`."""
+class WorkerContract(ConsumerContract):
+    """A worker reads a source through a router. Binding: see `ConsumerContract`."""
 
     @pytest.fixture(autouse=True)
     def _stop_workers(self) -> Iterator[None]:
@@ -89,7 +89,7 @@ class WorkerContract(Consuming):
 
     # --- failures ---------------------------------------------------------------------------
 
-    def test_an_exception_in_a_handler_never_ends_the_worker_a8(self) -> None:
+    def test_an_exception_in_a_handler_never_ends_the_worker(self) -> None:
         sent = self.send(6)
 
         def fail_twice(message: Message[Any]) -> None:
@@ -138,7 +138,7 @@ class WorkerContract(Consuming):
 
     # --- leases -----------------------------------------------------------------------------
 
-    def test_a_handler_longer_than_its_lease_is_not_run_twice_r5(self) -> None:
+    def test_a_handler_longer_than_its_lease_is_not_run_twice(self) -> None:
         if self.lease is None or not isinstance(self.consumer(), Leased):
             pytest.skip("this source knows no leases")
         length = 3 * self.lease
@@ -151,7 +151,7 @@ class WorkerContract(Consuming):
 
     # --- stopping ---------------------------------------------------------------------------
 
-    def test_a_soft_stop_finishes_what_is_in_flight_and_reads_no_more_a7(self) -> None:
+    def test_a_soft_stop_finishes_what_is_in_flight_and_reads_no_more(self) -> None:
         sent = self.send(6)
         worker = self.work(self._wait, lease=self.returning, batch_size=2)
         eventually(self.called)
@@ -165,7 +165,7 @@ class WorkerContract(Consuming):
         assert sorted(self.called()) == sorted(sent[:2])
         self.expect_rest(sent[2:])
 
-    def test_a_hard_stop_acks_nothing_unfinished_and_costs_no_attempt_a7(self) -> None:
+    def test_a_hard_stop_acks_nothing_unfinished_and_costs_no_attempt(self) -> None:
         sent = self.send(3)
         worker = self.work(self._wait, lease=self.returning, batch_size=2)
         eventually(self.called)
@@ -228,7 +228,7 @@ class WorkerContract(Consuming):
         self.stop(worker)
         assert sink.published == ["m-0/out"]
 
-    def test_a_sink_out_of_reach_costs_nobody_an_attempt_s7(self) -> None:
+    def test_a_sink_out_of_reach_costs_no_attempt(self) -> None:
         sent = self.send(4)
         log = Log()
         sink = log.sink("outputs")
@@ -240,7 +240,7 @@ class WorkerContract(Consuming):
         assert {deliveries for _, deliveries in self._calls} == {1}
         self.expect_rest([])
 
-    def test_an_output_that_is_refused_fails_its_own_input_alone_s6(self) -> None:
+    def test_an_output_that_is_refused_fails_its_own_input_alone(self) -> None:
         self.send(4)
         refusals = [ValueError("refused")]
 

@@ -1,4 +1,4 @@
-"""A model of a source: any mix of publish, read, ack, nack and close loses and repeats nothing."""
+"""A model of a source: no mix of publish, read, ack, nack and close loses or repeats a message."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 from conquiet.errors import GivenBack
 from conquiet.message import Message
 from conquiet.source import Source
-from conquiet.testing.contracts.consuming import LONG, Consuming
 from conquiet.testing.contracts.samples import ids
+from conquiet.testing.contracts.source import LONG, ConsumerContract
 
 _SETTINGS = settings(
     max_examples=25,
@@ -24,7 +24,7 @@ _SETTINGS = settings(
 )
 
 
-def check_source(contract: Consuming) -> None:
+def check_source(contract: ConsumerContract) -> None:
     """Run the model against the source of a contract; each run leaves it empty."""
     runs = iter(range(1_000_000))
 
