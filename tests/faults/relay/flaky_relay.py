@@ -11,8 +11,8 @@ import sys
 import time
 from dataclasses import replace
 
+from conquiet import registry
 from conquiet.cli import main
-from conquiet.relay import opening
 
 FAILS = 0.05
 HANGS = 0.05
@@ -42,10 +42,10 @@ class FlakySink:
 
 
 def open_flaky(url, settings):
-    opened = opening.SINKS["redis"](url.removeprefix("flaky+"), settings)
+    opened = registry.SINKS["redis"](url.removeprefix("flaky+"), settings)
     return replace(opened, sink=FlakySink(opened.sink))
 
 
 if __name__ == "__main__":
-    opening.SINKS["flaky+redis"] = open_flaky
+    registry.SINKS["flaky+redis"] = open_flaky
     raise SystemExit(main(["relay", "run", *sys.argv[1:]]))

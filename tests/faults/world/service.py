@@ -22,14 +22,13 @@ import msgspec
 import redis
 from sqlalchemy import text
 
-from conquiet import Message, Router, Worker
+from conquiet import Message, Router, Worker, registry
 from conquiet.cli import main as command_line
 from conquiet.errors import PermanentError
 from conquiet.middleware import DeadLetter
 from conquiet.redis import Inbox as RedisInbox
 from conquiet.redis import StreamSink, StreamSource, commands
 from conquiet.redis import Transaction as RedisTransaction
-from conquiet.relay import opening
 from conquiet.sql import Inbox, Outbox, Transaction, connection, engine
 
 EVENTS, DEAD = "events", "dead"
@@ -155,13 +154,13 @@ def consume(config: dict[str, str], outside: Outside) -> bool:
 
 
 def relay(config: dict[str, str], outside: Outside) -> bool:
-    open_redis = opening.SINKS["redis"]
+    open_redis = registry.SINKS["redis"]
 
     def open_counting(url: str, settings: Any) -> Any:
         opened = open_redis(url, settings)
         return replace(opened, sink=Counting(opened.sink, outside))
 
-    opening.SINKS["redis"] = open_counting
+    registry.SINKS["redis"] = open_counting
     return not command_line(
         [
             *("relay", "run", "--database", config["postgres"], "--sink", config["redis"]),
