@@ -501,3 +501,22 @@ def test_a_look_ahead_that_fails_is_made_good_when_it_is_needed(plain_log, monke
 
     monkeypatch.setattr("conquiet.spark.log.planner.limit_ends", fails_in_a_thread)
     assert [len(query.batch()) for _ in range(4)] == [300, 300, 300, 100]
+
+
+def test_two_queries_at_once_read_everything_each_and_keep_entries_for_the_slower(
+    plain_log,
+) -> None:
+    """Positions are those of a query, not of a group: neither takes entries from the other."""
+    ids = plain_log.add("orders", *range(10))
+    fast = Query(plain_log, readerName="fast", maxOffsetsPerTrigger=6)
+    slow = Query(plain_log, readerName="slow", maxOffsetsPerTrigger=2)
+    assert fast.batch() == list(range(6))
+    assert slow.batch() == [0, 1]
+    assert fast.batch() == list(range(6, 10))
+    assert fast.batch() == []
+    assert slow.batch() == [2, 3]
+    assert slow.batch() == [4, 5]
+    positions = Readers(plain_log.client, "orders").positions()
+    assert positions == {"fast": ids[9], "slow": ids[3]}
+    assert trim_stream(plain_log.client, "orders", exact=True).removed == 4
+    assert [slow.batch(), slow.batch()] == [[6, 7], [8, 9]]

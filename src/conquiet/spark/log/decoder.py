@@ -25,7 +25,8 @@ from pyspark.sql.types import StructType
 from conquiet.errors import InvalidMessage
 from conquiet.redis.entry import STRUCTURED_FIELD, TOPIC_FIELD, from_fields
 from conquiet.spark.columns import MALFORMED
-from conquiet.spark.log.fetch import Found
+from conquiet.spark.log.fetch import Found, Oversized
+from conquiet.spark.log.options import MAX_BYTES_PER_BATCH
 from conquiet.spark.log.resp import Group, Numbers, Table
 from conquiet.spark.payload import RAW, check_columns, finisher, has_struct, has_text
 
@@ -35,8 +36,14 @@ _ROWS = 10_000
 class Decoder:
     """Makes record batches for one schema; can be pickled."""
 
-    def __init__(self, schema: StructType, types: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        schema: StructType,
+        types: tuple[str, ...] = (),
+        max_bytes: int = MAX_BYTES_PER_BATCH,
+    ) -> None:
         check_columns(schema, "the log")
+        self._max_bytes = max_bytes
         self._schema = schema
         self._types = types
         self._wanted = frozenset(schema.names) - {RAW}
@@ -54,10 +61,13 @@ class Decoder:
                     yield finish(rows.take())
                 yield finish(columns_of(entries, stream, self._wanted))
                 continue
+            if isinstance(entries, Oversized):
+                rows.add_oversized(stream, entries, self._max_bytes)
+                continue
             for entry_id, fields in entries:
                 rows.add(stream, entry_id, fields)
-            if len(rows) >= _ROWS:
-                yield finish(rows.take())
+                if rows.bytes >= self._max_bytes or len(rows) >= _ROWS:
+                    yield finish(rows.take())
         if len(rows):
             yield finish(rows.take())
 
@@ -317,6 +327,8 @@ class RowBuilder:
         self._streams: list[str] = []
         self._ids: list[str] = []
         self._rows: list[Row] = []
+        self.bytes = 0
+        """About the size of the collected entries."""
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -325,11 +337,25 @@ class RowBuilder:
         self._streams.append(stream)
         self._ids.append(entry_id.decode())
         self._rows.append(row_of(fields))
+        self.bytes += sum(map(len, fields or ()))
+
+    def add_oversized(self, stream: str, entry: Oversized, max_bytes: int) -> None:
+        """Add an entry whose fields were not read: a malformed row without data."""
+        self._streams.append(stream)
+        self._ids.append(entry.id.decode())
+        self._rows.append(
+            Row(
+                {},
+                None,
+                f"it has {entry.size} bytes, more than maxBytesPerBatch={max_bytes}; its data was"
+                " not read",
+            )
+        )
 
     def take(self) -> dict[str, pa.Array]:
         """Return all columns of the collected entries, and begin again without them."""
         rows, ids, streams = self._rows, self._ids, self._streams
-        self._rows, self._ids, self._streams = [], [], []
+        self._rows, self._ids, self._streams, self.bytes = [], [], [], 0
         attributes = [row.attributes for row in rows]
         columns = {
             "stream": pa.array(streams, pa.string()),

@@ -8,7 +8,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import hiredis
 import numpy as np
@@ -19,20 +19,33 @@ from conquiet.errors import StoreError
 from conquiet.redis import ids
 from conquiet.redis.wire import TROUBLE, Wire
 from conquiet.spark.log.connection import PAUSES_SECONDS, ask, pool_of
+from conquiet.spark.log.options import MAX_BYTES_PER_BATCH
 from conquiet.spark.log.ranges import EntryRange
 from conquiet.spark.log.resp import Table, locate
 
 logger = logging.getLogger("conquiet.spark")
 
 Entries: TypeAlias = list[tuple[bytes, list[bytes] | None]]
-Found: TypeAlias = tuple[str, Table | Entries]
+
+
+class Oversized(NamedTuple):
+    """An entry that is larger than a reply may be, and whose fields were not read."""
+
+    id: bytes
+    size: int
+    """In bytes, as Redis sends it."""
+
+
+Found: TypeAlias = tuple[str, Table | Entries | Oversized]
 """A stream and entries of it: a table into a buffer that is valid until the next, or a list."""
 
 _REPLY_BYTES = 2 << 20
 """Wanted size of a reply: large enough for calls of numpy, small enough for a CPU cache."""
-_FIRST_COUNT, _MOST_COUNT = 250, 16_000
-_LARGEST_TABLE = (1 << 31) - 1
-"""Offsets into a reply have 32 bits."""
+_FIRST_COUNT, _MOST_COUNT = 16, 16_000
+"""Entries of a page. The first page is small: the size of the entries is not known yet, and Redis
+builds a reply in memory before it sends it."""
+_SHRINK = 16
+"""The factor by which a page becomes smaller whose reply was too large."""
 _SMALL = 64
 """Ranges of so few entries are requested together, and their entries decoded one by one."""
 _TOGETHER = 2_000
@@ -42,23 +55,45 @@ _TRANSIENT = ("LOADING", "CLUSTERDOWN", "TRYAGAIN", "MASTERDOWN", "BUSY", "MOVED
 
 _LEAST_BYTES = 1 << 20
 _RECEIVE_BYTES = 1 << 20
+_HEAD_BYTES = 4096
 _pack: Any = pack_command  # its stub allows commands of one word only
 
 _id = re.compile(rb"\d+-\d+")
+_first_entry = re.compile(rb"\*1\r\n\*2\r\n\$\d+\r\n(\d+-\d+)\r\n")
 
 
 class Refused(Exception):
     """Redis replied with an error."""
 
 
+class ReplyTooLarge(Exception):
+    """A reply exceeds the bound; the connection still has to receive the rest of it."""
+
+    def __init__(self, head: bytes) -> None:
+        super().__init__("the reply is too large")
+        self.head = head
+        """Its first bytes."""
+
+
 class RangeReader:
     """Reads ranges in their order, and resumes after a broken connection."""
 
-    def __init__(self, client: Any, report_missing: Callable[[EntryRange, int], None]) -> None:
+    def __init__(
+        self,
+        client: Any,
+        report_missing: Callable[[EntryRange, int], None],
+        max_bytes: int = MAX_BYTES_PER_BATCH,
+    ) -> None:
         self._wire = Wire(client)
+        self._max_bytes = max_bytes
+        """The bound of a reply. A page that exceeds it is read again in smaller pages."""
         self._report_missing = report_missing
         """Called with a range that has fewer entries than it must have."""
         self._count = _FIRST_COUNT
+        self._first_count = _FIRST_COUNT
+        """Entries of the first page of the next range; fewer after a reply that was too large."""
+        self._most_together = _TOGETHER
+        """Entries of small ranges that are requested together; 0 after such a reply."""
         self._mark = b""
         """The bytes after the ids of the last reply, by which the last id of the next is found."""
 
@@ -70,6 +105,8 @@ class RangeReader:
                 for found in self._from_node(left):
                     yield found
                     failures = 0
+            except ReplyTooLarge:  # the entries are read again, fewer at a time
+                logger.debug("stream %r: reading in pages of %d", left[0].stream, self._first_count)
             except (*TROUBLE, Refused, redis.ResponseError) as error:
                 if failures == len(PAUSES_SECONDS) or not _is_transient(error):
                     raise StoreError(
@@ -87,7 +124,7 @@ class RangeReader:
         line = Line(pool)
         try:
             while left and self._pool(left[0]) is pool:
-                if _is_small(left[0]):
+                if self._is_small(left[0]):
                     for found in self._read_several(line, self._choose(left, pool)):
                         yield found
                         left.popleft()  # each by itself: the next one may be refused
@@ -111,7 +148,11 @@ class RangeReader:
         chosen: list[EntryRange] = []
         entries = 0
         for one in left:
-            if entries >= _TOGETHER or not _is_small(one) or self._pool(one) is not pool:
+            if (
+                entries >= self._most_together
+                or not self._is_small(one)
+                or self._pool(one) is not pool
+            ):
                 break
             chosen.append(one)
             entries += max(1, one.entries or 0)
@@ -119,8 +160,13 @@ class RangeReader:
 
     def _read_several(self, line: Line, ranges: list[EntryRange]) -> Iterator[Found]:
         line.send([_xrange(one) for one in ranges])
+        try:
+            content = line.receive(self._max_bytes)
+        except ReplyTooLarge:
+            self._most_together = 0
+            raise
         reader = hiredis.Reader()
-        reader.feed(bytes(line.receive()))
+        reader.feed(bytes(content))
         replies = [reader.gets() for _ in ranges]
         for one, entries in zip(ranges, replies, strict=True):
             if isinstance(entries, Exception):
@@ -132,14 +178,27 @@ class RangeReader:
 
     def _read_pages(
         self, line: Line, whole: EntryRange
-    ) -> Iterator[tuple[Table | Entries, str, int]]:
+    ) -> Iterator[tuple[Table | Entries | Oversized, str, int]]:
         """Yield the entries of each reply, the id of its last, and the number of entries so far."""
         # Small at first: entries of this stream may be much larger than those of the last.
-        asked, got = _FIRST_COUNT, 0
-        self._count = _FIRST_COUNT
+        asked, got = self._first_count, 0
+        self._count, self._first_count = asked, _FIRST_COUNT
         line.send([_xrange(whole, asked)])
         while True:
-            content = line.receive()
+            try:
+                content = line.receive(self._max_bytes)
+            except ReplyTooLarge as reply:
+                if asked > 1:
+                    self._first_count = max(1, asked // _SHRINK)
+                    raise
+                oversized = _oversized(reply, line)
+                got += 1
+                last_id = oversized.id.decode()
+                yield oversized, last_id, got
+                if last_id == whole.until:
+                    break
+                line.send([_xrange(whole._replace(after=last_id), asked)])
+                continue
             count, start = _header(content)
             if not count:
                 break
@@ -153,7 +212,7 @@ class RangeReader:
             yield found, last_id, got
             is_end = (not ahead and count < asked) or last_id == whole.until
             if ahead and (is_end or ahead != last_id):
-                line.receive()  # the guess was wrong: a value looked like the end of an id
+                line.skip()  # the guess was wrong: a value looked like the end of an id
                 ahead = ""
             if is_end:
                 break
@@ -173,13 +232,12 @@ class RangeReader:
         return entry_id.decode() if _id.fullmatch(entry_id) else ""
 
     def _parse(self, content: memoryview, count: int, start: int) -> tuple[Table | Entries, str]:
-        if len(content) <= _LARGEST_TABLE:
-            table = locate(np.frombuffer(content, np.uint8), count, start)
-            if table is not None:
-                last = max(table.groups, key=lambda group: int(group.rows[-1]))
-                self._mark = b"\r\n*%d\r\n" % (2 * len(last.names))
-                at, end = last.starts[0][-1], last.ends[0][-1]
-                return table, content[at:end].tobytes().decode()
+        table = locate(np.frombuffer(content, np.uint8), count, start)
+        if table is not None:
+            last = max(table.groups, key=lambda group: int(group.rows[-1]))
+            self._mark = b"\r\n*%d\r\n" % (2 * len(last.names))
+            at, end = last.starts[0][-1], last.ends[0][-1]
+            return table, content[at:end].tobytes().decode()
         reader = hiredis.Reader()
         reader.feed(bytes(content))
         entries: Entries = [entry for entry in reader.gets() if entry]
@@ -188,6 +246,10 @@ class RangeReader:
     def _adapt(self, count: int, size: int) -> None:
         fitting = _REPLY_BYTES * count // max(1, size)
         self._count = max(1, min(fitting, _MOST_COUNT, 16 * self._count))
+
+    def _is_small(self, entry_range: EntryRange) -> bool:
+        entries = entry_range.entries
+        return self._most_together > 0 and entries is not None and entries <= _SMALL
 
     def _check_complete(self, entry_range: EntryRange, got: int) -> None:
         if entry_range.entries is not None:
@@ -207,8 +269,12 @@ class RangeReader:
         return page[0][0] if page else ids.MAX
 
 
-def _is_small(entry_range: EntryRange) -> bool:
-    return entry_range.entries is not None and entry_range.entries <= _SMALL
+def _oversized(reply: ReplyTooLarge, line: Line) -> Oversized:
+    """Return the one entry of a reply that is too large, and receive the rest of it."""
+    found = _first_entry.match(reply.head)
+    if found is None:
+        raise Refused(reply.head[:100].decode(errors="replace"))
+    return Oversized(found[1], line.skip())
 
 
 def _xrange(entry_range: EntryRange, count: int = 0) -> list[bytes | int]:
@@ -247,6 +313,8 @@ class Line:
         self._end = b"$%d\r\n%s\r\n" % (len(word), word)
         self._owed = 0
         """Groups of replies that were not received yet."""
+        self._used = 0
+        """Bytes that were received of a reply that is too large."""
         self._check_ping()
 
     def _check_ping(self) -> None:
@@ -266,11 +334,17 @@ class Line:
         self._owed += 1
         self._socket.sendall(b"".join([*packed, self._ping]))
 
-    def receive(self) -> memoryview:
-        """Return the replies to the oldest group; the bytes are valid until the next call."""
+    def receive(self, max_bytes: int) -> memoryview:
+        """Return the replies to the oldest group; the bytes are valid until the next call.
+
+        Raise `ReplyTooLarge` past `max_bytes`; then `skip` the rest, or close the line.
+        """
         used = 0
         end = self._end
         while True:
+            if used > max_bytes + len(end):
+                self._used = used
+                raise ReplyTooLarge(bytes(self._buffer[:_HEAD_BYTES]))
             if len(self._buffer) - used < _RECEIVE_BYTES:
                 self._grow(used)
             with memoryview(self._buffer) as view:
@@ -278,6 +352,20 @@ class Line:
             if used >= len(end) and self._buffer[used - len(end) : used] == end:
                 self._owed -= 1
                 return memoryview(self._buffer)[: used - len(end)]
+
+    def skip(self) -> int:
+        """Receive the rest of the replies to the oldest group; return their size in bytes."""
+        size, self._used = self._used, 0
+        tail = bytes(self._buffer[max(0, size - len(self._end)) : size])
+        while tail != self._end:
+            with memoryview(self._buffer) as view:
+                got = self._more(self._socket.recv_into(view[:_RECEIVE_BYTES]))
+            size += got
+            tail = (tail + bytes(self._buffer[max(0, got - len(self._end)) : got]))[
+                -len(self._end) :
+            ]
+        self._owed -= 1
+        return size - len(self._end)
 
     def _grow(self, used: int) -> None:
         # A new buffer: arrays may still refer to the old one.

@@ -14,6 +14,11 @@ from conquiet.spark.options import SET_BY_SPARK, URL_ENV, URL_FILE, Address, Opt
 _REDIS = "Redis", "redis://host:6379/0"
 _DAY_SECONDS = 24 * 60 * 60
 
+MAX_BYTES_PER_BATCH = 32 << 20
+"""Small enough for a dozen tasks in a driver with a heap of 1 GB."""
+_LARGEST_BATCH = 1 << 30
+"""Offsets in a batch have 32 bits, and text in base64 is a third longer than its bytes."""
+
 READ_OPTIONS = {
     "url": Option(
         "",
@@ -34,6 +39,11 @@ READ_OPTIONS = {
     "maxOffsetsPerTrigger": Option("none", "entries per micro-batch, exactly, over all streams"),
     "minPartitions": Option("none", "tasks at least, even if they are small"),
     "maxRecordsPerPartition": Option("2000000", "about how many entries a task reads at most"),
+    "maxBytesPerBatch": Option(
+        str(MAX_BYTES_PER_BATCH),
+        "about how many bytes a reply of Redis and an Arrow batch have at most; a larger entry is a"
+        " row with `_malformed` and without its data",
+    ),
     "failOnDataLoss": Option(
         "true",
         "fail when entries are gone before they were read; else warn and count",
@@ -77,6 +87,7 @@ class ReadOptions:
     max_per_trigger: int | None = None
     min_partitions: int = 0
     max_per_partition: int | None = None
+    max_bytes_per_batch: int = MAX_BYTES_PER_BATCH
     fail_on_data_loss: bool = True
     reader_name: str = ""
     mirror_group: str = ""
@@ -98,6 +109,7 @@ class ReadOptions:
             max_per_trigger=options.whole("maxOffsetsPerTrigger"),
             min_partitions=options.whole("minPartitions", least=0) or 0,
             max_per_partition=options.whole("maxRecordsPerPartition"),
+            max_bytes_per_batch=_batch_bytes(options),
             fail_on_data_loss=options.flag("failOnDataLoss", True),
             reader_name=options.text("readerName") or "",
             mirror_group=options.text("mirrorGroup") or "",
@@ -162,6 +174,13 @@ def _streams(text: str) -> tuple[str, ...]:
     if not names:
         raise ConfigError("name what to read: .option('streams', 'orders,payments:*')")
     return tuple(dict.fromkeys(names))
+
+
+def _batch_bytes(options: Options) -> int:
+    most = options.whole("maxBytesPerBatch")
+    if most is not None and most > _LARGEST_BATCH:
+        raise ConfigError(f"maxBytesPerBatch={most}: must be {_LARGEST_BATCH} (1 GiB) or less")
+    return most or MAX_BYTES_PER_BATCH
 
 
 def _bounds(options: Options, name: str, stamp: str, default: str, others: str) -> Bounds:

@@ -28,6 +28,8 @@ _PER_CALL = 5_000
 """Entries that one call walks through: Redis serves no other client meanwhile."""
 _AT_ONCE = 100
 """Ranges that are indexed side by side."""
+_FIRST_STEP, _STEP_BYTES = 8, 1 << 20
+"""Entries that are read first, to see how large they are; then about so many bytes at a time."""
 
 
 class EntryRange(NamedTuple):
@@ -46,19 +48,23 @@ class EntryRange(NamedTuple):
 
 
 # KEYS[1]  the stream
-# ARGV     the first id, the last id, how many entries, how many of them per page
+# ARGV     the first id, the last id, how many entries, how many of them per page, how many to read
+#          first, and about how many bytes to read at a time, which a script copies
 # Returns the last id of each page, and how many entries there were.
 _WALK = b"""
 local from, marks, counted = ARGV[1], {}, 0
-local wanted, page = tonumber(ARGV[3]), tonumber(ARGV[4])
+local wanted, page, step = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
 while counted < wanted do
-  local count = math.min(page, wanted - counted)
+  local count = math.min(step, page - counted % page, wanted - counted)
   local entries = redis.call('XRANGE', KEYS[1], from, ARGV[2], 'COUNT', count)
   if #entries == 0 then break end
+  local last, size = entries[#entries], 1
   counted = counted + #entries
-  marks[#marks + 1] = entries[#entries][1]
-  from = '(' .. marks[#marks]
-  if #entries < count or marks[#marks] == ARGV[2] then break end
+  marks[math.ceil(counted / page)] = last[1]
+  from = '(' .. last[1]
+  if #entries < count or last[1] == ARGV[2] then break end
+  for _, text in ipairs(last[2]) do size = size + #text end
+  step = math.max(1, math.min(page, math.floor(tonumber(ARGV[6]) / size)))
 end
 return {marks, counted}
 """
@@ -129,7 +135,8 @@ def _walk(
     for index, count in zip(indexes, steps, strict=True):
         key, first = index.range.stream.encode(), ids.next_after(index.end.encode())
         until = index.range.until.encode()
-        commands.append((key, (b"EVAL", _WALK, 1, key, first, until, count, PAGE)))
+        bounds = (first, until, count, PAGE, _FIRST_STEP, _STEP_BYTES)
+        commands.append((key, (b"EVAL", _WALK, 1, key, *bounds)))
     replies = ask(wire, commands)
     return [
         _read_pages(wire, index, count, reply) if isinstance(reply, Exception) else reply
@@ -142,18 +149,23 @@ def _read_pages(
 ) -> tuple[list[bytes], int]:
     """Count by reading entries, for Redis before 6.2 and users without scripts."""
     logger.debug("entries of %r are counted by reading them: %s", index.range.stream, error)
-    key, marks, counted = index.range.stream.encode(), [], 0
+    key, marks, counted = index.range.stream.encode(), list[bytes](), 0
     first, until = ids.next_after(index.end.encode()), index.range.until.encode()
+    step = _FIRST_STEP
     while counted < wanted:
-        count = min(PAGE, wanted - counted)
+        count = min(step, PAGE - counted % PAGE, wanted - counted)
         [page] = ask(wire, [(key, (b"XRANGE", key, first, until, b"COUNT", count))])
         if isinstance(page, Exception):
             raise StoreError(f"stream {index.range.stream!r} cannot be read: {page}") from page
         if not page:
             break
+        last, fields = page[-1]
+        if counted % PAGE == 0:
+            marks.append(last)
         counted += len(page)
-        marks.append(page[-1][0])
-        first = ids.next_after(page[-1][0])
-        if len(page) < count or marks[-1] == until:  # no id follows the largest
+        marks[-1] = last
+        if len(page) < count or last == until:  # no id follows the largest
             break
+        first = ids.next_after(last)
+        step = max(1, min(PAGE, _STEP_BYTES // (1 + sum(map(len, fields or ())))))
     return marks, counted

@@ -96,7 +96,7 @@ class LogReader(DataSourceReader):
 
     def __init__(self, options: ReadOptions, schema: StructType) -> None:
         self._options = options
-        self._decoder = Decoder(schema, options.types)
+        self._decoder = Decoder(schema, options.types, options.max_bytes_per_batch)
         self._filters = Filters()
 
     def partitions(self) -> Sequence[InputPartition]:
@@ -153,7 +153,7 @@ class LogStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def __init__(self, options: ReadOptions, schema: StructType) -> None:
         self._options = options
-        self._decoder = Decoder(schema, options.types)
+        self._decoder = Decoder(schema, options.types, options.max_bytes_per_batch)
         self._planner: Planner | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -213,7 +213,7 @@ def read_ranges(
             )
         logger.warning("%s", text)
 
-    reader = RangeReader(client_of(options.address), report_missing)
+    reader = RangeReader(client_of(options.address), report_missing, options.max_bytes_per_batch)
     return decoder.decode(reader.read(partition.ranges))
 
 

@@ -19,6 +19,9 @@ from conquiet.spark.log.ranges import BEGINNING
 logger = logging.getLogger("conquiet.spark")
 
 _AT_ONCE = 1_000
+_FIRST_AT_ONCE, _REPLY_BYTES = 32, 16 << 20
+"""Streams whose states are asked for first, and about how large later replies may be: XINFO sends
+the first and the last entry of a stream with all their data."""
 _SCAN_COUNT = 2_000
 _GLOB = frozenset("*?[")
 
@@ -92,8 +95,9 @@ class Streams:
         """Return the state of each stream that exists."""
         wanted = list(names)
         states: dict[str, StreamState] = {}
-        for at in range(0, len(wanted), _AT_ONCE):
-            part = wanted[at : at + _AT_ONCE]
+        at_once = _FIRST_AT_ONCE
+        while wanted:
+            part, wanted = wanted[:at_once], wanted[at_once:]
             keys = [name.encode() for name in part]
             replies = ask(self.wire, [(key, (b"XINFO", b"STREAM", key)) for key in keys])
             for name, reply in zip(part, replies, strict=True):
@@ -101,6 +105,8 @@ class Streams:
                     states[name] = _state(pairs(reply))
                 elif "no such key" not in str(reply).lower():
                     raise StoreError(f"stream {name!r} cannot be read: {reply}") from reply
+            largest = max(map(_entry_bytes, replies))
+            at_once = max(1, min(_AT_ONCE, 16 * at_once, _REPLY_BYTES // (1 + largest)))
         return states
 
 
@@ -111,6 +117,15 @@ def is_pattern(name: str) -> bool:
     (False, True)
     """
     return not _GLOB.isdisjoint(name)
+
+
+def _entry_bytes(reply: Any) -> int:
+    """Return about how many bytes the first and last entry in a reply have."""
+    if isinstance(reply, Exception):
+        return 0
+    about = pairs(reply)
+    entries = (about.get(b"first-entry"), about.get(b"last-entry"))
+    return sum(len(item) for entry in entries if entry for item in entry[1] or ())
 
 
 def _state(about: Mapping[bytes, Any]) -> StreamState:

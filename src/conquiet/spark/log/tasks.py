@@ -38,7 +38,8 @@ _REFINEMENTS = 3
 """Further samples, while the sum is off or there is no number to compare it with."""
 _TOLERANCE, _TOLERANCE_OF_MANY = 4 / 3, 2.5
 """The factor by which the sum of a sample may be off the number of entries."""
-_AT_ONCE = 1_000
+_AT_ONCE = 50
+"""Ranges whose first entries are read together, with all their data."""
 
 SAMPLE_ENTRIES = 64_000
 """Entries that one sample of a range looks at, in all; about 0.1 s of Redis."""
