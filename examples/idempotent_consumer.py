@@ -17,10 +17,10 @@ from typing import Any
 
 import redis
 
+from conquiet import Message
 from conquiet.backoff import Backoff
 from conquiet.errors import Blameless, InvalidMessage, StoreError
 from conquiet.events import Idempotency
-from conquiet.message import Message
 from conquiet.redis import StreamSource
 from marketplace.catalog import CATALOG, NOTIFICATIONS, OrderCreated
 

@@ -1,8 +1,11 @@
-"""What the docs name exists: tests, files of the repository, pages of the site."""
+"""Names in docs and examples exist, and are exported: tests, files, pages, imports."""
 
 from __future__ import annotations
 
+import ast
 import re
+import textwrap
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -51,3 +54,92 @@ def test_every_page_is_in_the_navigation_and_every_entry_has_a_page() -> None:
     listed = pages_of(settings["nav"])
     assert len(listed) == len(set(listed))
     assert set(listed) == {str(page.relative_to(DOCS)) for page in PAGES}
+
+
+# --- exported names ---------------------------------------------------------------------------
+
+TO_CONVERT = {
+    "": ("catalog", "lake"),
+    "demo": ("pipeline", "sender", "servers", "verdict"),
+    "generator": ("commands", "entry", "files", "log", "outbox"),
+    "pipeline": ("jobs", "lake", "payloads", "reading", "refusal", "silver", "taking", "typed"),
+    "service": (
+        "ads",
+        "commands",
+        "licenses",
+        "media",
+        "orders",
+        "payments",
+        "rollups",
+        "routing",
+        "tables",
+    ),
+}
+"""Modules of the marketplace that still import names which conquiet does not export."""
+
+_reference = re.compile(r"^::: ([\w.]+)", re.MULTILINE)
+_block = re.compile(r"^( *)```python.*?\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+
+
+def documented() -> set[str]:
+    """The modules, and single names, that the reference shows."""
+    return {name for page in (DOCS / "reference").glob("*.md") for name in _references(page)}
+
+
+def _references(page: Path) -> list[str]:
+    return _reference.findall(page.read_text())
+
+
+def imports_of(code: str) -> list[tuple[str, str | None]]:
+    """Modules of conquiet that a program imports, with the names it takes from them."""
+    found: list[tuple[str, str | None]] = []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, None) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            found += [(node.module or "", alias.name) for alias in node.names]
+    return [(module, name) for module, name in found if module.split(".")[0] == "conquiet"]
+
+
+def is_exported(module: str, name: str | None, known: set[str]) -> bool:
+    """Whether the reference shows a module and the module exports the name."""
+    if name is None:
+        return module in known
+    whole = f"{module}.{name}"
+    if whole in known:
+        return True
+    if module not in known:
+        return False
+    exported = getattr(import_module(module), "__all__", None)
+    return name in exported if exported is not None else not name.startswith("_")
+
+
+def is_to_convert(path: Path) -> bool:
+    marketplace = ROOT / "examples" / "marketplace" / "marketplace"
+    return any(
+        path == marketplace / folder / f"{module}.py"
+        for folder, modules in TO_CONVERT.items()
+        for module in modules
+    )
+
+
+def programs() -> list[Path]:
+    found = [ROOT / "README.md", *PAGES, *(ROOT / "examples").rglob("*.py")]
+    return sorted(path for path in found if ".venv" not in path.parts)
+
+
+@pytest.mark.parametrize("path", programs(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_docs_and_examples_import_exported_names_only(path: Path) -> None:
+    text = path.read_text()
+    codes = [text]
+    if path.suffix == ".md":
+        codes = [textwrap.dedent(found[2]) for found in _block.finditer(text)]
+    known = documented()
+    wrong = {
+        f"{module}.{name}" if name else module
+        for code in codes
+        for module, name in imports_of(code)
+        if not is_exported(module, name, known)
+    }
+    if not is_to_convert(path):
+        assert not wrong, f"{path.name} imports names that are not exported: {sorted(wrong)}"
