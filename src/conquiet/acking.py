@@ -1,10 +1,10 @@
-"""Acking settles a message once: ack or nack(error).
+"""Settle messages once: ack or nack(error).
 
     pending ──ack──▶ acked          (final)
        └─────nack──▶ nacked         (final)
 
-Where a settlement goes is a `Settler`: the source that the message came from. A source
-settles many messages in one call, so a batch costs one round trip.
+A `Settler`, such as the source of a message, takes the settlements. It settles many messages in one
+call, so a batch costs one round trip.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class State(Enum):
-    """Where a message stands; `ACKED` and `NACKED` are final."""
+    """The state of a message; `ACKED` and `NACKED` are final."""
 
     PENDING = "pending"
     ACKED = "acked"
@@ -27,13 +27,13 @@ class State(Enum):
 
 
 class Settler(Protocol):
-    """Takes settlements: the tokens it gave out, acked, or nacked with the error."""
+    """Takes settlements by token: acked, or nacked with an error."""
 
     def settle(self, acked: Sequence[Any], nacked: Sequence[tuple[Any, Error]]) -> None: ...
 
 
 class Acking:
-    """Settles one message, once; the first call wins and the rest do nothing.
+    """Settles one message once; the first call wins, later ones do nothing.
 
     >>> acking = Acking.calling(lambda: print("acked"), lambda error: print("nacked", error))
     >>> acking.ack(), acking.nack(None), acking.state.value
@@ -52,7 +52,7 @@ class Acking:
 
     @classmethod
     def calling(cls, on_ack: Callable[[], object], on_nack: Callable[[Error], object]) -> Acking:
-        """An acking that calls one of two functions, outside any lock."""
+        """Create an acking that calls one of two functions, outside any lock."""
         return cls(_Callbacks(on_ack, on_nack))
 
     def split(self, count: int) -> list[Acking]:
@@ -68,17 +68,17 @@ class Acking:
 
     @property
     def settled(self) -> bool:
-        """Whether ack or nack was called."""
+        """Return whether ack or nack was called."""
         return self.state is not State.PENDING
 
     def ack(self) -> bool:
-        """Say that the message took effect; False if it was settled before."""
+        """Ack the message: it took effect. Return False if it was settled before."""
         if self.settled:
             return False
         return settle((self,)) == 1
 
     def nack(self, error: Error = None) -> bool:
-        """Give the message back; `nack(None)` is a nack too. False if it was settled before."""
+        """Nack the message, also with `None`. Return False if it was settled before."""
         if self.settled:
             return False
         return settle((), ((self, error),)) == 1
@@ -96,10 +96,10 @@ class Acking:
 
 
 def settle(acked: Iterable[Acking], nacked: Iterable[tuple[Acking, Error]] = ()) -> int:
-    """Settle many at once, with one call per settler; returns how many were still pending.
+    """Settle many messages with one call per settler; return how many were pending.
 
-    An exception of a settler is raised after the others were called: the message counts as
-    settled here, and its source will deliver it again.
+    An exception of a settler is raised after the others were called: its messages count as settled
+    here, and their source will deliver them again.
     """
     groups: dict[Settler, tuple[list[Any], list[tuple[Any, Error]]]] = {}
     count = 0
@@ -115,7 +115,7 @@ def settle(acked: Iterable[Acking], nacked: Iterable[tuple[Acking, Error]] = ())
     for settler, (good, bad) in groups.items():
         try:
             settler.settle(good, bad)
-        except Exception as error:  # noqa: BLE001 - the other settlers must still hear
+        except Exception as error:  # noqa: BLE001 - the other settlers must still be called
             failure = failure or error
     if failure is not None:
         raise failure
@@ -128,7 +128,7 @@ def _collect(
     good: bool,
     groups: dict[Settler, tuple[list[Any], list[tuple[Any, Error]]]],
 ) -> None:
-    """File a settlement under its settler, walking up from shares to what they share."""
+    """Add a settlement to the group of its settler, resolving shares to their parent."""
     settler = acking._settler
     while isinstance(settler, _Share):
         if not settler.decides(good):
@@ -157,7 +157,7 @@ class _Share:
         self._lock = threading.Lock()
 
     def decides(self, good: bool) -> bool:
-        """Take one settlement; True if the parent is settled by it."""
+        """Count one settlement; return whether it settles the parent."""
         with self._lock:
             self._missing -= 1
             return not good or self._missing == 0
@@ -167,7 +167,7 @@ class _Share:
 
 
 class _Callbacks:
-    """A settler of one message, made of two functions."""
+    """Settles one message by calling one of two functions."""
 
     __slots__ = ("_on_ack", "_on_nack")
 

@@ -1,4 +1,4 @@
-"""Backoff: how long to wait after the n-th failure in a row."""
+"""Compute how long to wait after repeated failures."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import random
 
 
 class Backoff:
-    """Doubles from `first` to `cap` seconds, each wait shortened at random by up to half.
+    """Doubles the wait from `first` to `cap` seconds, shortened at random by up to half.
 
-    The randomness keeps workers that failed together from coming back together.
+    The randomness keeps workers that failed together from retrying together.
     """
 
     def __init__(self, first: float, cap: float) -> None:
@@ -17,7 +17,7 @@ class Backoff:
         self._failures = 0
 
     def next(self) -> float:
-        """The seconds to wait now; one failure more than before."""
+        """Count a failure and return the seconds to wait."""
         wait = min(self._cap, self._first * float(2 ** min(self._failures, 60)))
         self._failures += 1
         return wait * random.uniform(0.5, 1.0)

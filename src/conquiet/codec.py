@@ -1,4 +1,4 @@
-"""Bytes in, bytes out: typed data, and whole messages as structured CloudEvents JSON."""
+"""Encode and decode typed data, and whole messages as structured CloudEvents JSON."""
 
 from __future__ import annotations
 
@@ -24,16 +24,13 @@ _any_value = msgspec.json.Decoder()
 
 
 def is_json(content_type: str) -> bool:
-    """Whether a media type is JSON: `application/json`, `text/json` or `…+json`."""
+    """Return whether a media type is JSON: `application/json`, `text/json` or `…+json`."""
     essence = content_type.partition(";")[0].strip().lower()
     return essence.endswith(("/json", "+json"))
 
 
-# --- data -----------------------------------------------------------------------------------
-
-
 def encode_data(message: Message[Any]) -> bytes:
-    """The message's data as bytes: raw data as it is, typed data as JSON."""
+    """Encode a message's data: bytes unchanged, typed data as JSON."""
     data = message.data
     if isinstance(data, bytes):
         return data
@@ -56,10 +53,10 @@ def encode_data(message: Message[Any]) -> bytes:
 
 
 def decoder(kind: Any) -> Decode:
-    """How to make a `kind` from a message's data; built once per handler.
+    """Build a decoder of a message's data into `kind`, once per handler.
 
-    Knows msgspec structs, dataclasses, pydantic models, TypedDicts, dict and bytes. Data that
-    does not fit raises `InvalidMessage` with the path of the first misfit.
+    Supports msgspec structs, dataclasses, pydantic models, TypedDicts, dict and bytes. Wrong data
+    raises `InvalidMessage` with the path of the first error.
     """
     if kind is bytes:
         return encode_data
@@ -133,14 +130,11 @@ def _name(kind: Any) -> str:
     return getattr(kind, "__name__", None) or str(kind)
 
 
-# --- whole messages -------------------------------------------------------------------------
-
-
 def to_json(message: Message[Any]) -> bytes:
-    """The message in CloudEvents' structured JSON format.
+    """Encode a message in CloudEvents' structured JSON format.
 
-    JSON data stands in it as it is. What is not valid JSON goes into `data_base64`, so that
-    no byte is lost whatever the content type says.
+    JSON data is embedded unchanged. Other data is encoded in `data_base64`, so that no byte is
+    lost whatever the content type is.
     """
     attributes = {"specversion": SPEC_VERSION, **message.attributes}
     check_attributes(attributes)
@@ -162,7 +156,7 @@ def _json_member(message: Message[Any]) -> tuple[str, Any]:
     try:
         if is_json(message.datacontenttype):
             if not data.isascii():
-                data.decode()  # which the decoder of JSON leaves to whoever takes the value
+                data.decode()  # a raw JSON decoder does not check the encoding
             return "data", _raw_value.decode(data)
         if message.datacontenttype.startswith("text/"):
             return "data", data.decode()
@@ -172,7 +166,7 @@ def _json_member(message: Message[Any]) -> tuple[str, Any]:
 
 
 def from_json(event: bytes) -> Message[bytes]:
-    """A raw message from CloudEvents' structured JSON format, its data byte for byte."""
+    """Decode CloudEvents' structured JSON format; the data is kept byte for byte."""
     try:
         members = _raw_members.decode(event)
         attributes: Attributes = {}
@@ -210,13 +204,13 @@ def _data_of(members: dict[str, msgspec.Raw], attributes: Attributes) -> bytes:
             value = _any_value.decode(inline)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidMessage(f"{describe(attributes)}: data cannot be read: {error}") from error
-        if isinstance(value, str):  # text stands in the document as a JSON string
+        if isinstance(value, str):  # text is embedded as a JSON string
             return value.encode()
     return bytes(inline)
 
 
 def check_attributes(attributes: Attributes) -> None:
-    """CloudEvents' rules for the envelope: required names, their spelling, their kinds."""
+    """Check CloudEvents' rules for attributes: required names, spelling, types."""
     check_kinds(attributes)
     for name in ("id", "source", "type"):
         if not attributes.get(name):

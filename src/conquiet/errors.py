@@ -1,4 +1,4 @@
-"""The errors of conquiet: what happened, to which message, and what to change."""
+"""Errors of conquiet; their messages name the thing and the fix."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ class ConquietError(Exception):
 
 
 class ConfigError(ConquietError):
-    """A setting, a registration or an order that cannot work; raised at start."""
+    """A setting, a registration or an order of middlewares is wrong; raised at start."""
 
 
 class PermanentError(ConquietError):
-    """Trying again cannot help: the message goes to the dead letters at once."""
+    """A retry cannot help: the message goes to the dead letters at once."""
 
 
 class InvalidMessage(PermanentError):
-    """The message itself is wrong: no type, data that does not fit, too large."""
+    """The message is invalid: no type, wrong data, too large."""
 
 
 class ExpiredMessage(PermanentError):
-    """The message came after its `expirytime`."""
+    """The message was delivered after its `expirytime`."""
 
 
 class NoHandler(ConquietError):
-    """Nobody here takes this message; not permanent, since the next release may."""
+    """No handler takes this message; not permanent, since the next release may."""
 
 
 class NotFound(ConquietError):
@@ -32,31 +32,31 @@ class NotFound(ConquietError):
 
 
 class HandlerError(ConquietError):
-    """A handler broke its contract: it returned the wrong thing or ended the interpreter."""
+    """A handler broke its contract: it returned a wrong value, or tried to end the process."""
 
 
 class DeadlineExceeded(ConquietError):
-    """A handler ran longer than it was allowed to."""
+    """A handler exceeded its time limit."""
 
 
 class Interrupt(BaseException):
-    """Raised inside a call that exceeds its time; whoever set the limit catches it.
+    """Interrupts a call that exceeds its time limit, whose setter catches it.
 
-    Not an `Exception`: a handler's `except Exception` must not keep it from ending.
+    It is not an `Exception`, so that a handler's `except Exception` does not catch it.
     """
 
 
 class Blameless(ConquietError):
-    """A failure that is not the message's fault: it is given back and costs no attempt."""
+    """A failure that is not the message's fault: it is redelivered and costs no attempt."""
 
 
 class StoreError(Blameless):
-    """The store itself failed (connection, deadlock, serialization): try the batch again."""
+    """The store itself failed (connection, deadlock, serialization): the batch is retried."""
 
 
 class GivenBack(Blameless):
-    """The message was not handled: the worker stops, or an earlier one of its key failed."""
+    """The message was not handled: the worker stopped, or an earlier one of its key failed."""
 
 
 class SinkUnavailable(Blameless):
-    """The sink cannot be reached at all: nothing of the batch was confirmed."""
+    """The sink cannot be reached: no message of the batch was confirmed."""

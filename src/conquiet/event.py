@@ -1,4 +1,4 @@
-"""Events: what a class is called as a message type, and what every new event carries."""
+"""Name the message type of a class, and create the attributes of new events."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from conquiet.message import Attributes, Message, new_id, now_text
 
 
 def type_name(kind: type) -> str:
-    """The message type of a class: its `__message_type__`, else its words joined by dots.
+    """Return the message type of a class: `__message_type__`, or its words joined by dots.
 
     >>> class OrderPlaced: ...
     >>> type_name(OrderPlaced)
@@ -27,12 +27,12 @@ def type_name(kind: type) -> str:
 
 
 def is_event_class(kind: type) -> bool:
-    """Whether instances are events by themselves: a Struct, a dataclass, a pydantic model."""
+    """Return whether instances are events: a Struct, a dataclass, a pydantic model."""
     return issubclass(kind, msgspec.Struct) or is_dataclass(kind) or hasattr(kind, "model_fields")
 
 
 def new_attributes(type: str, source: str) -> Attributes:
-    """What an event carries from its birth; its data is written as JSON."""
+    """Return the attributes of a new event with JSON data."""
     return {
         "specversion": SPEC_VERSION,
         "id": new_id(),
@@ -44,16 +44,16 @@ def new_attributes(type: str, source: str) -> Attributes:
 
 
 def complete(given: Message[Any], source: str) -> Message[Any]:
-    """Another message with the same data, and with what attributes it lacks.
+    """Copy a message and add the attributes that it lacks.
 
-    What was set stays; an empty value counts as not set. The type stays empty if neither the
-    attributes nor the class of the data names one.
+    Attributes that are set are kept; an empty value counts as not set. The type stays empty if
+    neither the attributes nor the class of the data has one.
     """
     data = given.data
     kind = type_name(type(data)) if is_event_class(type(data)) else ""
     attributes = new_attributes(kind, source)
     if isinstance(data, bytes):
-        del attributes["datacontenttype"]  # bytes may be anything: only their author knows
+        del attributes["datacontenttype"]  # bytes may have any content type
     for name, value in given.attributes.items():
         if value is not None and value != "":
             attributes[name] = value

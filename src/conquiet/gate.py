@@ -1,6 +1,7 @@
-"""The gate: what nobody can handle is refused before any transaction begins.
+"""Refuse messages that cannot be handled, before any transaction begins.
 
-It costs its neighbours nothing: no rollback, no second run.
+A refused message costs the rest of its batch nothing: no rollback, no second run. When a message
+of an ordered worker fails, later ones of its key are refused too.
 """
 
 from __future__ import annotations
@@ -8,17 +9,46 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from conquiet.errors import ConquietError, HandlerError, InvalidMessage, NoHandler
+from conquiet.errors import ConquietError, GivenBack, HandlerError, InvalidMessage, NoHandler
 from conquiet.handler import Handler, Process, Result
 from conquiet.message import Message, check_kinds, describe
-from conquiet.ordering import Turns
+
+
+class FailedKeys:
+    """Remembers the keys that failed in one batch, so that later messages of them wait.
+
+    Only messages with an `order_key` count; an ordered worker sets it.
+    """
+
+    __slots__ = ("_failed",)
+
+    def __init__(self) -> None:
+        self._failed: set[str] = set()
+
+    def blocking_error(self, message: Message[Any]) -> GivenBack | None:
+        """Return why a message must wait if an earlier one of its key failed, else None."""
+        if message.order_key is None or message.order_key not in self._failed:
+            return None
+        return GivenBack(f"an earlier message of key {message.order_key!r:.80} failed; it waits")
+
+    def check(self, message: Message[Any]) -> None:
+        """Raise if an earlier message of its key failed."""
+        error = self.blocking_error(message)
+        if error is not None:
+            raise error
+
+    def add(self, message: Message[Any]) -> None:
+        """Remember the key of a failed message."""
+        if message.order_key is not None:
+            self._failed.add(message.order_key)
+
 
 Admit = Callable[[Message[Any]], None]
-"""Raises if the message must not pass; middlewares may bring one, as method `admit`."""
+"""Raises if a message must be refused; a middleware may have one as its method `admit`."""
 
 
 class Gate:
-    """Lets pass what has a handler, a bearable size and data of the right shape, decoded."""
+    """Admits messages that have a handler, an allowed size and data that the handler decodes."""
 
     def __init__(
         self, handlers: Sequence[Handler], max_data_bytes: int, admissions: Sequence[Admit]
@@ -30,14 +60,14 @@ class Gate:
     def __call__(self, next: Process) -> Process:
         def gate(batch: Sequence[Message[Any]]) -> Sequence[Result]:
             refused: dict[int, Exception] = {}
-            turns = Turns()
+            failed_keys = FailedKeys()
             for index, message in enumerate(batch):
                 try:
                     if message.order_key is not None:
-                        turns.take(message)
+                        failed_keys.check(message)
                     self._admit(message)
                 except Exception as error:  # noqa: BLE001 - becomes this message's result
-                    turns.failed(message)
+                    failed_keys.add(message)
                     refused[index] = error
             if not refused:
                 return next(batch)
@@ -54,19 +84,19 @@ class Gate:
         check_kinds(message.attributes)
         handler = message.handler
         if handler is None:
-            raise self._nobody(message)
+            raise self._unroutable(message)
         data = message.data
         if isinstance(data, bytes) and len(data) > self._max_data_bytes:
             raise InvalidMessage(
                 f"{describe(message.attributes)}: {len(data):,} bytes of data; at most"
-                f" {self._max_data_bytes:,} are taken: raise Router(max_data_bytes=…) or send"
+                f" {self._max_data_bytes:,} are accepted: raise Router(max_data_bytes=…) or send"
                 " a reference to the data instead"
             )
         for admit in self._admissions:
             admit(message)
         message.decoded = handler.decode(message)
 
-    def _nobody(self, message: Message[Any]) -> ConquietError:
+    def _unroutable(self, message: Message[Any]) -> ConquietError:
         if not message.type:
             return InvalidMessage(
                 f"{describe(message.attributes)}: no type, so no handler can be found;"
@@ -84,5 +114,5 @@ class Gate:
 
 
 def following(results: Iterator[Result]) -> Result:
-    """The next result of a chain that may have given too few."""
-    return next(results, HandlerError("a middleware gave too few results"))
+    """Return the next result, or an error if the chain returned too few."""
+    return next(results, HandlerError("a middleware returned too few results"))

@@ -1,61 +1,65 @@
-"""Handlers: plain functions with type hints, made into something a router can run.
+"""Wrap plain functions with type hints as handlers that a router can run.
 
-A handler knows no transaction and no broker. Its first parameter says what it takes; the
-router decodes a message's data into it. What a command handler returns becomes events.
+A handler knows no transaction and no broker. The hint of its first parameter is the type that the
+router decodes a message's data into. The outputs of a command handler become events. `async def`
+handlers run on an event loop in a thread of its own.
 """
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import sys
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from contextvars import ContextVar
+from concurrent.futures import Future, wait
+from contextvars import ContextVar, copy_context
 from enum import Enum
 from functools import partial
 from types import FrameType
-from typing import Any, TypeAlias, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Any, TypeAlias, TypeVar, get_args, get_origin, get_type_hints, is_typeddict
 
 import msgspec
 
 from conquiet.codec import Decode, decoder
-from conquiet.errors import ConfigError, HandlerError, Interrupt
+from conquiet.errors import ConfigError, DeadlineExceeded, HandlerError, Interrupt
 from conquiet.event import complete, is_event_class, new_attributes, type_name
 from conquiet.matcher import Matcher
 from conquiet.message import Message, describe
 
 Outputs: TypeAlias = Sequence[Message[Any]]
-"""What one message led to; often nothing."""
+"""The outputs of one message; often none."""
 
 Result: TypeAlias = Outputs | Exception
-"""The outputs of one message, or why it failed."""
+"""The outputs of one message, or its error."""
 
 Process: TypeAlias = Callable[[Sequence[Message[Any]]], Sequence[Result]]
-"""Takes a batch; gives one result per message, in order. What it raises fails them all."""
+"""Takes a batch and returns one result per message, in order. An exception fails them all."""
 
 RunAsync: TypeAlias = Callable[[Coroutine[Any, Any, Any]], Any]
 
 Around: TypeAlias = Callable[[Sequence[Message[Any]], Callable[[], Sequence[Result]]], Any]
-"""Stands around one call of a handler: gets the call's messages and makes the call."""
+"""Wraps one call of a handler: takes the call's messages and makes the call."""
 
 AROUND: ContextVar[tuple[Around, ...]] = ContextVar("conquiet.around", default=())
-"""Set by middlewares while their batch runs, outermost first. A middleware sees batches; what
-must happen while one message's handler runs (a limit, a span, a stopwatch) goes here."""
+"""Set by middlewares while their batch runs, outermost first: wrappers of single calls, such as a
+time limit, a span or a timer. A middleware itself sees batches."""
 
 NOTHING: Outputs = ()
 
 
 class _Skipped(tuple[Message[Any], ...]):
-    """No outputs, because no handler ran."""
+    """Marks a message without outputs because no handler ran."""
 
 
 SKIPPED: Outputs = _Skipped()
-"""The result of a message that took effect before: it is acked whatever the strategy says, since
-its handler does not run again and cannot do it."""
+"""The result of a duplicate: it is acked with any ack strategy, since its handler does not run and
+cannot ack it."""
 
 
 class Kind(Enum):
-    """What a handler may return: events, nothing, or messages."""
+    """Declares what a handler may return: events, nothing, or messages."""
 
     COMMAND = "command"
     EVENT = "event"
@@ -63,7 +67,7 @@ class Kind(Enum):
 
 
 class Handler:
-    """A function, what it takes, and which messages reach it."""
+    """Runs a function for the messages that it takes."""
 
     def __init__(
         self,
@@ -91,22 +95,22 @@ class Handler:
 
     @property
     def declares_outputs(self) -> bool:
-        """Whether the return hint says that there will be outputs."""
+        """Return whether the return hint declares outputs."""
         return bool(self._emits)
 
     def decode(self, message: Message[Any]) -> Any:
-        """The message's data as this handler takes it; `InvalidMessage` if it does not fit."""
+        """Decode a message's data for this handler; raise `InvalidMessage` if it is wrong."""
         return self._decode(message)
 
     def run(self, messages: Sequence[Message[Any]], run_async: RunAsync) -> Sequence[Result]:
-        """Run a batch handler over the messages, or any other over the first of them."""
+        """Run a batch handler with all messages, any other with the first."""
         around = AROUND.get()
         if not around:
             return self._call(messages, run_async)
         call: Callable[[], Sequence[Result]] = partial(self._call, messages, run_async)
         for outer in reversed(around):
             call = partial(outer, messages, call)
-        token = AROUND.set(())  # a router inside the handler has its own
+        token = AROUND.set(())  # a router inside the handler sets its own
         try:
             return call()
         finally:
@@ -118,7 +122,7 @@ class Handler:
         except (Exception, Interrupt):
             raise
         except BaseException as error:
-            # Python raises Ctrl-C in the main thread; elsewhere it is the handler's own.
+            # Python raises Ctrl-C in the main thread; elsewhere the handler raised it.
             if isinstance(error, KeyboardInterrupt) and _is_main_thread():
                 raise
             raise HandlerError(
@@ -199,17 +203,17 @@ class Handler:
         )
 
     def _complete(self, given: Message[Any], message: Message[Any]) -> Message[Any]:
-        """The output as the handler gave it, with what it lacks; what the handler set stays.
+        """Copy an output and add missing attributes; those set by the handler are kept.
 
-        Always another message: an input keeps its acking and its topic, and one object that is
-        returned twice, or for every input, is as many events, each with an id of its own.
+        Always a copy: an input keeps its acking and its topic, and an object that is returned
+        several times becomes several events, each with its own id.
         """
         output = complete(given, self.source)
         if not output.attributes["type"]:
             raise self._wrong(
                 given, message, "it needs a type: set attributes['type'], or give it an event"
             )
-        if given.handler is not None:  # an input: where it came from is not where it goes
+        if given.handler is not None:  # an input, whose topic is not that of the output
             output.topic = None
         return output
 
@@ -238,7 +242,7 @@ def _is_plain(kind: Any) -> bool:
 
 
 def _called(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function behind a partial or a callable object."""
+    """Return the function behind a partial or a callable object."""
     while hasattr(function, "func") and not inspect.isroutine(function):
         function = function.func
     if not inspect.isroutine(function) and not inspect.isclass(function):
@@ -258,8 +262,8 @@ def _hints(function: Callable[..., Any], name: str) -> dict[str, Any]:
         return get_type_hints(_called(function))
     except NameError:
         pass
-    # A class that was defined inside a function is visible only where the handler is
-    # registered: look through the callers.
+    # A class defined inside a function is visible only where the handler is registered: search
+    # the frames of the callers.
     frame: FrameType | None = sys._getframe(1)
     missing: NameError | None = None
     while frame is not None:
@@ -280,11 +284,11 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def _input(function: Callable[..., Any], hints: dict[str, Any], name: str) -> tuple[Any, bool]:
-    """What the handler takes, and whether it takes a list of it."""
+    """Return the type that the handler takes, and whether it takes a list of it."""
     parameters = _parameters(function)
     if not parameters or parameters[0].name not in hints:
         raise ConfigError(
-            f"handler {name} must say what it takes, as in: def {name}(order: PlaceOrder)"
+            f"handler {name} needs a hint of its parameter, as in: def {name}(order: PlaceOrder)"
         )
     hint = hints[parameters[0].name]
     if get_origin(hint) in (list, Sequence) and get_args(hint):
@@ -314,7 +318,7 @@ def _decode_for(kind: Kind, takes: Any, name: str) -> Decode:
 
 
 def _emitted(hint: Any, kind: Kind, name: str) -> list[type]:
-    """The classes that the return hint names; empty if it names none or says None."""
+    """Return the classes in the return hint; empty if it has none."""
     found: list[type] = []
     pending = [hint]
     while pending:
@@ -326,7 +330,108 @@ def _emitted(hint: Any, kind: Kind, name: str) -> list[type]:
             found.append(part)
     if found and kind is Kind.EVENT:
         raise ConfigError(
-            f"event handler {name} says that it returns {hint!r}; an event handler returns"
+            f"event handler {name} has the return hint {hint!r}; an event handler returns"
             " nothing: use @router.command(source=…) for one that returns events"
         )
     return found
+
+
+T = TypeVar("T")
+
+UNTIL: ContextVar[float | None] = ContextVar("conquiet.until", default=None)
+"""The time (by `time.monotonic`) at which a coroutine is cancelled."""
+
+_SECONDS_TO_CANCEL = 5.0
+
+
+class LoopThread:
+    """Runs one event loop for all threads of a worker, started on first use.
+
+    Async clients belong to the loop that they were created on, so all handlers share one. A
+    coroutine runs in a copy of the caller's context and sees its ambient transaction.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine to its end; return its result or raise its exception."""
+        loop = self._running()
+        context = copy_context()
+        done: Future[T] = Future()
+        tasks: list[asyncio.Task[T]] = []
+
+        def begin() -> None:
+            task = loop.create_task(coroutine, context=context)
+            tasks.append(task)
+            task.add_done_callback(lambda task: _hand_over(task, done))
+
+        until = UNTIL.get()
+        loop.call_soon_threadsafe(begin)
+        try:
+            if until is not None and not wait((done,), until - time.monotonic()).done:
+                raise DeadlineExceeded("the coroutine did not end in time")
+            return done.result()
+        except BaseException:
+            # An interrupt of the waiting thread must cancel the handler as well.
+            if not done.done():
+                loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])
+                if until is not None:  # its clean-up may need the transaction
+                    wait((done,), _SECONDS_TO_CANCEL)
+            raise
+
+    def close(self) -> None:
+        """Cancel running coroutines and end the thread."""
+        with self._lock:
+            loop, thread = self._loop, self._thread
+            self._loop = self._thread = None
+        if loop is not None and thread is not None:
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join(timeout=5)
+
+    def _running(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None or self._thread is None or not self._thread.is_alive():
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(
+                    target=_serve, args=(self._loop,), name="conquiet-loop", daemon=True
+                )
+                self._thread.start()
+            return self._loop
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        _run(loop)
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+    finally:
+        loop.close()
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    """Run until `close` stops the loop."""
+    while True:
+        try:
+            return loop.run_forever()
+        except (SystemExit, KeyboardInterrupt):
+            # asyncio passes it to the task that raised it, and ends the loop too: threads that
+            # wait for a task would wait for ever.
+            continue
+
+
+def _hand_over(task: asyncio.Task[T], done: Future[T]) -> None:
+    if done.done():
+        return
+    if task.cancelled():
+        done.set_exception(asyncio.CancelledError())
+    elif (error := task.exception()) is not None:
+        done.set_exception(error)
+    else:
+        done.set_result(task.result())

@@ -1,4 +1,4 @@
-"""Inbox: remembers which messages took effect, so that a second delivery has none."""
+"""Remember which messages took effect, and skip their duplicates."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from conquiet.message import Message, describe
 from conquiet.stage import Stage
 
 Entry: TypeAlias = tuple[str, str]
-"""Subscriber and message: what an inbox holds."""
+"""Subscriber and message identity."""
 
 
 class Inbox(ABC):
-    """Middleware: lets a message pass once per subscriber and handler; skips, and acks, the rest.
+    """Middleware: passes a message once per subscriber and handler; skips and acks duplicates.
 
     Several handlers may take one type, so the name of the handler is part of the subscriber:
     `billing/place_order`. Pin it with `name=` before renaming a function.
@@ -31,10 +31,10 @@ class Inbox(ABC):
 
     @abstractmethod
     def remember(self, entries: Sequence[Entry]) -> Collection[Entry]:
-        """Note the entries in the ambient transaction; return those that were new."""
+        """Remember entries in the ambient transaction; return those that are new."""
 
     def admit(self, message: Message[Any]) -> None:
-        """A message without id can never be recognised again: refuse it before BEGIN."""
+        """Refuse a message without id, whose duplicates could not be recognised."""
         if not message.id:
             raise InvalidMessage(
                 f"{describe(message.attributes)}: the inbox needs an id; let the producer set one"
@@ -48,7 +48,7 @@ class Inbox(ABC):
     def __call__(self, next: Process) -> Process:
         def process(batch: Sequence[Message[Any]]) -> Sequence[Result]:
             entries = [self.entry(message) for message in batch]
-            # dict, not list: one message may stand twice in one batch
+            # dict, not list: a message may occur twice in one batch
             unseen = set(self.remember(list(dict.fromkeys(entries))))
             fresh: list[int] = []
             for index, entry in enumerate(entries):

@@ -1,7 +1,7 @@
-"""Intake: how the threads of a worker share one source.
+"""Share one source among the threads of a worker.
 
-Whichever thread is free reads; the others work or wait. Nothing is read ahead, so a slow
-handler or sink slows the reading down: that is the back-pressure.
+A free thread reads; the others work or wait. Nothing is read ahead, so a slow handler or sink slows
+the reading down: that is the back-pressure.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SECONDS_BEFORE_ASKING_AGAIN = 0.01
 
 
 class InFlight:
-    """What was read and is not settled yet, and since when."""
+    """Holds the messages in flight: read and not settled yet."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -47,7 +47,7 @@ class InFlight:
                 self._since.pop(id(message), None)
 
     def oldest(self) -> tuple[float, Message[Any]] | None:
-        """Age in seconds and message of what has been in flight longest."""
+        """Return age in seconds and message of the oldest in flight."""
         with self._lock:
             if not self._since:
                 return None
@@ -63,7 +63,7 @@ class InFlight:
 
 
 class Intake(Protocol):
-    """Hands batches to the threads of a worker, which are numbered from 0."""
+    """Reads batches for the threads of a worker, which are numbered from 0."""
 
     def read(self, thread: int, limit: int, timeout: float, wait: float) -> list[Message[Any]]: ...
 
@@ -73,7 +73,7 @@ class Intake(Protocol):
 
 
 class AnyOrder:
-    """Any thread takes any message."""
+    """Gives any message to any thread."""
 
     def __init__(self, source: Source, in_flight: InFlight) -> None:
         self._source = source
@@ -98,11 +98,11 @@ class AnyOrder:
 
 
 class ByKey:
-    """The messages of one key go to one thread, in order, also when one of them fails.
+    """Gives the messages of one key to one thread, in order, also when one of them fails.
 
-    A failed message returns to the source. Those of its key that were read meanwhile would
-    overtake it, so they are given back as well; `_returned` holds, per key, what went back,
-    in order: only the first of them may run next.
+    A failed message returns to the source. Messages of its key that were read since would overtake
+    it, so they are given back as well; `_returned` holds, per key, those messages in order: only
+    the first of them may run next.
     """
 
     def __init__(self, source: Source, in_flight: InFlight, threads: int, key: KeyOf) -> None:
@@ -128,11 +128,11 @@ class ByKey:
             self._changed.notify_all()
         self._give_back(overtaking, "an earlier message of its key failed")
         if overtaking and not taken:
-            time.sleep(_SECONDS_BEFORE_ASKING_AGAIN)  # what they wait for is not here yet
+            time.sleep(_SECONDS_BEFORE_ASKING_AGAIN)  # the failed message has not returned yet
         return taken
 
     def failed(self, messages: Sequence[Message[Any]]) -> None:
-        """Note that these were nacked; whatever else of their keys went back comes after them."""
+        """Note nacked messages; others of their keys that were given back come after them."""
         with self._changed:
             for message in reversed(messages):
                 if message.order_key is not None:
@@ -140,7 +140,7 @@ class ByKey:
                     returned.before_all(message.identity)
 
     def give_back(self) -> None:
-        """Return what no thread has begun with."""
+        """Give back messages that no thread has begun."""
         with self._changed:
             waiting = [message for lane in self._lanes for message in lane]
             for lane in self._lanes:
@@ -159,14 +159,14 @@ class ByKey:
                 self._changed.notify_all()
 
     def _is_full(self, limit: int) -> bool:
-        """One batch for each thread may wait; a stuck lane must not fill the memory."""
+        """Return whether one batch per thread waits; a stuck lane must not fill the memory."""
         return sum(map(len, self._lanes)) >= limit * len(self._lanes)
 
     def _hand_out(self, batch: Sequence[Message[Any]]) -> None:
         for message in batch:
             key = self._key_of(message)
             message.order_key = key or None
-            # crc32, because hash() of a string differs from process to process
+            # crc32, since hash() of a string differs between processes
             lane = zlib.crc32(key.encode(errors="replace")) if key else id(message) >> 4
             self._lanes[lane % len(self._lanes)].append(message)
         if len(self._returned) > _MAX_KEYS:
@@ -176,11 +176,11 @@ class ByKey:
         try:
             key: object = self._key(message) if message.identity else None
             return "" if key is None else str(key)
-        except InvalidMessage:  # the router refuses such a message, with the reason
+        except InvalidMessage:  # the router refuses it, with the reason
             return ""
         except Exception:
             logger.exception(
-                "the function that names keys failed; the order of this one is not kept: %s",
+                "the key function failed; the order of this message is not kept: %s",
                 describe(message.attributes),
             )
             return ""
@@ -188,7 +188,7 @@ class ByKey:
     def _take(
         self, lane: deque[Message[Any]], limit: int
     ) -> tuple[list[Message[Any]], list[Message[Any]]]:
-        """What may run now, and what would overtake a failed message of its key."""
+        """Return messages that may run, and those that would overtake a failed one of their key."""
         taken: list[Message[Any]] = []
         overtaking: list[Message[Any]] = []
         while lane and len(taken) < limit:
@@ -211,7 +211,7 @@ class ByKey:
 
 
 class _Returned:
-    """The messages of one key that went back to the source, in the order they must run."""
+    """Holds the messages of one key that went back to the source, in the order they must run."""
 
     def __init__(self) -> None:
         self._identities: deque[str] = deque()
@@ -223,7 +223,7 @@ class _Returned:
 
     @property
     def is_forgotten(self) -> bool:
-        """The first did not come back: another worker took it. There is nothing to wait for."""
+        """Return whether the first did not come back in time: another worker has taken it."""
         return time.monotonic() - self._since > _SECONDS_TO_WAIT_FOR_A_KEY
 
     def before_all(self, identity: str) -> None:
@@ -231,7 +231,7 @@ class _Returned:
         self._since = time.monotonic()
 
     def is_turn_of(self, identity: str) -> bool:
-        """Whether it may run; if not, its place in the order is noted."""
+        """Return whether a message may run; if not, note its place in the order."""
         if self.is_forgotten:
             self._identities.clear()
             return True
@@ -245,14 +245,14 @@ class _Returned:
 
 
 def give_back(messages: Sequence[Message[Any]], error: Exception) -> None:
-    """Nack them all. Never raises: a source that cannot hear it delivers them again by itself."""
+    """Nack messages without raising: an unavailable source redelivers them by itself."""
     pending: list[tuple[Acking, Error]] = [
         (message.acking, error) for message in messages if message.acking is not None
     ]
     try:
         settle((), pending)
     except Exception:
-        logger.exception("messages could not be given back; they return by themselves")
+        logger.exception("could not give messages back; their source will deliver them again")
 
 
 def read_batch(source: Source, limit: int, timeout: float, wait: float) -> list[Message[Any]]:
@@ -264,6 +264,6 @@ def read_batch(source: Source, limit: int, timeout: float, wait: float) -> list[
     try:
         while len(batch) < limit and (left := end - time.monotonic()) > 0:
             batch.extend(source.read(limit - len(batch), left))
-    except Exception:  # noqa: BLE001 - what was read is worked on first; it will fail again
+    except Exception:  # noqa: BLE001 - work on what was read; the next read raises it again
         pass
     return batch

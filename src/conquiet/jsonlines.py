@@ -1,12 +1,12 @@
-"""JSON lines: a source and a sink of CloudEvents, one per line, in their structured format.
+"""Read and write CloudEvents in their structured JSON format, one per line.
 
-line ──decode──▶ out ──ack──▶ gone
-  │               ├─nack──▶ waiting ──▶ out again, before the lines after it
-  │               └─nack, hopeless──┐
-  └─undecodable, too long───────────┴──▶ dead letters
+line ──decode──▶ in flight ──ack──▶ gone
+  │               ├─nack──▶ waiting ──▶ in flight again, before later lines
+  │               └─nack, permanent or max_attempts──┐
+  └─undecodable, too long────────────────────────────┴──▶ dead letters
 
-A pipe does not keep what was read from it, so whatever is not acked when the source closes
-goes to the dead letters too.
+A pipe does not keep what was read from it, so lines that are not acked when the source closes go
+to the dead letters too.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from conquiet.source import EndOfSource
 logger = logging.getLogger("conquiet.jsonlines")
 
 MAX_LINE_BYTES = 32 * 1024 * 1024
-"""Base64 makes data a third longer; the router takes 16 MiB of data."""
+"""Base64 makes data a third longer; the router accepts 16 MiB of data."""
 
 _CHUNK_BYTES = 64 * 1024
 _KEPT_BYTES = 1_000
 _POLL_SECONDS = 0.05
-"""How often a read that waits for the stream looks for nacked messages."""
+"""How often a waiting read checks for nacked messages."""
 
 
 class Readable(Protocol):
-    """A buffered binary stream: a file opened with 'rb', a pipe, `io.BytesIO`."""
+    """Reads a buffered binary stream: a file opened with 'rb', a pipe, `io.BytesIO`."""
 
     def read1(self, size: int, /) -> bytes: ...
 
@@ -60,9 +60,9 @@ class Readable(Protocol):
 class LinesSource:
     """Reads messages from a stream of JSON lines, until its end.
 
-    A nacked message is delivered again, `tries` times in all, before later lines; then it
-    goes to `dead_letters` (stderr, unless given) with the reason, as in `DeadLetter`. So does
-    a line that is no CloudEvent or longer than `max_line_bytes`; of the latter, its beginning.
+    A nacked message is delivered again before later lines; after `max_attempts` deliveries it goes
+    to `dead_letters` (default: stderr) with the reason, as in `DeadLetter`. So does a line that is
+    not a CloudEvent, and the beginning of a line longer than `max_line_bytes`.
 
     >>> import io
     >>> source = LinesSource(io.BytesIO(
@@ -77,21 +77,21 @@ class LinesSource:
         stream: Readable,
         dead_letters: Sink | None = None,
         *,
-        tries: int = 3,
+        max_attempts: int = 3,
         max_line_bytes: int = MAX_LINE_BYTES,
         name: str = "lines",
     ) -> None:
-        if tries < 1:
-            raise ConfigError(f"tries={tries}: a message is delivered at least once")
+        if max_attempts < 1:
+            raise ConfigError(f"max_attempts={max_attempts}: must be 1 or more")
         if max_line_bytes < 1:
             raise ConfigError(f"max_line_bytes={max_line_bytes}: must be at least 1")
         self.acked = 0
         self.dead = 0
         """How many lines went to the dead letters."""
         self.unhandled = 0
-        """Of those, how many because the source was closed before they were settled."""
+        """How many of the dead lines were unsettled when the source was closed."""
         self._name = name
-        self._tries = tries
+        self._max_attempts = max_attempts
         self._dead_letters: Sink = dead_letters or LinesSink(sys.stderr.buffer)
         self._lines = _Lines(stream, max_line_bytes)
         self._changed = threading.Condition()
@@ -101,7 +101,7 @@ class LinesSource:
 
     @property
     def ended(self) -> bool:
-        """Whether the end of the stream was reached."""
+        """Return whether the end of the stream was reached."""
         return self._lines.ended
 
     def read(self, limit: int, timeout: float) -> Sequence[Message[Any]]:
@@ -143,7 +143,7 @@ class LinesSource:
     def _decode(self, line: _Line) -> Message[Any]:
         if line.cut:
             raise InvalidMessage(
-                f"{line.length:,} bytes; at most {self._lines.max_bytes:,} are taken:"
+                f"{line.length:,} bytes; at most {self._lines.max_bytes:,} are accepted:"
                 " raise max_line_bytes, or send a reference to the data instead"
             )
         return from_json(line.text)
@@ -151,7 +151,7 @@ class LinesSource:
     def _deliver(self, line: _Line) -> Message[Any]:
         line.deliveries += 1
         if line.message is None or line.message.acking is not None:
-            line.message = self._decode(line)  # anew: a handler may have changed the former one
+            line.message = self._decode(line)  # again: a handler may have changed the former one
         line.message.deliveries = line.deliveries
         line.message.acking = Acking(self, line)
         self._out[line.number] = line
@@ -165,17 +165,17 @@ class LinesSource:
                     self.acked += 1
             for line, error in nacked:
                 if line.number not in self._out:
-                    continue  # closed meanwhile
+                    continue  # the source was closed since
                 if isinstance(error, Blameless):
                     line.deliveries -= 1
-                elif isinstance(error, PermanentError) or line.deliveries >= self._tries:
+                elif isinstance(error, PermanentError) or line.deliveries >= self._max_attempts:
                     hopeless.append((line, error or ConquietError("nacked without a reason")))
                     continue
                 heapq.heappush(self._waiting, self._out.pop(line.number))
             self._changed.notify_all()
         if hopeless:
             self._bury(hopeless)
-            with self._changed:  # not before: until then the source has not ended
+            with self._changed:  # only now may the source end
                 for line, _ in hopeless:
                     self._out.pop(line.number, None)
                 self._changed.notify_all()
@@ -185,13 +185,13 @@ class LinesSource:
         errors = [error for _, error in dead]
         bury = DeadLetter(self._dead_letters, max_attempts=1)(lambda batch: errors)
         for (line, _), result in zip(dead, bury(messages), strict=True):
-            if isinstance(result, Exception):  # the last resort: the log
-                logger.error("line %d of %s is lost: %r", line.number, self._name, line.text)
+            if isinstance(result, Exception):  # no dead letter: keep it in the log
+                logger.error("line %d of %s was lost: %r", line.number, self._name, line.text)
         with self._changed:
             self.dead += len(dead)
 
     def _corpse(self, line: _Line) -> Message[Any]:
-        """The message as it came, or a stand-in that holds the line."""
+        """Return the original message, or a substitute that holds the line."""
         try:
             message = self._decode(line)
         except InvalidMessage:
@@ -202,7 +202,7 @@ class LinesSource:
         return message
 
     def close(self) -> None:
-        """Put aside what was read and not settled."""
+        """Close the source; unsettled lines go to the dead letters."""
         with self._changed:
             if self._closed:
                 return
@@ -221,8 +221,8 @@ class LinesSource:
 class LinesSink:
     """Writes messages to a stream as JSON lines, flushed after each batch.
 
-    A stream has no topics: all messages go into it. `on_closed` is called when whoever reads
-    a pipe has closed it, after which nothing can be published ever again.
+    A stream has no topics: all messages are written to it. `on_closed` is called when the reader
+    of a pipe has closed it, after which nothing can be published any more.
     """
 
     def __init__(self, stream: BinaryIO, on_closed: Callable[[], object] | None = None) -> None:
@@ -247,7 +247,7 @@ class LinesSink:
 
     def _write(self, text: bytes) -> None:
         try:
-            # A write that failed may have left half a line.
+            # A failed write may have left half a line.
             self._stream.write(b"\n" + text if self._torn else text)
             self._stream.flush()
             self._torn = False
@@ -255,14 +255,14 @@ class LinesSink:
             self._torn = True
             if self.on_closed is not None and isinstance(error, (BrokenPipeError, ValueError)):
                 self.on_closed()
-            raise SinkUnavailable(f"the lines could not be written: {error}") from error
+            raise SinkUnavailable(f"could not write the lines: {error}") from error
 
     def close(self) -> None:
-        """Every batch was flushed; the stream belongs to whoever opened it."""
+        """Do nothing: every batch was flushed, and the caller owns the stream."""
 
 
 class _Line:
-    """One line and what became of it so far."""
+    """Holds one line and its state."""
 
     __slots__ = ("cut", "deliveries", "length", "message", "number", "text")
 
@@ -279,7 +279,7 @@ class _Line:
 
 
 class _Lines:
-    """Cuts a stream into lines without ever blocking or keeping more than one long line."""
+    """Splits a stream into lines without blocking, keeping at most one long line."""
 
     def __init__(self, stream: Readable, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -299,7 +299,7 @@ class _Lines:
         self._poll.register(descriptor, select.POLLIN)
 
     def fill(self, timeout: float) -> None:
-        """Read what there is; wait for it up to `timeout` seconds."""
+        """Read what is available; wait for it up to `timeout` seconds."""
         if self._poll is not None and not self._poll.poll(timeout * 1000):
             return
         chunk = self._stream.read1(_CHUNK_BYTES)
@@ -329,7 +329,7 @@ class _Lines:
         self._pieces, self._length, self._cut = [], 0, False
 
     def close(self) -> list[_Line]:
-        """The lines that nobody took."""
+        """Return the lines that were not delivered."""
         if self._pieces:
             self._end_line()
         left = list(self.ready)

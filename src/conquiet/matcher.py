@@ -1,4 +1,4 @@
-"""Matchers: conditions on a message's attributes, for handlers that do not want them all."""
+"""Match messages by their attributes, for handlers that take some of a type."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Matcher: TypeAlias = Callable[[Message[Any]], bool]
 
 
 def types(*patterns: str) -> Matcher:
-    """The type is one of these; `*` stands for any characters.
+    """Match messages of these types; `*` matches any characters.
 
     >>> types("order.*")(Message(b"", {"type": "order.placed"}))
     True
@@ -22,12 +22,12 @@ def types(*patterns: str) -> Matcher:
 
 
 def sources(*patterns: str) -> Matcher:
-    """The source is one of these; `*` stands for any characters."""
+    """Match messages from these sources; `*` matches any characters."""
     return attribute("source", *patterns)
 
 
 def attribute(name: str, *patterns: str) -> Matcher:
-    """The attribute is one of these; `*` stands for any characters."""
+    """Match messages by an attribute; `*` matches any characters."""
     if not patterns:
         raise ConfigError(f"a matcher on {name!r} needs at least one pattern, such as 'order.*'")
     expression = re.compile("|".join(_expression(pattern) for pattern in patterns), re.DOTALL)
@@ -40,12 +40,12 @@ def attribute(name: str, *patterns: str) -> Matcher:
 
 
 def all_of(*matchers: Matcher) -> Matcher:
-    """Every one of the matchers says yes."""
+    """Match if all matchers do."""
     return lambda message: all(matches(message) for matches in matchers)
 
 
 def any_of(*matchers: Matcher) -> Matcher:
-    """At least one of the matchers says yes."""
+    """Match if at least one matcher does."""
     return lambda message: any(matches(message) for matches in matchers)
 
 

@@ -1,4 +1,4 @@
-"""Message: data, attributes with CloudEvents names, and the acking that settles it."""
+"""Define the message: data, attributes with CloudEvents names, and its acking."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Attributes: TypeAlias = dict[str, Any]
 
 
 class Message(Generic[T]):
-    """What flows through conquiet: data plus attributes plus acking.
+    """Holds data, attributes and acking of one message.
 
-    `data` is bytes as they came (raw) or an object (typed). `attributes` leave the process
-    with it; `locals` never do. `topic` is where it goes, `deliveries` how often its source
-    has handed it out.
+    `data` is bytes (raw) or an object (typed). `attributes` are published with it; `locals` never
+    leave the process. `topic` is its destination, `deliveries` how often its source has delivered
+    it.
 
     >>> message = Message(b'{"id": 7}', {"id": "a-1", "type": "order.placed", "source": "/shop"})
     >>> message.type, message.subject, message.identity
@@ -59,8 +59,8 @@ class Message(Generic[T]):
         self.topic = topic
         self.deliveries = deliveries
         self._locals: dict[str, Any] | None = None
-        # Set on the way in: by the router, which handler takes it and the data decoded for
-        # that handler; by an ordered worker, the key whose order must hold.
+        # The router sets the handler and the data decoded for it; an ordered worker sets the key
+        # whose order must hold.
         self.handler: Handler | None = None
         self.decoded: Any = None
         self.order_key: str | None = None
@@ -87,7 +87,7 @@ class Message(Generic[T]):
 
     @property
     def datacontenttype(self) -> str:
-        """The media type of `data`; JSON unless said otherwise."""
+        """Return the media type of `data`; JSON by default."""
         return self._text("datacontenttype") or "application/json"
 
     @property
@@ -100,12 +100,12 @@ class Message(Generic[T]):
 
     @property
     def key(self) -> str:
-        """What its order hangs on: `partitionkey`, else `subject`, else nothing."""
+        """Return the ordering key: `partitionkey`, else `subject`, else empty."""
         return self._text("partitionkey") or self._text("subject")
 
     @property
     def identity(self) -> str:
-        """Source and id in one string; CloudEvents makes the pair unique.
+        """Return source and id in one string; CloudEvents makes the pair unique.
 
         A source is a URI reference, so a space in it can only be an unescaped `%20`.
         """
@@ -113,7 +113,7 @@ class Message(Generic[T]):
 
     @property
     def locals(self) -> dict[str, Any]:
-        """Values that travel with the message inside this process and never leave it."""
+        """Return values that stay with the message inside this process."""
         if self._locals is None:
             self._locals = {}
         return self._locals
@@ -123,17 +123,17 @@ class Message(Generic[T]):
         return bool(self._locals)
 
     def ack(self) -> bool:
-        """Say that the message took effect; False if it was settled before."""
+        """Ack the message: it took effect. Return False if it was settled before."""
         return self.acking.ack() if self.acking is not None else False
 
     def nack(self, error: Error = None) -> bool:
-        """Give the message back; False if it was settled before."""
+        """Nack the message. Return False if it was settled before."""
         return self.acking.nack(error) if self.acking is not None else False
 
     def copy(self, **attributes: Any) -> Message[T]:
-        """The same data with other attributes; None removes one. Locals are copied along.
+        """Copy the message with other attributes; None removes one. Locals are copied too.
 
-        It is a new message: it has no acking, and where it goes is not where this one came from.
+        The copy is a new message, without acking and topic.
         """
         merged = {**self.attributes, **attributes}
         kept = {name: value for name, value in merged.items() if value is not None}
@@ -143,7 +143,7 @@ class Message(Generic[T]):
         return twin
 
     def shares(self, count: int) -> list[Message[T]]:
-        """This message as often as several handlers take it, each with a share of its acking."""
+        """Copy the message for several handlers, each copy with a share of its acking."""
         ackings = self.acking.split(count) if self.acking is not None else [None] * count
         twins: list[Message[T]] = []
         for acking in ackings:
@@ -191,7 +191,7 @@ TEXT_ATTRIBUTES = frozenset(
 
 
 def check_kinds(attributes: Mapping[str, Any]) -> None:
-    """Refuse attributes that CloudEvents does not know: lists, floats, a number as id."""
+    """Refuse attributes of types that CloudEvents lacks: lists, floats, a number as id."""
     for name, value in attributes.items():
         if type(name) is not str:
             raise InvalidMessage(
@@ -213,7 +213,7 @@ def check_kinds(attributes: Mapping[str, Any]) -> None:
 
 
 def describe(attributes: Mapping[str, Any]) -> str:
-    """How logs and errors name a message: `order.placed id=a-1 source=/shop`."""
+    """Name a message in logs and errors: `order.placed id=a-1 source=/shop`."""
     kind = attributes.get("type") or "(no type)"
     name = attributes.get("id") or "(no id)"
     source = attributes.get("source") or "-"
@@ -221,7 +221,7 @@ def describe(attributes: Mapping[str, Any]) -> str:
 
 
 def printable(text: str) -> str:
-    r"""Control characters written out: what a message says forges no line of a log.
+    r"""Escape control characters, so that a message's text cannot forge log lines.
 
     >>> print(printable("a\nb \x1b[2J"))
     a\nb \x1b[2J
@@ -229,32 +229,32 @@ def printable(text: str) -> str:
     return STEERING.sub(lambda found: repr(found[0])[1:-1], text)
 
 
-# Of C0 and C1, the other ends of lines, and what turns the direction of writing around.
+# Control characters of C0 and C1, other line ends, and changes of the writing direction.
 STEERING = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
 
 def now_text() -> str:
-    """The time as CloudEvents writes it: RFC 3339, UTC, microseconds."""
+    """Return the time in CloudEvents' format: RFC 3339, UTC, microseconds."""
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
 _id_lock = threading.Lock()
 _last_id = 0
-_MOST_TICKS_AHEAD = 60_000 << 12
+_MAX_TICKS_AHEAD = 60_000 << 12
 
 
 def new_id() -> str:
-    """A UUIDv7 (RFC 9562), larger than every one made before it in this process.
+    """Return a UUIDv7 (RFC 9562) that sorts after all earlier ones of this process.
 
-    Rows that are made in one transaction share their time; ids made in order keep theirs.
-    The 12 bits after the milliseconds count up within one millisecond, and borrow from the
-    future when they run out. A clock that was set back by more than a minute is believed, or
-    one jump ahead would date all ids of this process wrongly until the time has come.
+    Rows of one transaction have the same time; their ids keep their order. The 12 bits after the
+    milliseconds count up within one millisecond, and borrow from the next ones when they run out.
+    If the clock was set back by more than a minute, ids follow it; else one jump ahead would give
+    all later ids a wrong time.
     """
     global _last_id
     with _id_lock:
         ticks = time.time_ns() // 1_000_000 << 12
-        if _last_id - ticks < _MOST_TICKS_AHEAD:
+        if _last_id - ticks < _MAX_TICKS_AHEAD:
             ticks = max(ticks, _last_id + 1)
         _last_id = ticks
     tail = int.from_bytes(os.urandom(8)) & 0x3FFF_FFFF_FFFF_FFFF | 0x8000_0000_0000_0000

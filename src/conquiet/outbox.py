@@ -1,4 +1,4 @@
-"""Outbox: the events of a transaction become part of it, until a relay publishes them."""
+"""Store the events of a batch in its transaction, until a relay publishes them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from conquiet.stage import Stage
 
 
 class Outbox(ABC):
-    """Middleware: stores what handlers return and swallows it; the relay takes it from there."""
+    """Middleware: stores the outputs of handlers and removes them from the results."""
 
     stage = Stage.OUTBOX
 
     def __init__(self, topic: str) -> None:
         if not topic:
-            raise ConfigError("an outbox needs the topic its events go to, such as 'orders'")
+            raise ConfigError("an outbox needs the topic of its events, such as 'orders'")
         self.topic = topic
 
     @abstractmethod
@@ -46,8 +46,8 @@ class Outbox(ABC):
         return process
 
 
-def completed(events: Iterable[Any], source: str) -> list[Message[Any]]:
-    """What somebody adds to an outbox without a router, as messages that name their source.
+def complete_all(events: Iterable[Any], source: str) -> list[Message[Any]]:
+    """Turn events that were added without a router into messages with a source.
 
     `events` are messages, or instances of event classes.
     """
@@ -60,7 +60,7 @@ def completed(events: Iterable[Any], source: str) -> list[Message[Any]]:
     for message in messages:
         if not message.attributes["source"]:
             raise ConfigError(
-                f"{describe(message.attributes)}: an event names its source;"
+                f"{describe(message.attributes)}: an event needs a source;"
                 " give add(…, source='/orders') or Outbox(…, source='/orders')"
             )
     return messages

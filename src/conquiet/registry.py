@@ -394,7 +394,7 @@ def _lines(stream: BinaryIO, name: str, options: SourceOptions) -> Source:
     return lines.LinesSource(  # type: ignore[no-any-return]
         stream,
         letters,
-        tries=options.max_attempts or _LINE_ATTEMPTS,
+        max_attempts=options.max_attempts or _LINE_ATTEMPTS,
         max_line_bytes=options.max_line_bytes or lines.MAX_LINE_BYTES,
         name=name,
     )

@@ -1,8 +1,8 @@
-"""Router: picks the handlers of a message and owns the chain of middlewares around them.
+"""Route messages to handlers through a chain of middlewares.
 
     acking → middlewares, first registered outermost → [gate] → … → handler
 
-The gate stands just outside the transaction.
+The gate is just outside the transaction.
 """
 
 from __future__ import annotations
@@ -15,12 +15,10 @@ from typing import Any, Literal, TypeVar, get_args
 
 from conquiet.acking import Acking, Error, settle
 from conquiet.errors import ConfigError, ConquietError, GivenBack, HandlerError
-from conquiet.gate import Gate
-from conquiet.handler import SKIPPED, Handler, Kind, Outputs, Process, Result
-from conquiet.loop import LoopThread
+from conquiet.gate import FailedKeys, Gate
+from conquiet.handler import SKIPPED, Handler, Kind, LoopThread, Outputs, Process, Result
 from conquiet.matcher import Matcher
 from conquiet.message import Message, describe, printable
-from conquiet.ordering import Turns
 from conquiet.stage import Middleware, Stage, check_order, insert, stage_of
 from conquiet.transaction import ATOMIC
 
@@ -36,10 +34,9 @@ _MAX_CACHED_TYPES = 10_000
 
 @dataclass(slots=True)
 class Handled:
-    """A batch that went through the chain and is not settled yet.
+    """Holds a batch that has run through the chain and is not settled yet.
 
-    A message that several handlers take stands here once per handler, each with a share of
-    its acking.
+    A message for several handlers is in it once per handler, each with a share of its acking.
     """
 
     messages: Batch
@@ -65,9 +62,9 @@ class Router:
     >>> [result] = router.process([Message(b'{"name": "Ada"}', {"type": "greet", "id": "1"})])
     hello Ada
 
-    `ack` says when a message is acked: `on_success`, when its handlers and the commit
-    succeeded; `forward`, when every output was acked in turn; `manual`, when the handler does
-    it. What fails is nacked in every case.
+    `ack` chooses when a message is acked: `on_success`, when its handlers and the commit
+    succeeded; `forward`, when all its outputs are acked; `manual`, by the handler. A failed message
+    is always nacked.
     """
 
     def __init__(
@@ -86,10 +83,8 @@ class Router:
         self._chain: Process | None = None
         self._lock = threading.Lock()
 
-    # --- registration -----------------------------------------------------------------------
-
     def use(self, *middlewares: Middleware) -> None:
-        """Add middlewares; the first one ever added is the outermost."""
+        """Add middlewares; the first one is the outermost."""
         self._refuse_when_started()
         for item in middlewares:
             if not callable(item):
@@ -104,9 +99,9 @@ class Router:
         name: str | None = None,
         match: Matcher | None = None,
     ) -> Callable[[F], F]:
-        """Register a handler that returns events; `source` goes into each of them."""
+        """Register a handler that returns events; `source` is the source of each."""
         if not source:
-            raise ConfigError("a command handler names the source of its events: source='/orders'")
+            raise ConfigError("a command handler needs the source of its events: source='/orders'")
 
         def register(function: F) -> F:
             self.add(
@@ -119,7 +114,7 @@ class Router:
     def event(
         self, *, type: str | None = None, name: str | None = None, match: Matcher | None = None
     ) -> Callable[[F], F]:
-        """Register a handler that reacts and returns nothing."""
+        """Register a handler that returns nothing."""
 
         def register(function: F) -> F:
             self.add(Handler(function, Kind.EVENT, type=type, name=name, match=match))
@@ -144,11 +139,11 @@ class Router:
         return register
 
     def add(self, handler: Handler) -> None:
-        """Add a handler that was built by hand."""
+        """Add a handler that was created by hand."""
         self._refuse_when_started()
         if any(handler.name == other.name for other in self._handlers):
             raise ConfigError(
-                f"two handlers are called {handler.name}; the inbox tells them apart by name:"
+                f"two handlers are called {handler.name}; the inbox distinguishes them by name:"
                 " give one of them name='…'"
             )
         self._handlers.append(handler)
@@ -161,12 +156,10 @@ class Router:
     def handlers(self) -> Sequence[Handler]:
         return tuple(self._handlers)
 
-    # --- running ----------------------------------------------------------------------------
-
     def start(self, publish: Middleware | None = None) -> Process:
-        """Check the chain and build it; called by a worker, or by the first message.
+        """Check and build the chain; called by a worker, or for the first message.
 
-        A worker gives what publishes the outputs of its chain.
+        `publish` is the middleware by which a worker publishes outputs.
         """
         with self._lock:
             if self._chain is None:
@@ -188,15 +181,15 @@ class Router:
         return handled.results
 
     def run(self, batch: Batch, chain: Process | None = None) -> Handled:
-        """Run a batch through the chain, or one that `start` gave, and leave it unsettled."""
+        """Run a batch through the chain, or through one of `start`, without settling it."""
         chain = chain or self._chain or self.start()
         messages = self._assign(batch)
         try:
             results = chain(messages)
             if len(results) != len(messages):
                 raise HandlerError(
-                    f"a middleware gave {len(results)} results for {len(messages)} messages;"
-                    " it must give one per message, in order"
+                    f"a middleware returned {len(results)} results for {len(messages)} messages;"
+                    " it must return one per message, in order"
                 )
         except Exception as error:  # noqa: BLE001 - a broken middleware must not end the worker
             results = [error] * len(messages)
@@ -205,7 +198,7 @@ class Router:
         return Handled(messages, results)
 
     def settle(self, handled: Handled) -> None:
-        """Ack what succeeded and nack what failed, in one call per source."""
+        """Ack successful messages and nack failed ones, in one call per source."""
         acked: list[Acking] = []
         nacked: list[tuple[Acking, Error]] = []
         for message, result in zip(handled.messages, handled.results, strict=True):
@@ -218,8 +211,8 @@ class Router:
         try:
             settle(acked, nacked)
         except Exception:
-            # The effects are committed; the source delivers again, and the inbox knows it.
-            logger.exception("settling failed; the messages will be delivered again")
+            # The effects are committed; the source redelivers, and the inbox skips duplicates.
+            logger.exception("could not settle messages; they will be delivered again")
 
     def _acks(self, outputs: Outputs) -> bool:
         if self.ack == "manual":
@@ -227,10 +220,8 @@ class Router:
         return self.ack == "on_success" or not outputs
 
     def close(self) -> None:
-        """End the event loop of the async handlers."""
+        """End the event loop of async handlers."""
         self.loop.close()
-
-    # --- the chain --------------------------------------------------------------------------
 
     def _check(self) -> None:
         check_order(self._middlewares)
@@ -261,7 +252,7 @@ class Router:
         return chain
 
     def _assign(self, batch: Batch) -> Batch:
-        """Give each message its handler; one that several take is shared among them."""
+        """Assign a handler to each message; copy a message that several handlers take."""
         expanded: list[Message[Any]] = []
         for message in batch:
             handlers = self._candidates(message)
@@ -284,7 +275,7 @@ class Router:
         handlers = self._routes.get(kind)
         if handlers is None:
             handlers = [item for item in self._handlers if item.type in (None, kind)]
-            if len(self._routes) < _MAX_CACHED_TYPES:  # types come from outside: bound them
+            if len(self._routes) < _MAX_CACHED_TYPES:  # types come from outside: limit their number
                 self._routes[kind] = handlers
         for handler in handlers:
             if handler.match is not None:
@@ -292,26 +283,26 @@ class Router:
         return handlers
 
     def _handle(self, batch: Batch) -> Sequence[Result]:
-        """The innermost step: every message to its handler, in order."""
+        """Run each message's handler, in order: the innermost step of the chain."""
         atomic = ATOMIC.get()
-        turns = Turns()
+        failed_keys = FailedKeys()
         results: list[Result] = []
         start = 0
         while start < len(batch):
             message = batch[start]
             handler = message.handler
-            assert handler is not None, "the gate lets nothing else pass"
+            assert handler is not None, "the gate admits only messages with a handler"
             end = _run_end(batch, start) if handler.is_batch else start + 1
             try:
                 if message.order_key is not None:
-                    turns.take(message)
+                    failed_keys.check(message)
                 results.extend(handler.run(batch[start:end], self.loop.run))
             except Exception as error:
                 if atomic:
                     raise
                 results.extend([error] * (end - start))
                 for failed in batch[start:end]:
-                    turns.failed(failed)
+                    failed_keys.add(failed)
             start = end
         return results
 
@@ -321,13 +312,13 @@ def _matches(handler: Handler, message: Message[Any]) -> bool:
         return True
     try:
         return handler.match(message)
-    except Exception:  # one that cannot say yes says no; the message is nacked, not the batch
+    except Exception:  # a failing matcher refuses its message; the batch goes on
         logger.exception("the matcher of %s failed", handler.name)
         return False
 
 
 def _run_end(batch: Batch, start: int) -> int:
-    """Where the messages end that a batch handler takes in one call."""
+    """Return the end of the messages that a batch handler takes in one call."""
     end = start + 1
     while end < len(batch) and batch[end].handler is batch[start].handler:
         end += 1
@@ -335,7 +326,7 @@ def _run_end(batch: Batch, start: int) -> int:
 
 
 def _share_with_outputs(messages: Batch, results: Sequence[Result]) -> None:
-    """forward: the input is acked when all of its outputs are."""
+    """Share the acking of an input among its outputs, for `forward`."""
     for message, result in zip(messages, results, strict=True):
         if isinstance(result, Exception) or not result or message.acking is None:
             continue
@@ -345,7 +336,7 @@ def _share_with_outputs(messages: Batch, results: Sequence[Result]) -> None:
 
 def _log_failure(message: Message[Any], error: Exception) -> None:
     handler = message.handler.name if message.handler is not None else "-"
-    known = isinstance(error, ConquietError)  # ours name the message themselves
+    known = isinstance(error, ConquietError)  # its text names the message
     logger.log(
         logging.DEBUG if isinstance(error, GivenBack) else logging.WARNING,
         "nack handler=%s delivery=%d: %s",

@@ -1,4 +1,4 @@
-"""Source: yields messages whose acking is bound to where they came from."""
+"""Read messages whose acking settles them at their origin: the protocols of sources."""
 
 from __future__ import annotations
 
@@ -9,39 +9,38 @@ from conquiet.message import Message
 
 
 class Source(Protocol):
-    """Where a worker reads. One thread reads at a time; settling may come from any.
+    """Delivers messages to a worker. One thread reads at a time; any thread may settle.
 
-    A nack gives the message back to be delivered again. If its error is `Blameless`, the
-    delivery does not count.
+    A nacked message is delivered again. If its error is `Blameless`, the delivery does not count.
     """
 
     def read(self, limit: int, timeout: float) -> Sequence[Message[Any]]:
-        """Up to `limit` messages; waits `timeout` seconds at most for the first of them."""
+        """Return up to `limit` messages; wait up to `timeout` seconds for the first."""
 
     def close(self) -> None:
-        """Stop reading. What is not settled by now is delivered again, here or elsewhere."""
+        """Stop reading. Unsettled messages are delivered again, here or elsewhere."""
 
 
 @runtime_checkable
 class Leased(Protocol):
-    """A source that delivers again what was not settled within `lease` seconds."""
+    """Delivers messages again that are not settled within `lease` seconds."""
 
     lease: float
 
     def renew(self, messages: Sequence[Message[Any]]) -> None:
-        """Start the lease of these messages anew: they are still being worked on."""
+        """Extend the lease of messages in flight by another `lease` seconds."""
 
 
 @runtime_checkable
 class Replayable(Protocol):
-    """A source that can be read again from any point."""
+    """Can be read again from any position."""
 
     def replay(self, start: str | None = None, end: str | None = None) -> Iterator[Message[Any]]:
-        """What was published from `start` to `end`, both inclusive; the live position stays.
+        """Yield messages from `start` to `end`, both inclusive, without moving the read position.
 
-        A message says where it stands in `locals["position"]`.
+        A message has its position in `locals["position"]`.
         """
 
 
 class EndOfSource(Exception):
-    """Raised by `read` when nothing will ever come again; the worker then stops."""
+    """Raised by `read` when the source has ended; the worker then stops."""

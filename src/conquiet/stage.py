@@ -1,4 +1,4 @@
-"""Where a middleware belongs in the chain; a wrong order is refused when the router starts."""
+"""Order the middlewares of a chain; the router refuses a wrong order when it starts."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from conquiet.errors import ConfigError
 from conquiet.handler import Process
 
 Middleware: TypeAlias = Callable[[Process], Process]
-"""Takes the rest of the chain and gives a chain with something around it."""
+"""Takes the rest of the chain and returns a chain around it."""
 
 
 class Stage(IntEnum):
-    """The places that have an order, outermost first. A middleware without a stage fits anywhere.
+    """Orders middlewares, outermost first. A middleware without a stage may be anywhere.
 
-    Retry outside the transaction: a new try needs a new transaction. Publishing outside it too:
-    what is rolled back must not go out. A claim outside it as well: it is an inbox that cannot
-    commit with the effects. Inbox and outbox inside it: they commit with the handler's effects.
-    What marks outputs, inside the outbox: the outbox swallows them.
+    Retry is outside the transaction: a retry needs a new transaction. So is publishing: outputs of
+    a rolled back transaction must not be published. So is a claim: an inbox that cannot commit with
+    the effects. Inbox and outbox are inside: they commit with the handler's effects. Middlewares
+    that change outputs are inside the outbox, which removes them.
     """
 
     DEAD_LETTER = 10
@@ -39,22 +39,22 @@ def stage_of(middleware: Middleware) -> Stage | None:
 
 
 def insert(middlewares: Sequence[Middleware], item: Middleware) -> list[Middleware]:
-    """The chain with one more, just inside the last that must stand outside it."""
+    """Insert a middleware just inside the last one that must be outside it."""
     stage = stage_of(item)
-    assert stage is not None, "only what has a stage has a place"
+    assert stage is not None, "a middleware without a stage has no place"
     outer = [i for i, other in enumerate(middlewares) if (stage_of(other) or stage) < stage]
     place = outer[-1] + 1 if outer else 0
     return [*middlewares[:place], item, *middlewares[place:]]
 
 
 def check_order(middlewares: Sequence[Middleware]) -> None:
-    """Refuse a chain that would lose or repeat effects, and show the one that would not."""
+    """Refuse an order that would lose or repeat effects; the error shows the right order."""
     staged = [(stage, item) for item in middlewares if (stage := stage_of(item)) is not None]
     for (before, outer), (after, inner) in pairwise(staged):
         if before > after:
             right = sorted(middlewares, key=_sort_key(middlewares))
             raise ConfigError(
-                f"{_name(outer)} stands outside {_name(inner)}; it must stand inside."
+                f"{_name(outer)} is outside {_name(inner)}; it must be inside."
                 f" Use this order: router.use({', '.join(_name(item) for item in right)})"
             )
     stages = {stage for stage, _ in staged}
@@ -67,7 +67,7 @@ def check_order(middlewares: Sequence[Middleware]) -> None:
 
 
 def _sort_key(middlewares: Sequence[Middleware]) -> Callable[[Middleware], float]:
-    """By stage; what has none keeps its place behind its neighbour."""
+    """Sort by stage; a middleware without one stays behind its neighbour."""
     places: dict[int, float] = {}
     last = 0.0
     for index, item in enumerate(middlewares):

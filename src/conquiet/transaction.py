@@ -1,10 +1,10 @@
-"""Transaction: one BEGIN … COMMIT around a batch. The stores differ; this state machine does not.
+"""Run a batch in one transaction; the same state machine for every store.
 
 batch ──▶ begin ──▶ chain ──▶ commit ──▶ results
                       │ a message fails: roll back; then, if there were several,
-                      │ each one again by itself, in a transaction of its own
-                      └ the store fails: roll back, try the batch again, then give it
-                        back whole; no message is blamed
+                      │ run each again in a transaction of its own
+                      └ the store fails: roll back, retry the batch, then give it
+                        back whole; it costs no message an attempt
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from contextvars import ContextVar
 from typing import Any
 
 from conquiet.errors import StoreError
+from conquiet.gate import FailedKeys
 from conquiet.handler import Process, Result
 from conquiet.message import Message
-from conquiet.ordering import Turns
+from conquiet.shutdown import pause
 from conquiet.stage import Stage
-from conquiet.stopping import pause
 
 ATOMIC: ContextVar[bool] = ContextVar("conquiet.atomic", default=False)
 """True inside a transaction: the first failure there ends the batch at once."""
 
-_SECONDS_BETWEEN_TRIES = 0.05
+_RETRY_SECONDS = 0.05
 
 
 class Transaction(ABC):
     """Middleware: commits a batch's effects, inbox and outbox together, or not at all."""
 
     stage = Stage.TRANSACTION
-    store_tries = 3
-    """How often a batch is tried while the store fails, before it is given back."""
+    max_store_attempts = 3
+    """How often a batch is run while the store fails, before it is given back."""
 
     @abstractmethod
     def scope(self, batch: Sequence[Message[Any]]) -> AbstractContextManager[object]:
-        """BEGIN on enter; COMMIT on exit, or ROLLBACK if an exception passes.
+        """Begin on enter; commit on exit, or roll back after an exception.
 
         A failure of the store itself is raised as `StoreError`.
         """
@@ -49,23 +49,23 @@ class Transaction(ABC):
                 return self._commit(next, batch)
             except StoreError as error:
                 return [error] * len(batch)
-            except Exception as error:  # noqa: BLE001 - whatever it was, it was rolled back
+            except Exception as error:  # noqa: BLE001 - any error was rolled back
                 if len(batch) == 1:
                     return [error]
-            # Outside the except, or the batch's error would be the context of each of theirs.
+            # Outside the except, so that the batch's error is not the context of later errors.
             return _one_by_one(process, batch)
 
         return process
 
     def _commit(self, next: Process, batch: Sequence[Message[Any]]) -> Sequence[Result]:
-        for attempt in range(1, self.store_tries + 1):
+        for attempt in range(1, self.max_store_attempts + 1):
             try:
                 with self.scope(batch):
                     return _atomically(next, batch)
             except StoreError:
-                if attempt == self.store_tries:
+                if attempt == self.max_store_attempts:
                     raise
-                if not pause(_SECONDS_BETWEEN_TRIES * attempt * random.uniform(0.5, 1.5)):
+                if not pause(_RETRY_SECONDS * attempt * random.uniform(0.5, 1.5)):
                     raise  # the worker stops
         raise AssertionError("unreachable")
 
@@ -83,14 +83,14 @@ def _atomically(next: Process, batch: Sequence[Message[Any]]) -> Sequence[Result
 
 
 def _one_by_one(process: Process, batch: Sequence[Message[Any]]) -> Sequence[Result]:
-    turns = Turns()
+    failed_keys = FailedKeys()
     results: list[Result] = []
     for message in batch:
-        result: Result = turns.lost(message) or process((message,))[0]
+        result: Result = failed_keys.blocking_error(message) or process((message,))[0]
         if isinstance(result, Exception):
-            turns.failed(message)
+            failed_keys.add(message)
         results.append(result)
-        if isinstance(result, StoreError):  # it would fail for the rest as well
+        if isinstance(result, StoreError):  # the rest would fail as well
             results += [result] * (len(batch) - len(results))
             break
     return results

@@ -1,10 +1,10 @@
-"""Worker: pumps a source through a router, in batches, with threads, until told to stop.
+"""Pump a source through a router, in batches, with threads, until stopped.
 
     starting ──▶ running ──stop()──▶ stopping ──in-flight done──▶ stopped        (soft)
                                         └───────grace over──────▶ stopped        (hard)
 
-Soft: no new reads; what is in flight finishes, commits and is acked. Hard: what is unfinished
-is not acked, costs no attempt, and its source delivers it again.
+Soft: no new reads; messages in flight finish, commit and are acked. Hard: unfinished messages are
+not acked, cost no attempt, and are delivered again by their source.
 """
 
 from __future__ import annotations
@@ -12,56 +12,57 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from conquiet.acking import Error
 from conquiet.backoff import Backoff
 from conquiet.errors import Blameless, ConfigError, GivenBack, HandlerError
-from conquiet.handler import Process
+from conquiet.handler import NOTHING, Process, Result
 from conquiet.intake import AnyOrder, ByKey, InFlight, Intake, KeyOf, give_back
 from conquiet.message import Message, describe
-from conquiet.publish import Publish
 from conquiet.router import Handled, Router
-from conquiet.sink import Sink
+from conquiet.shutdown import STOPPING, Signals
+from conquiet.sink import Sink, publish_each
 from conquiet.source import EndOfSource, Leased, Source
-from conquiet.stopping import STOPPING, Signals
+from conquiet.stage import Stage
 
 logger = logging.getLogger("conquiet.worker")
 
 _READ_SECONDS = 0.5
-"""How long a read may block; a stop waits this long at most."""
+"""How long a read may block, and a stop waits for it."""
 _LOOK_SECONDS = 0.05
-"""How often a waiting main thread looks for a signal."""
+"""How often a waiting main thread checks for a signal."""
 
 State = Literal["starting", "running", "stopping", "stopped"]
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """How a worker is doing. `ok` is what a liveness probe asks."""
+    """Reports the state of a worker; `ok` is for a liveness probe."""
 
     ok: bool
     state: State
     threads_alive: int
     in_flight: int
     oldest_seconds: float
-    """How long the oldest message in flight has been worked on."""
+    """How long the oldest message has been in flight."""
     oldest: str
     handled: int
     failed: int
-    """Of those handled, how many were nacked."""
+    """How many of the handled messages were nacked."""
     failures_in_a_row: int
-    """Reads that failed since the last one that did not."""
+    """Failed reads since the last successful one."""
     last_error: str
 
 
 class Worker:
     """Reads batches from a source, runs them through a router, settles them.
 
-    Outputs that the router lets through go to `sink`, before their input is acked. `ordered`
-    keeps the order of messages with the same key (`Message.key`, or a function of one's own)
-    while several threads work. The worker closes its source and its sink when it stops.
+    Outputs of the router are published to `sink` before their input is acked. `ordered` keeps the
+    order of messages with the same key (`Message.key`, or your own function) while several threads
+    work. The worker closes its source and its sink when it stops.
     """
 
     def __init__(
@@ -115,13 +116,11 @@ class Worker:
         self._failures_in_a_row = 0
         self._last_error = ""
 
-    # --- life -------------------------------------------------------------------------------
-
     def run(self) -> bool:
-        """Work until SIGTERM, SIGINT or `stop()`; True if everything in flight was finished.
+        """Work until SIGTERM, SIGINT or `stop()`; return whether all in flight was finished.
 
-        A second signal ends the grace time at once. Signals are handled only when this runs
-        in the main thread, and their former handlers are restored.
+        A second signal ends the grace time at once. Signals are handled only in the main thread;
+        their former handlers are restored.
         """
         with Signals() as signals:
             self.start()
@@ -133,8 +132,8 @@ class Worker:
         """Start the threads and return."""
         with self._state_lock:
             if self._state != "starting":
-                raise ConfigError("a worker is started once; make a new one")
-            # A chain that cannot work is refused here, before any read.
+                raise ConfigError("a worker can be started once; create a new one")
+            # A wrong chain is refused here, before any read.
             self._chain = self.router.start(Publish(self.sink))
             self._state = "running"
         for thread in (*self._threads, self._keeper):
@@ -143,20 +142,20 @@ class Worker:
     def stop(
         self, grace: float | None = None, *, hurry: Callable[[], bool] = lambda: False
     ) -> bool:
-        """Stop softly; after the grace time, hard. True if everything in flight was finished.
+        """Stop softly; after the grace time, hard. Return whether all in flight was finished.
 
-        `hurry` is asked while it waits, and ends the grace time by True. A handler, async ones
-        too, may call `stop` to ask for the end of `run()`; it then returns at once.
+        `hurry` is polled during the grace time and ends it by True. A handler, also an async one,
+        may call `stop` to end `run()`; the call then returns at once.
         """
         grace = self.grace if grace is None else grace
         self._stopping.set()
-        if STOPPING.get() is self._stopping:  # the work itself asks: it cannot wait for its end
+        if STOPPING.get() is self._stopping:  # called by a handler, which cannot wait for itself
             return False
         with self._state_lock:
             former = self._state
             if former in ("starting", "running"):
                 self._state = "stopping"
-        if former in ("stopping", "stopped"):  # somebody else is at it
+        if former in ("stopping", "stopped"):  # another thread is stopping it
             return self._finished.wait(grace) and not self._abandoned
         if former == "running":
             self._wait_for_threads(grace, hurry)
@@ -166,7 +165,7 @@ class Worker:
                 if item is not None:
                     item.close()
             except Exception:
-                logger.exception("closing %r failed", item)
+                logger.exception("could not close %r", item)
         self._state = "stopped"
         self._finished.set()
         return not self._abandoned
@@ -182,7 +181,7 @@ class Worker:
                 thread.join(min(left, _LOOK_SECONDS))
 
     def _abandon(self) -> None:
-        """Give back what is unfinished; whatever its handler still says comes too late."""
+        """Give back unfinished messages; later results of their handlers are ignored."""
         self._abandoned = True
         unfinished = self._in_flight.messages()
         for message in unfinished:
@@ -193,7 +192,7 @@ class Worker:
         give_back(unfinished, GivenBack("the worker stopped before it was finished"))
 
     def health(self) -> Health:
-        """A snapshot for probes and operators."""
+        """Return a snapshot for probes and operators."""
         oldest = self._in_flight.oldest()
         seconds, name = (oldest[0], describe(oldest[1].attributes)) if oldest else (0.0, "")
         alive = sum(thread.is_alive() for thread in self._threads)
@@ -211,8 +210,6 @@ class Worker:
             last_error=self._last_error,
         )
 
-    # --- work -------------------------------------------------------------------------------
-
     def _serve(self, number: int) -> None:
         STOPPING.set(self._stopping)
         reads = Backoff(first=0.1, cap=10.0)
@@ -222,11 +219,11 @@ class Worker:
                 batch = self._intake.read(number, self.batch_size, _READ_SECONDS, self.batch_wait)
             except EndOfSource:
                 break
-            except Exception as error:  # noqa: BLE001 - a source that fails is asked again
+            except Exception as error:  # noqa: BLE001 - a failed read is retried
                 wait = reads.next()
                 self._failures_in_a_row += 1
                 self._last_error = repr(error)
-                logger.warning("reading failed, next try in %.1f s: %r", wait, error)
+                logger.warning("could not read, retry in %.1f s: %r", wait, error)
                 self._stopping.wait(wait)
                 continue
             reads.reset()
@@ -234,8 +231,8 @@ class Worker:
             if batch and self._handle(batch):
                 outages.reset()
             elif batch:
-                # The store is away, or it is all poison that comes back at once: asking for
-                # it again as fast as we can helps nobody.
+                # The store is unavailable, or all messages are poison and come back at once:
+                # reading them again without a pause would not help.
                 self._stopping.wait(outages.next())
         with self._state_lock:
             self._ended_threads += 1
@@ -243,7 +240,7 @@ class Worker:
                 self._stopping.set()
 
     def _handle(self, batch: list[Message[Any]]) -> bool:
-        """Run, publish, settle; False if all of it failed, and not for the first time."""
+        """Run, publish, settle; return False if all messages failed again."""
         try:
             handled = _without_leftovers(self.router.run(batch, self._chain))
             if self._abandoned:
@@ -274,7 +271,7 @@ class Worker:
             self._last_error = repr(next(errors))
 
     def _keep(self) -> None:
-        """Renew the leases of what is in flight, and notice what is stuck."""
+        """Renew the leases of messages in flight, and report stuck ones."""
         leased = self.source if isinstance(self.source, Leased) else None
         interval = min(leased.lease / 3 if leased else 1.0, 1.0)
         reported = False
@@ -283,7 +280,7 @@ class Worker:
                 try:
                     leased.renew(self._in_flight.messages())
                 except Exception as error:  # noqa: BLE001 - the next round may succeed
-                    logger.warning("leases could not be renewed: %r", error)
+                    logger.warning("could not renew leases: %r", error)
             health = self.health()
             stuck = health.oldest_seconds >= self.stuck_after
             if stuck and not reported:
@@ -293,10 +290,10 @@ class Worker:
                     health.oldest_seconds,
                     health.oldest,
                 )
-                self._tell(health)
+                self._call_hook(health)
             reported = stuck
 
-    def _tell(self, health: Health) -> None:
+    def _call_hook(self, health: Health) -> None:
         if self.on_stuck is None:
             return
         try:
@@ -305,13 +302,60 @@ class Worker:
             logger.exception("the hook `on_stuck` failed")
 
 
+class Publish:
+    """Middleware: publishes outputs; an input fails if its outputs were not confirmed.
+
+    A worker adds it to its router's chain: inside retry and dead letter, which handle its errors,
+    and outside the transaction, which has committed before.
+    """
+
+    stage = Stage.PUBLISH
+
+    def __init__(self, sink: Sink | None) -> None:
+        self.sink = sink
+
+    def __call__(self, next: Process) -> Process:
+        def process(batch: Sequence[Message[Any]]) -> Sequence[Result]:
+            results = next(batch)
+            outputs = [
+                output
+                for result in results
+                if not isinstance(result, Exception)
+                for output in result
+            ]
+            if not outputs:
+                return results
+            answers = iter(self._answers(outputs))
+            return [
+                result if isinstance(result, Exception) or not result else _outcome(result, answers)
+                for result in results
+            ]
+
+        return process
+
+    def _answers(self, outputs: Sequence[Message[Any]]) -> Sequence[Error]:
+        if self.sink is not None:
+            return publish_each(self.sink, outputs)
+        error = HandlerError(
+            f"{describe(outputs[0].attributes)} was returned by a handler and has no destination:"
+            " give the worker a sink, or the router an outbox"
+        )
+        return [error] * len(outputs)
+
+
+def _outcome(outputs: Sequence[Message[Any]], answers: Any) -> Result:
+    """Return no outputs if all were published, else the first error."""
+    errors = [error for error in (next(answers) for _ in outputs) if error is not None]
+    return errors[0] if errors else NOTHING
+
+
 def _without_leftovers(handled: Handled) -> Handled:
-    """Outputs that a middleware added outside the publishing would be lost: refuse them."""
+    """Refuse outputs that a middleware added outside `Publish`: they would be lost."""
     if not handled.outputs:
         return handled
     error = HandlerError(
-        f"{describe(handled.outputs[0].attributes)} was added outside the place where outputs are"
-        " published: register the middleware that adds it after DeadLetter and Retry"
+        f"{describe(handled.outputs[0].attributes)} was added after outputs were published:"
+        " register the middleware that adds it after DeadLetter and Retry"
     )
     results = [
         error if not isinstance(result, Exception) and result else result
@@ -321,7 +365,7 @@ def _without_leftovers(handled: Handled) -> Handled:
 
 
 def _is_new_poison(handled: Handled) -> bool:
-    """Whether all of it fails by its own fault and for the first time: the next may be better."""
+    """Return whether all messages failed by their own fault and for the first time."""
     return all(message.deliveries == 1 for message in handled.messages) and not any(
         isinstance(result, Blameless) for result in handled.results
     )

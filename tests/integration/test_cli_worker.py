@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 from conquiet import Message, Router, Worker
 from conquiet.memory import Log
-from conquiet.stopping import STOPPING
+from conquiet.shutdown import STOPPING
 
 here = Path(__file__).parent
 

@@ -138,7 +138,7 @@ def test_a_worker_buries_them_all_and_goes_on() -> None:
     lines += [EVENT % b'"data":%s' % DEEP_LIST, EVENT % b'"data":%s' % DEEP_OBJECT]
     lines += [EVENT % b'"data":{"a":"%s"}' % (b"x" * 1_000_001), b"\x00\xff", good]
     letters, stream = io.BytesIO(), io.BytesIO(b"\n".join(lines))
-    source = LinesSource(stream, LinesSink(letters), tries=1)
+    source = LinesSource(stream, LinesSink(letters), max_attempts=1)
     worker = Worker(source, router, LinesSink(io.BytesIO()))
     assert worker.run()
     assert seen == ["good"]

@@ -135,7 +135,7 @@ def test_a_line_longer_than_a_chunk_arrives_whole(grave):
 
 
 def test_a_nacked_message_comes_again_before_later_lines_and_then_goes_to_the_dead_letters(grave):
-    source = source_of(lines(event(1), event(2)), grave, tries=3)
+    source = source_of(lines(event(1), event(2)), grave, max_attempts=3)
     for delivery in (1, 2, 3):
         [message] = source.read(1, 0)
         assert (message.id, message.deliveries) == ("1", delivery)
@@ -164,7 +164,7 @@ def test_a_permanent_error_goes_to_the_dead_letters_at_once(grave):
 
 
 def test_nack_without_error_is_a_nack(grave):
-    source = source_of(lines(event(1)), grave, tries=1)
+    source = source_of(lines(event(1)), grave, max_attempts=1)
     [message] = source.read(1, 0)
     message.nack(None)
     [letter] = grave.letters
@@ -173,7 +173,7 @@ def test_nack_without_error_is_a_nack(grave):
 
 @pytest.mark.parametrize("error", [StoreError("away"), GivenBack("the worker stops")])
 def test_a_blameless_failure_costs_no_try(grave, error):
-    source = source_of(lines(event(1)), grave, tries=1)
+    source = source_of(lines(event(1)), grave, max_attempts=1)
     for _ in range(5):
         [message] = source.read(1, 0)
         assert message.deliveries == 1
@@ -254,7 +254,7 @@ def test_a_worker_handles_every_line_and_ends_by_itself(grave, threads):
         if message.id == "7":
             raise ValueError("seven")
 
-    source = source_of(lines(*map(event, range(500))), grave, tries=2)
+    source = source_of(lines(*map(event, range(500))), grave, max_attempts=2)
     assert Worker(source, router, threads=threads, batch_size=20).run()
     assert sorted(map(int, set(seen))) == list(range(500))
     assert (source.acked, source.dead, seen.count("7")) == (499, 1, 2)
@@ -298,7 +298,7 @@ def test_a_reader_that_went_away_is_told_once_per_publish():
     assert gone == [True]
 
 
-@pytest.mark.parametrize("settings", [{"tries": 0}, {"max_line_bytes": 0}])
+@pytest.mark.parametrize("settings", [{"max_attempts": 0}, {"max_line_bytes": 0}])
 def test_settings_that_cannot_work_are_refused(settings):
     with pytest.raises(ConfigError, match="at least"):
         LinesSource(io.BytesIO(), **settings)

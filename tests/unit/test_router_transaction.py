@@ -106,7 +106,7 @@ def test_a_store_that_keeps_failing_gives_the_batch_back_whole():
     ledger, transaction = Ledger(), ListTransaction()
     transaction.failures = 99
     router_with(handler_failing_on(transaction=transaction), transaction).process(ledger.batch(3))
-    assert transaction.trace.count(("begin", 3)) == transaction.store_tries
+    assert transaction.trace.count(("begin", 3)) == transaction.max_store_attempts
     assert transaction.effects == []
     assert all(isinstance(error, StoreError) for error in ledger.nacked.values())
     assert len(ledger.nacked) == 3

@@ -136,7 +136,7 @@ def named_by_a_number() -> Message[Any]:
         (Ledger().message(1, shoe=["a"]), "'shoe' must be a string, a number .* not list"),
         (Ledger().message(1, b'{"id": "x"}'), r"not a valid PlaceOrder.*\$.id"),
         (Ledger().message(1, b"{"), "not a valid PlaceOrder"),
-        (Ledger().message(1, b'{"id": 1}' + b" " * 100), "at most 64 are taken"),
+        (Ledger().message(1, b'{"id": 1}' + b" " * 100), "at most 64 are accepted"),
     ],
 )
 def test_bad_input_never_opens_a_transaction_and_costs_its_neighbours_nothing(message, reason):

@@ -19,8 +19,8 @@ from tests.waiting import eventually
 from conquiet import Message, Router, Worker
 from conquiet.errors import ConfigError, GivenBack
 from conquiet.memory import Log
+from conquiet.shutdown import Signals
 from conquiet.source import EndOfSource
-from conquiet.stopping import Signals
 
 
 def test_a7_a_soft_stop_finishes_what_is_in_flight_and_reads_no_more(workers):
@@ -67,7 +67,7 @@ def test_messages_that_wait_in_a_lane_are_given_back_at_a_stop(workers):
 
 
 def test_a_stop_ends_a_retrying_wait_at_once(workers):
-    from conquiet.stopping import pause
+    from conquiet.shutdown import pause
 
     log, waiting = log_of(1), threading.Event()
     outcome: list[bool] = []

@@ -24,8 +24,7 @@ from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 from conquiet.errors import ConfigError, DeadlineExceeded, ExpiredMessage, Interrupt
-from conquiet.handler import AROUND, Process, Result
-from conquiet.loop import UNTIL
+from conquiet.handler import AROUND, UNTIL, Process, Result
 from conquiet.message import Message, describe
 
 Call = Callable[[], Sequence[Result]]

@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from conquiet.errors import ConfigError, ConquietError
-from conquiet.gate import following
+from conquiet.gate import FailedKeys, following
 from conquiet.handler import AROUND, Process, Result
 from conquiet.message import Message, describe
-from conquiet.ordering import Turns
-from conquiet.stopping import pause
+from conquiet.shutdown import pause
 
 
 class InjectedFault(ConquietError):
@@ -73,11 +72,11 @@ class FailAtRandom:
     def __call__(self, next: Process) -> Process:
         def before(batch: Sequence[Message[Any]]) -> Sequence[Result]:
             results: list[Result | None] = []
-            turns = Turns()
+            failed_keys = FailedKeys()
             for message in batch:
-                fault = turns.lost(message) or self._fault(message)
+                fault = failed_keys.blocking_error(message) or self._fault(message)
                 if fault is not None:
-                    turns.failed(message)
+                    failed_keys.add(message)
                 results.append(fault)
             spared = [m for m, fault in zip(batch, results, strict=True) if fault is None]
             passed = iter(next(spared) if spared else ())

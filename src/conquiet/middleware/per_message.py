@@ -9,9 +9,9 @@ from functools import update_wrapper
 from typing import Any, TypeAlias, overload
 
 from conquiet.errors import Blameless, ConfigError, HandlerError
+from conquiet.gate import FailedKeys
 from conquiet.handler import NOTHING, Outputs, Process, Result
 from conquiet.message import Message, describe
-from conquiet.ordering import Turns
 from conquiet.stage import Stage
 from conquiet.transaction import ATOMIC
 
@@ -61,11 +61,11 @@ class PerMessage:
     ) -> None:
         """Run every generator up to its yield; one that ends or fails earlier has a result."""
         atomic = ATOMIC.get()
-        turns = Turns()
+        failed_keys = FailedKeys()
         for index, message in enumerate(batch):
-            lost = turns.lost(message)
-            if lost is not None:
-                results[index] = lost
+            blocked = failed_keys.blocking_error(message)
+            if blocked is not None:
+                results[index] = blocked
                 continue
             try:
                 steps = self.function(message)
@@ -77,7 +77,7 @@ class PerMessage:
                 if atomic:  # the transaction is rolled back anyway
                     raise
                 results[index] = error
-                turns.failed(message)
+                failed_keys.add(message)
 
     def _rest(
         self, next: Process, batch: Sequence[Message[Any]], running: list[tuple[int, Steps]]

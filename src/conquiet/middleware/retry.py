@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 from conquiet.errors import Blameless, ConfigError, GivenBack, NoHandler, PermanentError
 from conquiet.handler import Process, Result
 from conquiet.message import Message, describe
+from conquiet.shutdown import pause
 from conquiet.stage import Stage
-from conquiet.stopping import pause
 
 logger = logging.getLogger("conquiet.middleware")
 

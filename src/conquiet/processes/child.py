@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from conquiet.errors import ConfigError, ConquietError
-from conquiet.stopping import Signals
+from conquiet.shutdown import Signals
 from conquiet.worker import Health, Worker
 
 logger = logging.getLogger("conquiet.processes")

@@ -16,7 +16,7 @@ from typing import Any
 from conquiet.backoff import Backoff
 from conquiet.errors import ConfigError
 from conquiet.processes.child import CANNOT_WORK, FAILED, FINISHED, in_child, name_of
-from conquiet.stopping import Signals
+from conquiet.shutdown import Signals
 from conquiet.worker import Worker
 
 logger = logging.getLogger("conquiet.processes")

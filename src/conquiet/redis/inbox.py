@@ -14,10 +14,9 @@ import redis
 
 from conquiet import inbox
 from conquiet.errors import ConfigError, InvalidMessage, StoreError
-from conquiet.gate import following
+from conquiet.gate import FailedKeys, following
 from conquiet.handler import NOTHING, SKIPPED, Process, Result
 from conquiet.message import Message, describe
-from conquiet.ordering import Turns
 from conquiet.redis.lease import DONE, KeyState, LeaseTerms
 from conquiet.redis.transaction import (
     InProgress,
@@ -159,15 +158,17 @@ class Inbox(inbox.Inbox):
         keys = [self._redis_key(*pair) for pair in zip(batch, entries, strict=True)]
         unique = list(dict.fromkeys(keys))
         states = dict(zip(unique, unit.lease(unique, self._terms), strict=True))
-        turns = Turns()
+        failed_keys = FailedKeys()
         passing: list[Message[Any]] = []
         fresh: dict[bytes, inbox.Entry] = {}
         for message, key, entry in zip(batch, keys, entries, strict=True):
             state = states[key]
             is_held = state is KeyState.HELD
-            error = turns.lost(message) or (_in_progress(message) if is_held else None)
+            error = failed_keys.blocking_error(message) or (
+                _in_progress(message) if is_held else None
+            )
             if error is not None:
-                turns.failed(message)
+                failed_keys.add(message)
                 unit.hold_back(message, error)
                 continue
             passing.append(message)

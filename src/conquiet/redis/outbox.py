@@ -69,7 +69,7 @@ class Outbox(outbox.Outbox):
         a transaction. `events` are messages, or instances of event classes, whose `source` is then
         needed here or in the constructor.
         """
-        messages = outbox.completed(events, source or self.source)
+        messages = outbox.complete_all(events, source or self.source)
         entries = [self._entry(message) for message in messages]
         _check_queues(pipeline)
         for _, *entry in entries:

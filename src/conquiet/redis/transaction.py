@@ -492,7 +492,7 @@ class Transaction(transaction.Transaction):
 
     def _try(self, run: Process, batch: Sequence[Message[Any]]) -> Sequence[Result]:
         """Run a single message that was fenced again; a batch of several runs one by one."""
-        for _ in range(self.store_tries - 1 if len(batch) == 1 else 0):
+        for _ in range(self.max_store_attempts - 1 if len(batch) == 1 else 0):
             try:
                 return super()._commit(run, batch)
             except Fenced:

@@ -29,9 +29,9 @@ from conquiet.relay.health import Check, Health, HealthServer
 from conquiet.relay.logs import fields
 from conquiet.relay.relay import Outcome, Relay
 from conquiet.relay.settings import Settings, has_events_layout
+from conquiet.shutdown import Signals
 from conquiet.sink import Sink
 from conquiet.source import EndOfSource, Source
-from conquiet.stopping import Signals
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine

@@ -23,9 +23,8 @@ from conquiet.acking import Acking, Error, settle
 from conquiet.backoff import Backoff
 from conquiet.errors import Blameless, ConfigError, GivenBack, SinkUnavailable
 from conquiet.message import Message, describe, printable
-from conquiet.publish import answers_of
 from conquiet.relay.logs import fields
-from conquiet.sink import Sink
+from conquiet.sink import Sink, publish_each
 from conquiet.source import EndOfSource, Source
 
 logger = logging.getLogger("conquiet.relay")
@@ -191,7 +190,7 @@ def publish_messages(
     if ordered and not getattr(sink, "keeps_order", False):
         answers = _publish_in_order(sink, messages, began + seconds)
     else:
-        answers = answers_of(sink, messages)
+        answers = publish_each(sink, messages)
     acked: list[Acking] = []
     nacked: list[tuple[Acking, Error]] = []
     outage = _outage(messages, answers, blames)
@@ -280,7 +279,7 @@ def _publish_in_order(
         keys = list(waiting)
         turn += 1
         for key, index, answer in zip(
-            keys, indexes, answers_of(sink, [messages[index] for index in indexes]), strict=True
+            keys, indexes, publish_each(sink, [messages[index] for index in indexes]), strict=True
         ):
             answers[index] = answer
             if answer is not None or len(waiting[key]) == turn:

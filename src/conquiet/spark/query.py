@@ -12,8 +12,8 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from conquiet.errors import ConquietError
+from conquiet.shutdown import Signals
 from conquiet.spark.checkpoint import held
-from conquiet.stopping import Signals
 
 if TYPE_CHECKING:
     from pyspark.sql.streaming.query import StreamingQuery

@@ -22,12 +22,12 @@ from conquiet.errors import Blameless, ConfigError, ConquietError, InvalidMessag
 from conquiet.handler import SKIPPED, Process, Result
 from conquiet.message import Message, describe
 from conquiet.middleware.dead_letter import IS_DEAD, DeadLetter
-from conquiet.publish import Publish
 from conquiet.redis.dead_letter import UNREADABLE_TYPE
 from conquiet.router import Handled, Router
 from conquiet.sink import Sink
 from conquiet.spark.columns import MALFORMED
 from conquiet.spark.log.encoder import time_text
+from conquiet.worker import Publish
 
 logger = logging.getLogger("conquiet.spark")
 

@@ -117,7 +117,7 @@ class Outbox(outbox.Outbox):
         return self._query(self._rows(events, source))
 
     def _rows(self, events: Iterable[Any], source: str) -> list[NewRow]:
-        return [self._row(event) for event in outbox.completed(events, source or self.source)]
+        return [self._row(event) for event in outbox.complete_all(events, source or self.source)]
 
     def _row(self, message: Message[Any]) -> NewRow:
         """Validate before the INSERT: a database error would abort the whole transaction."""

@@ -219,7 +219,7 @@ def file(tmp_path):
     path = tmp_path / "failed.jsonl"
     with path.open("wb") as out:
         source = LinesSource(
-            io.BytesIO("\n".join([*lines, "what?"]).encode()), LinesSink(out), tries=1
+            io.BytesIO("\n".join([*lines, "what?"]).encode()), LinesSink(out), max_attempts=1
         )
         for message in source.read(10, 1.0):
             message.nack(ValueError("no such customer"))

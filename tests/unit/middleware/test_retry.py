@@ -20,7 +20,7 @@ from conquiet.errors import (
     StoreError,
 )
 from conquiet.middleware import DeadLetter, Retry
-from conquiet.stopping import STOPPING
+from conquiet.shutdown import STOPPING
 from conquiet.testing import deliver, message
 
 

@@ -110,7 +110,7 @@ class WorkerContract(ConsumerContract):
         sent = self.send(5)
         store, router = Store(), Router()
         router.use(Transaction(store))
-        store.fail_next("commit", 2 * Transaction.store_tries)
+        store.fail_next("commit", 2 * Transaction.max_store_attempts)
         worker = self.work(
             lambda message: store.add(message.id), router=router, lease=self.returning
         )

@@ -1,4 +1,4 @@
-"""Stopping: the signals that ask for it, and waiting that it cuts short."""
+"""Count stop signals, and wait in a way that a stop interrupts."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from contextvars import ContextVar
 from types import FrameType
 from typing import Any
 
-STOPPING: ContextVar[threading.Event | None] = ContextVar("conquiet.stopping", default=None)
-"""Set by a worker in its threads: the event that says it is stopping."""
+STOPPING: ContextVar[threading.Event | None] = ContextVar("conquiet.shutdown", default=None)
+"""The stop event of the worker, in each of its threads."""
 
 
 def pause(seconds: float) -> bool:
-    """Sleep; False if the worker began to stop meanwhile, and then at once."""
+    """Sleep; return False at once when the worker stops."""
     stopping = STOPPING.get()
     if stopping is None:
         time.sleep(seconds)
@@ -23,9 +23,9 @@ def pause(seconds: float) -> bool:
 
 
 class Signals:
-    """Counts SIGTERM and SIGINT while it is open, if this is the main thread.
+    """Counts SIGTERM and SIGINT while it is open, in the main thread.
 
-    The handler only counts: taking a lock in it could wait for the very code it interrupted.
+    The handler only counts: a lock in it could wait for the code that it interrupted.
     """
 
     def __init__(self) -> None:
