@@ -82,7 +82,7 @@ class LinesSource:
         name: str = "lines",
     ) -> None:
         if max_attempts < 1:
-            raise ConfigError(f"max_attempts={max_attempts}: must be 1 or more")
+            raise ConfigError(f"max_attempts={max_attempts}: must be at least 1")
         if max_line_bytes < 1:
             raise ConfigError(f"max_line_bytes={max_line_bytes}: must be at least 1")
         self.acked = 0

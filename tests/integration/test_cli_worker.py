@@ -312,4 +312,4 @@ def test_a_full_disk_loses_nothing(app: Path) -> None:
     done = run(app, "app:router", "--dead-letters", "/dev/full", given="nonsense\n" + line(2))
     assert done.returncode == 1
     assert names(done.stdout) == ["Ada"]
-    assert "line 1 of stdin: is lost: b'nonsense'" in done.stderr
+    assert "line 1 of stdin: was lost: b'nonsense'" in done.stderr

@@ -212,7 +212,7 @@ def test_dead_letters_that_cannot_be_written_are_in_the_log(caplog):
 
     source = LinesSource(io.BytesIO(lines(b"nonsense")), Full(io.BytesIO()), name="stdin:")
     assert read_all(source) == []
-    assert "line 1 of stdin: is lost: b'nonsense'" in caplog.text
+    assert "line 1 of stdin: was lost: b'nonsense'" in caplog.text
 
 
 def test_a_pipe_is_waited_for_but_not_longer_than_allowed(grave):

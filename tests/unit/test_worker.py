@@ -267,7 +267,7 @@ def test_a_key_function_that_fails_is_logged_and_loses_nothing(workers, caplog):
     )
     eventually(lambda: drained(log))
     assert seen == [0]
-    assert "the order of this one is not kept: place.order" in caplog.text
+    assert "the order of this message is not kept: place.order" in caplog.text
 
 
 def test_a_source_that_does_not_hear_of_what_comes_back_loses_nothing_that_may_run():

@@ -1,10 +1,10 @@
-"""A queue on Redis Streams: at least once, acked by hand, on its own.
+"""Queue on Redis Streams: at least once, with explicit acks, independent of other packages.
 
     >>> from conquiet.queue import QueueConfig, QueueConsumer, RedisStreamsQueue
     >>> config = QueueConfig("orders", "billing", "billing-1")
 
-`RedisStreamsQueue(client, config)` has the commands, `QueueConsumer(queue)` the loop. The package
-imports no other part of conquiet.
+`RedisStreamsQueue(client, config)` sends the commands, `QueueConsumer(queue)` runs the loop. The
+package imports no other part of conquiet.
 """
 
 from conquiet.queue.config import QueueConfig

@@ -1,4 +1,4 @@
-"""The settings of a queue, refused when they are made if they cannot work."""
+"""Check the settings of a queue when they are created."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _LARGEST_INT = 2**63 - 1  # of Redis
 
 @dataclass
 class QueueConfig:
-    """Which stream, in whose name, and how long to wait.
+    """Names the stream, group and consumer of a queue, and its times.
 
-    `consumer_name` must be unique among the processes that are running: two processes of one name
-    look like one consumer to Redis. Host name and process id make a good one.
+    `consumer_name` must be unique among running processes: two processes of one name are one
+    consumer to Redis. Use the host name and the process id.
 
     >>> QueueConfig("orders", "billing", "billing-1").block_ms
     5000
@@ -46,11 +46,11 @@ def require_name(name: str, value: object) -> None:
 
 
 def require_block_ms(value: object) -> None:
-    require_int("block_ms", value, at_least=1, because="Redis takes 0 as waiting for ever")
+    require_int("block_ms", value, at_least=1, because="0 makes Redis wait for ever")
 
 
 def require_int(name: str, value: object, *, at_least: int, because: str = "") -> None:
-    # bool is an int to Python, and True would pass for 1
+    # bool is an int in Python, and True would pass for 1
     if (
         isinstance(value, bool)
         or not isinstance(value, int)

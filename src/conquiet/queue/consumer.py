@@ -1,17 +1,20 @@
-"""The loop around a queue: one message at a time, until stopped."""
+"""Read a queue in a loop, one message at a time, until stopped."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Self
 
-from conquiet.queue.errors import InvalidSettingError
+from conquiet.queue.errors import InvalidSettingError, QueueError
 from conquiet.queue.message import QueueMessage
 from conquiet.queue.queue import RedisStreamsQueue
-from conquiet.queue.sigterm import SigtermHandler
 
 
 class QueueConsumer:
-    """Hands out messages until `stop()`. It acks nothing, retries nothing and catches nothing.
+    """Yields messages until `stop()`. It does not ack, retry or catch errors.
 
     >>> from conquiet.queue import QueueConfig, RedisStreamsQueue
     >>> queue = RedisStreamsQueue(client, QueueConfig("orders", "billing", "billing-1"))
@@ -39,7 +42,7 @@ class QueueConsumer:
         return self._stopped
 
     def next(self, block_ms: int | None = None) -> QueueMessage | None:
-        """The next message, or None if none came within `block_ms` or the consumer is stopped.
+        """Return the next message; None after `block_ms`, or if the consumer is stopped.
 
         A message that arrives together with `stop()` is still returned.
         """
@@ -49,31 +52,32 @@ class QueueConsumer:
         return messages[0] if messages else None
 
     def iter_messages(self) -> Iterator[QueueMessage]:
-        """Messages until stopped. After an error the same iterator can be asked for the next."""
+        """Iterate over messages until stopped; the iterator can go on after an error."""
         return _Messages(self)
 
     def ack(self, msg: QueueMessage) -> None:
-        """Settle a message; one that is never acked is left to `claim_stale`."""
+        """Ack a message; `claim_stale` finds messages that were never acked."""
         self._queue.ack(msg)
 
     def stop(self) -> None:
-        """Begin no new read, for good; from any thread or signal handler, as often as you like.
+        """Begin no new read; safe from any thread or signal handler, also repeatedly.
 
-        A read under way ends within its block time. What was delivered and not acked stays pending.
+        A current read ends within its block time. Delivered messages that were not acked stay
+        pending.
         """
         self._stopped = True
 
     def stop_on_sigterm(self) -> SigtermHandler:
-        """Let SIGTERM call `stop()`, and then the handler that was there before.
+        """Let SIGTERM call `stop()`, and then the previous handler.
 
-        Only from the main thread. The handler stays until the returned object is left as a context
-        manager or told to `restore()`.
+        Call it in the main thread. The handler stays until the returned object is left as a context
+        manager or its `restore()` is called.
         """
         return SigtermHandler(self.stop)
 
 
 class _Messages:
-    """An iterator of its own, because a generator that has raised is at its end."""
+    """Iterates over messages; a generator would end at the first error."""
 
     def __init__(self, consumer: QueueConsumer) -> None:
         self._consumer = consumer
@@ -87,3 +91,40 @@ class _Messages:
             if message is not None:
                 return message
         raise StopIteration
+
+
+class SigtermHandler:
+    """Handles SIGTERM from its creation on: calls `stop`, then the previous handler."""
+
+    def __init__(self, stop: Callable[[], None]) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise QueueError(
+                "Python allows signal handlers in the main thread only: call this there, or "
+                "call stop() from a handler of your own"
+            )
+        previous = signal.getsignal(signal.SIGTERM)
+        if previous is None:
+            raise QueueError(
+                "SIGTERM has a handler that was not installed by Python and cannot be restored: "
+                "call stop() from it"
+            )
+        self._stop = stop
+        self._previous = previous
+        self._installed = self._handle  # one object, to be recognised by `restore`
+        signal.signal(signal.SIGTERM, self._installed)
+
+    def restore(self) -> None:
+        """Restore the previous handler, unless another one was installed since."""
+        if signal.getsignal(signal.SIGTERM) is self._installed:
+            signal.signal(signal.SIGTERM, self._previous)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.restore()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._stop()
+        if callable(self._previous):  # SIG_DFL and SIG_IGN are not
+            self._previous(number, frame)

@@ -1,14 +1,14 @@
-"""The errors of the queue: a tree of its own, because the queue knows no other part of conquiet."""
+"""Errors of the queue: a tree of its own, since the queue imports no other part of conquiet."""
 
 from __future__ import annotations
 
 
 class QueueError(Exception):
-    """Base of every error of the queue; what Redis or the network said is its `__cause__`."""
+    """Base of every error of the queue; an error of Redis or the network is its `__cause__`."""
 
 
 class InvalidSettingError(QueueError, ValueError):
-    """A setting or an argument that cannot work; nothing was sent to Redis."""
+    """A setting or an argument is wrong; nothing was sent to Redis."""
 
 
 class InvalidPayloadError(QueueError, ValueError):
@@ -16,7 +16,7 @@ class InvalidPayloadError(QueueError, ValueError):
 
 
 class MalformedEntryError(QueueError):
-    """The stream holds an entry that is no message. It is pending, and stays so until acked."""
+    """An entry of the stream is not a message. It stays pending until it is acked."""
 
     def __init__(self, stream: str, entry_id: str, reason: str) -> None:
         super().__init__(stream, entry_id, reason)
@@ -26,6 +26,6 @@ class MalformedEntryError(QueueError):
 
     def __str__(self) -> str:
         return (
-            f"entry {self.entry_id} of stream {self.stream!r} is no message: {self.reason}; it "
-            f"stays pending: look at it with XRANGE, then XACK it, and mend its producer"
+            f"entry {self.entry_id} of stream {self.stream!r} is not a message: {self.reason}; it "
+            f"stays pending: inspect it with XRANGE, then XACK it, and correct its producer"
         )

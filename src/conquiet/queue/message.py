@@ -1,4 +1,4 @@
-"""One message, and its form in the stream: a single field `data` that holds a JSON object."""
+"""Encode and decode messages: one field `data` in the stream, with a JSON object."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from conquiet.queue.errors import InvalidPayloadError
 
 FIELD = b"data"
 
-# of foreign field names in an error: they can be of any number and length
+# The limit of field names in an error: foreign entries have any number, of any length.
 _NAMES_SHOWN = 200
 
 _ALWAYS_FINE = frozenset({str, int, bool, NoneType})
@@ -22,14 +22,14 @@ _ALWAYS_FINE = frozenset({str, int, bool, NoneType})
 
 @dataclass(frozen=True, slots=True)
 class QueueMessage:
-    """What a consumer gets: `id` is the entry's id in the stream."""
+    """Holds a message; `id` is the entry's id in the stream."""
 
     id: str
     payload: dict[str, Any]
 
 
 def encode(payload: object) -> bytes:
-    """The value of the field `data`; raises InvalidPayloadError for what JSON cannot carry."""
+    """Encode the field `data`; raise InvalidPayloadError for values that JSON lacks."""
     if not isinstance(payload, dict):
         raise InvalidPayloadError(f"a payload must be a dict, not {type(payload).__name__}")
     try:
@@ -45,7 +45,7 @@ def encode(payload: object) -> bytes:
 
 
 def decode(fields: Sequence[bytes] | None) -> dict[str, Any]:
-    """The payload of an entry from its names and values in turn; ValueError says what is wrong."""
+    """Decode the payload from an entry's alternating names and values, or raise ValueError."""
     if not fields or len(fields) != 2 or fields[0] != FIELD:
         names = b", ".join(fields[::2]).decode(errors="backslashreplace") if fields else "none"
         more = " …" if len(names) > _NAMES_SHOWN else ""
@@ -65,10 +65,10 @@ def decode(fields: Sequence[bytes] | None) -> dict[str, Any]:
 
 
 def _flaw(value: Any) -> str:
-    """Where and why JSON cannot carry `value`, or an empty string.
+    """Return where and why JSON cannot encode `value`, or an empty string.
 
-    The encoder alone is too kind: it would write NaN as null, bytes as base64 and the key 1 as "1",
-    and the consumer would get something else than was sent.
+    The encoder alone would write NaN as null, bytes as base64 and the key 1 as "1", and the
+    consumer would receive other data than was sent.
     """
     if isinstance(value, dict):
         for key, item in value.items():
@@ -88,7 +88,7 @@ def _flaw(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Kinds of str, int and float that the encoder does not know, as what they are to JSON."""
+    """Convert subclasses of str, int and float, which the encoder does not support."""
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, int):

@@ -1,7 +1,7 @@
-"""Prometheus metrics of the queue. They never raise: a counter must not cost a message.
+"""Count reads, acks and claims for Prometheus. Metrics never raise, so that no message fails.
 
-Without prometheus-client they count nothing. If the registry already holds the names, because this
-module was loaded twice, both copies count into the same metrics.
+Without prometheus-client they count nothing. If this module was loaded twice, both copies share the
+metrics of the registry.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 _log = logging.getLogger(__name__)
 
-# A read waits for a message, so that its latency reaches up to the block time.
+# A read waits for a message, so its latency is up to the block time.
 READ_LATENCY_BUCKETS_S = (
     *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
     *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
@@ -20,7 +20,7 @@ READ_LATENCY_BUCKETS_S = (
 
 
 class StreamMetrics:
-    """The four metrics, for one stream."""
+    """Holds the four metrics of one stream."""
 
     def __init__(self, stream: str) -> None:
         self._read = _child(_READ, stream)
@@ -43,7 +43,7 @@ class StreamMetrics:
 
 
 class _Nothing:
-    """Stands in for a metric that cannot be had."""
+    """Replaces a metric that is not available."""
 
     def labels(self, *_: object, **__: object) -> _Nothing:
         return self
@@ -58,7 +58,7 @@ def _metric(kind: str, name: str, help_text: str, **options: Any) -> Any:
         import prometheus_client
     except ImportError:
         return _Nothing()
-    except Exception as error:  # noqa: BLE001 - an installation that is broken
+    except Exception as error:  # noqa: BLE001 - a broken installation
         return _without(name, error)
     try:
         return getattr(prometheus_client, kind)(name, help_text, ["stream"], **options)
@@ -67,9 +67,9 @@ def _metric(kind: str, name: str, help_text: str, **options: Any) -> Any:
 
 
 def _registered(registry: Any, kind: str, name: str) -> Any:
-    """The metric of this name in the registry, if it is of our kind."""
+    """Return the registered metric of this name, if it is of the same kind."""
     with suppress(Exception):
-        known = registry._names_to_collectors[name]  # there is no public way to ask
+        known = registry._names_to_collectors[name]  # there is no public API to look it up
         if type(known).__name__ == kind:
             return known
     return None

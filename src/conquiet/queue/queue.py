@@ -1,28 +1,48 @@
-"""The commands of a queue on a Redis Stream, one call each: no loop, no retry, no policy.
+"""Send the commands of a queue on a Redis Stream, one call each: no loop, no retry, no policy.
 
-Every command and option is known to Redis 6.0.
+Every command and option exists in Redis 6.0. A command is sent once, over a connection of the
+client's pool instead of the client's methods:
+
+- redis-py 8 sends a command again, up to ten times, when a connection breaks. A repeated XADD may
+  add an entry twice, and the specification allows no retries.
+- redis-py 8 waits at most 5 s for any reply. The block time is added to the client's own
+  `socket_timeout`, so that a blocking read of any length is one command, and a dead server is
+  still detected.
+- A client with `decode_responses` fails at the first entry that is not UTF-8, and loses the valid
+  entries of the same reply. Here replies are bytes with every client.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+try:
+    import redis
+except ImportError as error:
+    raise ImportError("conquiet.queue needs redis-py: pip install 'conquiet[redis]'") from error
 
 from conquiet.queue.config import QueueConfig, require_block_ms, require_int
-from conquiet.queue.errors import MalformedEntryError, QueueError
+from conquiet.queue.errors import InvalidSettingError, MalformedEntryError, QueueError
 from conquiet.queue.message import FIELD, QueueMessage, decode, encode
 from conquiet.queue.metrics import StreamMetrics
-from conquiet.queue.wire import Wire
-
-if TYPE_CHECKING:
-    import redis
 
 _log = logging.getLogger(__name__)
 
-# How much of the pending list one claim_stale() looks at.
+# poll(2) counts milliseconds in a C int, which overflows after 24 days.
+_MAX_WAIT_S = 2_000_000.0
+
+# An idle server checks `hz` times a second, maybe only once, for reads that have timed out.
+_MIN_GRACE_S = 1.1
+
+# Since redis-py 8; before that, can_read() is the only public way to wait longer.
+_TAKES_TIMEOUT = "timeout" in inspect.signature(redis.Connection.read_response).parameters
+
+# How many pending entries one claim_stale() reads.
 _PENDING_PAGE = 1_000
 
 _FIRST, _LAST = b"-", b"+"
@@ -30,10 +50,10 @@ _LARGEST_SEQUENCE = 2**64 - 1
 
 
 class RedisStreamsQueue:
-    """A queue on one stream, seen by one consumer of one group.
+    """Adds and reads messages of one stream, as one consumer of one group.
 
-    `client` is a `redis.Redis`, with whatever options. Every error of Redis or of the network comes
-    out as a QueueError with its cause; trying again is the caller's decision.
+    `client` is a `redis.Redis` with any options. Every error of Redis or of the network is raised
+    as a QueueError with its cause; a retry is the caller's decision.
 
     >>> queue = RedisStreamsQueue(client, QueueConfig("orders", "billing", "billing-1"))
     >>> entry_id = queue.enqueue({"order": 7})
@@ -52,18 +72,18 @@ class RedisStreamsQueue:
         self._unreported: deque[MalformedEntryError] = deque()
         self._scan_from = _FIRST
         self._create_group()
-        # only now: a stream that Redis refused gets no metrics, not even at zero
+        # Only now: a stream that Redis refused gets no metrics, not even at zero.
         self._metrics = StreamMetrics(config.stream_key)
 
     def enqueue(self, payload: dict[str, Any]) -> str:
-        """Add a message, and return its id."""
+        """Add a message and return its id."""
         entry_id: bytes = self._wire.call(b"XADD", self._stream, b"*", FIELD, encode(payload))
         return entry_id.decode()
 
     def read(self, block_ms: int, count: int = 1) -> list[QueueMessage]:
-        """Wait up to `block_ms` for messages that no consumer of the group has got yet.
+        """Wait up to `block_ms` for messages that were not delivered to the group yet.
 
-        They are pending until `ack`. An entry that is no message raises MalformedEntryError: at
+        They are pending until `ack`. An entry that is not a message raises MalformedEntryError: at
         once if nothing else was read, else from the next call, so that it hides no message.
         """
         require_block_ms(block_ms)
@@ -80,15 +100,15 @@ class RedisStreamsQueue:
         return self._messages(entries)
 
     def ack(self, msg: QueueMessage) -> None:
-        """Settle a message; one that is not pending any more is settled already."""
+        """Ack a message; one that is not pending any more was acked before."""
         settled: int = self._wire.call(b"XACK", self._stream, self._group, msg.id.encode())
         self._metrics.acked(settled)
 
     def claim_stale(self, min_idle_ms: int, count: int = 10) -> list[QueueMessage]:
-        """Take over up to `count` messages that were delivered `min_idle_ms` ago and not acked.
+        """Claim up to `count` stale messages: delivered `min_idle_ms` ago and not acked.
 
-        Best effort: one call looks at a part of the pending list, and the next goes on from there.
-        A message that is still being worked on counts as stale too, once it is old enough.
+        Best effort: one call reads a part of the pending list, and the next one continues there.
+        A message that is still in flight counts as stale too when it is old enough.
         """
         require_int("min_idle_ms", min_idle_ms, at_least=0)
         require_int("count", count, at_least=1)
@@ -125,7 +145,7 @@ class RedisStreamsQueue:
 
     def _found_malformed(self, entry_id: str, reason: str) -> None:
         error = MalformedEntryError(self.config.stream_key, entry_id, reason)
-        _log.warning("%s", error)  # at once: the process may end before the next call
+        _log.warning("%s", error)  # now: the process may end before the next call
         self._unreported.append(error)
 
     def _raise_unreported(self) -> None:
@@ -136,10 +156,10 @@ class RedisStreamsQueue:
         raise error
 
     def _stale_ids(self, min_idle_ms: int, count: int) -> list[bytes]:
-        """Ids that look stale, from where the last call ended to the end, then from the start.
+        """Return stale ids, from where the last call ended to the end, then from the start.
 
-        Going on instead of starting over keeps entries at the head of the pending list, fresh or
-        malformed ones, from hiding all others for ever.
+        If each call began at the start, fresh or malformed entries at the head of the pending list
+        would hide all others for ever.
         """
         resume = self._scan_from
         self._scan_from = _FIRST
@@ -161,7 +181,7 @@ class RedisStreamsQueue:
         return list(stale)
 
     def _settle_deleted(self, suspects: Iterable[bytes]) -> None:
-        """Ack entries that were deleted while pending; from Redis 7.0 on XCLAIM does it itself."""
+        """Ack entries that were deleted while pending; from Redis 7.0 on, XCLAIM does so itself."""
         try:
             deleted = [i for i in suspects if not self._wire.call(b"XRANGE", self._stream, i, i)]
             if deleted:
@@ -172,12 +192,12 @@ class RedisStreamsQueue:
                     self.config.stream_key,
                     b", ".join(deleted).decode(),
                 )
-        except QueueError:  # the messages that were claimed matter more
-            _log.warning("could not settle deleted entries", exc_info=True)
+        except QueueError:  # the claimed messages must be returned
+            _log.warning("could not ack deleted entries", exc_info=True)
 
 
 def _entries_of_only_stream(reply: Any) -> list[Any]:
-    """RESP2 answers with pairs of stream and entries, RESP3 with a map, both with nil for none."""
+    """Read a reply: pairs of stream and entries in RESP2, a map in RESP3, nil for none."""
     if not reply:
         return []
     entries: list[Any] = next(iter(reply.values())) if isinstance(reply, dict) else reply[0][1]
@@ -185,8 +205,75 @@ def _entries_of_only_stream(reply: Any) -> list[Any]:
 
 
 def _id_after(entry_id: bytes) -> bytes:
-    """The smallest id above: ranges that exclude their start came with Redis 6.2 only."""
+    """Return the next possible id: exclusive ranges need Redis 6.2."""
     milliseconds, sequence = map(int, entry_id.split(b"-"))
     if sequence == _LARGEST_SEQUENCE:
         return b"%d-0" % (milliseconds + 1)
     return b"%d-%d" % (milliseconds, sequence + 1)
+
+
+class Wire:
+    """Sends commands as bytes and returns replies as bytes; every failure is a QueueError."""
+
+    def __init__(self, client: redis.Redis) -> None:
+        _refuse_unless_usable(client)
+        self._client = client
+
+    def call(self, name: bytes, *arguments: bytes | int, wait_s: float = 0.0) -> Any:
+        """Send one command; `wait_s` is how long the server may wait before it replies."""
+        try:
+            connection = self._client.connection
+            if connection is not None:  # a client with single_connection_client
+                with self._client.single_connection_lock:
+                    return _exchange(connection, name, arguments, wait_s)
+            pool = self._client.connection_pool
+            connection = pool.get_connection()
+            try:
+                return _exchange(connection, name, arguments, wait_s)
+            finally:
+                pool.release(connection)
+        except (redis.RedisError, OSError) as error:
+            raise QueueError(f"{name.decode()} failed: {error}") from error
+
+
+def _exchange(
+    connection: Any, name: bytes, arguments: tuple[bytes | int, ...], wait_s: float
+) -> Any:
+    try:
+        # Packed here: a connection with redis-py's client-side cache would otherwise answer
+        # XPENDING from its cache.
+        connection.send_packed_command(connection.pack_command(name, *arguments))
+        reply_s = getattr(connection, "socket_timeout", None)
+        if not wait_s or reply_s is None:
+            return connection.read_response(disable_decoding=True)
+        timeout_s = wait_s + max(reply_s, _MIN_GRACE_S)
+        return _read_late_reply(connection, min(timeout_s, _MAX_WAIT_S))
+    except redis.ResponseError:
+        raise
+    except BaseException:
+        # A late reply must not be read as that of the next command.
+        connection.disconnect()
+        raise
+
+
+def _read_late_reply(connection: Any, timeout_s: float) -> Any:
+    if _TAKES_TIMEOUT:
+        return connection.read_response(disable_decoding=True, timeout=timeout_s)
+    if not connection.can_read(timeout_s):
+        raise redis.TimeoutError(f"no reply within {timeout_s:g} s")
+    return connection.read_response(disable_decoding=True)
+
+
+def _refuse_unless_usable(client: object) -> None:
+    kind = f"{type(client).__module__}.{type(client).__qualname__}"
+    if isinstance(client, redis.client.Pipeline):
+        why = "a pipeline queues commands and returns no replies"
+    elif isinstance(client, redis.Redis):
+        return
+    elif isinstance(client, redis.RedisCluster):
+        why = "a cluster client moves between nodes, and a blocking read stays on one"
+    elif kind.startswith("redis.asyncio."):
+        why = "it is an asyncio client, and the queue is synchronous"
+    else:
+        why = "it is not a client of redis-py"
+    raise InvalidSettingError(f"client {kind} cannot serve a queue: {why}; give it a redis.Redis")

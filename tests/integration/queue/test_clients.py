@@ -137,7 +137,7 @@ def test_the_client_can_be_used_by_others_meanwhile(redis_client, config):
 
 
 def test_a_pipeline_cannot_serve(redis_client, config):
-    with pytest.raises(QueueError, match=r"Pipeline cannot serve .* a pipeline collects commands"):
+    with pytest.raises(QueueError, match=r"Pipeline cannot serve .* a pipeline queues commands"):
         RedisStreamsQueue(redis_client.pipeline(), config)
 
 

@@ -52,7 +52,7 @@ def test_5_6_r12_only_what_was_deleted_is_acked_and_it_is_logged(queue_on, caplo
 def test_5_6_r12_a_failure_to_settle_costs_no_message(queue_on, caplog):
     queue = queue_on({b"1-0": True, b"2-0": None, b"3-0": "unreachable"})
     assert [message.id for message in queue.claim_stale(100)] == ["1-0"]
-    assert "could not settle deleted entries" in caplog.text
+    assert "could not ack deleted entries" in caplog.text
 
 
 @pytest.mark.parametrize(

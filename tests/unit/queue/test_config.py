@@ -41,7 +41,7 @@ def test_4_1_a_number_must_be_a_positive_integer(name, value):
 
 
 def test_4_1_the_message_says_why_zero_is_refused():
-    with pytest.raises(QueueError, match=r"block_ms=0 .* \(Redis takes 0 as waiting for ever"):
+    with pytest.raises(QueueError, match=r"block_ms=0 .* \(0 makes Redis wait for ever"):
         config(block_ms=0)
 
 

@@ -48,4 +48,4 @@ def test_without_redis_py_the_import_names_the_extra():
 def test_a_malformed_entry_error_survives_pickling():
     error = pickle.loads(pickle.dumps(MalformedEntryError("orders", "1-0", "no field")))
     assert (error.stream, error.entry_id, error.reason) == ("orders", "1-0", "no field")
-    assert str(error).startswith("entry 1-0 of stream 'orders' is no message: no field")
+    assert str(error).startswith("entry 1-0 of stream 'orders' is not a message: no field")

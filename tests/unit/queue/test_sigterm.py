@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from conquiet.queue import QueueError
-from conquiet.queue.sigterm import SigtermHandler
+from conquiet.queue.consumer import SigtermHandler
 
 
 @pytest.fixture(autouse=True)

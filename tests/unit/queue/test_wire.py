@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import redis
 
-from conquiet.queue import wire
+from conquiet.queue import queue
 
 
 class Connection:
@@ -35,12 +35,12 @@ class Connection:
 
 
 def exchange(connection, wait_s):
-    return wire._exchange(connection, b"XREADGROUP", (b"GROUP", 1), wait_s)
+    return queue._exchange(connection, b"XREADGROUP", (b"GROUP", 1), wait_s)
 
 
 @pytest.fixture(params=[True, False], ids=["redis-py 8", "redis-py 6 and 7"])
 def _either_redis_py(request, monkeypatch):
-    monkeypatch.setattr(wire, "_TAKES_TIMEOUT", request.param)
+    monkeypatch.setattr(queue, "_TAKES_TIMEOUT", request.param)
 
 
 @pytest.mark.usefixtures("_either_redis_py")
@@ -65,7 +65,7 @@ def test_5_4_a_blocking_read_waits_for_block_time_and_timeout(socket_timeout, wa
 
 
 def test_8_1_no_reply_in_time_is_a_timeout_and_the_connection_is_not_used_again(monkeypatch):
-    monkeypatch.setattr(wire, "_TAKES_TIMEOUT", False)
+    monkeypatch.setattr(queue, "_TAKES_TIMEOUT", False)
     connection = Connection(5.0, readable=False)
     with pytest.raises(redis.TimeoutError, match="no reply within 65 s"):
         exchange(connection, 60.0)
