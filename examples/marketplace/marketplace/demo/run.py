@@ -21,6 +21,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
+import redis
+
 from conquiet import ConquietError
 from marketplace.demo.process import Child
 from marketplace.demo.report import business_by_spark, business_by_sql, render
@@ -41,6 +43,7 @@ from marketplace.demo.settings import (
 from marketplace.demo.story import Kill, Story
 from marketplace.demo.verdict import Lake, judge_services, judge_tables, read_books, read_log
 from marketplace.demo.world import World, make_world
+from marketplace.generator import DOMAIN_TOPIC
 from marketplace.oracle import TABLES
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -272,25 +275,40 @@ class _Watch:
         return found
 
     def _handled(self) -> int:
-        return self._count("SELECT count(*) FROM processed_messages")
+        """Count the entries that are read and acked; a query would cost the workers time."""
+        groups = [group for stream in STREAMS for group in self._groups(stream)]
+        if any(group.get("entries-read") is None for group in groups):  # older than Redis 7
+            return self._count("SELECT count(*) FROM processed_messages")
+        return sum(int(group["entries-read"]) - int(group["pending"]) for group in groups)
 
     def _published(self) -> int:
-        return self._count("SELECT count(*) FROM outbox_events WHERE published_at IS NOT NULL")
+        return int(self._client.xlen(DOMAIN_TOPIC))
+
+    def _groups(self, stream: str) -> list[dict[str, Any]]:
+        """Return the consumer group of a stream, or none before a worker has created it."""
+        try:
+            groups: list[dict[str, Any]] = self._client.xinfo_groups(stream)
+        except redis.ResponseError:  # no such key yet
+            return []
+        return [group for group in groups if group["name"] == GROUP.encode()]
 
     def _count(self, query: str) -> int:
         found: Any = self._connection.execute(query.encode()).fetchone()
         return int(found[0])
 
     def _is_done(self) -> bool:
-        if self._handled() < self._commands:
+        if self._published() < self._story.world.events.total():
             return False
-        backlog = "SELECT count(*) FROM outbox_events WHERE published_at IS NULL"
-        return all(map(self._is_read, STREAMS)) and self._count(backlog) == 0
+        if not all(map(self._is_read, STREAMS)):
+            return False
+        if self._count("SELECT count(*) FROM processed_messages") < self._commands:
+            return False
+        return self._count("SELECT count(*) FROM outbox_events WHERE published_at IS NULL") == 0
 
     def _is_read(self, stream: str) -> bool:
         """Whether every entry, duplicates included, is read and acked."""
         last = self._client.xinfo_stream(stream)["last-generated-id"]
-        [state] = [g for g in self._client.xinfo_groups(stream) if g["name"] == GROUP.encode()]
+        [state] = self._groups(stream)
         return bool(state["pending"] == 0 and state["last-delivered-id"] == last)
 
     def _wait(self, condition: Callable[[], bool], trouble: str) -> None:
