@@ -19,7 +19,7 @@ from marketplace.generator import (
     write_log,
     write_outbox,
 )
-from marketplace.generator.log import LogRefused
+from marketplace.generator.writers import LogRefused
 from marketplace.oracle import Oracle
 
 WORLD = Generator(seed=5, orders=40, faults="all", days=5)

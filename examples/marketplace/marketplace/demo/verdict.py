@@ -18,7 +18,7 @@ from marketplace.demo.settings import DEAD_LETTERS
 from marketplace.demo.world import World
 from marketplace.generator import DOMAIN_TOPIC, TELEMETRY_TOPIC
 from marketplace.oracle import TABLES
-from marketplace.oracle.differences import differences
+from marketplace.oracle.tables import differences
 
 _PAGE = 2_000
 _MAX_DIFFERENCES = 20

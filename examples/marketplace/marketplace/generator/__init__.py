@@ -14,13 +14,16 @@ from marketplace.generator.entry import (
 )
 from marketplace.generator.faults import FAULTS
 from marketplace.generator.generator import PROFILES, Generator
-from marketplace.generator.witness import Seen, Told, Witness
+from marketplace.generator.publication import Seen, Told, Witness
 
 if TYPE_CHECKING:
     from marketplace.generator.commands import commands
-    from marketplace.generator.files import write_jsonlines, write_parquet
-    from marketplace.generator.log import write_log
-    from marketplace.generator.outbox import write_outbox
+    from marketplace.generator.writers import (
+        write_jsonlines,
+        write_log,
+        write_outbox,
+        write_parquet,
+    )
 
 __all__ = [
     "DOMAIN_TOPIC",
@@ -42,10 +45,10 @@ __all__ = [
 
 _home = {
     "commands": "marketplace.generator.commands",
-    "write_jsonlines": "marketplace.generator.files",
-    "write_log": "marketplace.generator.log",
-    "write_outbox": "marketplace.generator.outbox",
-    "write_parquet": "marketplace.generator.files",
+    "write_jsonlines": "marketplace.generator.writers",
+    "write_log": "marketplace.generator.writers",
+    "write_outbox": "marketplace.generator.writers",
+    "write_parquet": "marketplace.generator.writers",
 }
 
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from marketplace.generator.clock import DAY, HOUR, MINUTE, SECOND, midnight
 from marketplace.generator.faults import FAULTS
-from marketplace.generator.order import Order, Touch
+from marketplace.generator.orders import Order, Touch
 from marketplace.generator.population import Ad, Store, uuid_stem
 
 if TYPE_CHECKING:
-    from marketplace.generator.world import World
+    from marketplace.generator.generator import World
 
 
 class Ads:

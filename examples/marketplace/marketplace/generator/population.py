@@ -1,11 +1,18 @@
-"""The population: stores, products and ads, drawn once from the seed."""
+"""Stores, their products and ads, and the events of stores alone: licenses and media."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from random import Random
+from typing import TYPE_CHECKING
 
 import msgspec
+
+from marketplace.generator.clock import DAY, HOUR
+
+if TYPE_CHECKING:
+    from marketplace.generator.generator import World
 
 Chance = Callable[[], float]
 
@@ -95,3 +102,66 @@ class Population:
         if not any(vendor.ads for vendor in self.vendors):
             self.vendors[0].ads = [Ad(self.vendors[0], random)]
         self.ads = [ad for vendor in self.vendors for ad in vendor.ads]
+
+
+_TYPES = ("dispensary", "food_handler", "liquor", "reseller")
+
+
+class Stores:
+    """A license per store, and now and then a picture of a vendor's goods."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._tell = world.telling.tell
+        self._text = world.telling.text
+        self._plan = world.plan
+        self._random = Random(f"{world.seed}/stores")
+        self._chance = self._random.random
+
+    def begin(self, start: int, end: int) -> None:
+        span = end - start
+        for store in (*self._world.population.vendors, *self._world.population.buyers):
+            self._plan(start + int(self._chance() * min(span, DAY)), self._submit, store)
+        for vendor in self._world.population.vendors:
+            for _ in range(int(self._chance() * 4)):
+                self._plan(start + int(self._chance() * span), self._upload, vendor)
+
+    def _submit(self, at: int, store: Store) -> None:
+        self._license(at, store, None, "pending_review")
+        self._plan(at + HOUR + int(self._chance() * DAY), self._review, store)
+
+    def _review(self, at: int, store: Store) -> None:
+        if self._chance() < 0.9:
+            self._license(at, store, "pending_review", "verified")
+            if self._chance() < 0.1:
+                self._plan(at + 5 * DAY + int(self._chance() * 5 * DAY), self._lapse, store)
+        else:
+            self._license(at, store, "pending_review", "rejected", "unreadable")
+
+    def _lapse(self, at: int, store: Store) -> None:
+        self._license(at, store, "verified", "expired", "not_renewed")
+
+    def _license(
+        self, at: int, store: Store, old: str | None, new: str, reason: str | None = None
+    ) -> None:
+        id_ = f"{store.stem}000501"
+        expiry = ""
+        if new == "verified":
+            expiry = f'"expires_on":"{self._world.first_day + timedelta(days=365)}",'
+        was = f'"from_status":"{old}",' if old else ""
+        because = f'"reason":"{reason}",' if reason else ""
+        kind = _TYPES[int(store.stem[0], 16) % len(_TYPES)]
+        data = (
+            f'{{{expiry}{was}"license_id":"{id_}","license_type":"{kind}",{because}'
+            f'"status":"{new}","store_id":"{store.id}"}}'
+        )
+        self._tell(at, "license_status_changed", "license", id_, data, store)
+
+    def _upload(self, at: int, vendor: Store) -> None:
+        id_ = f"{uuid_stem(self._random)}000000"
+        size = 10_000 + int(self._chance() * 5_000_000)
+        data = (
+            f'{{"kind":"product_photo","media_id":"{id_}","mime_type":"image/jpeg",'
+            f'"size_bytes":{size},"store_id":"{vendor.id}","uploaded_at":"{self._text(at)}"}}'
+        )
+        self._tell(at, "media_uploaded", "media", id_, data, vendor)

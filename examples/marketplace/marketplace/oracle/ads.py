@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from marketplace.generator.order import Touch
+from marketplace.generator.orders import Touch
 from marketplace.generator.population import Ad
-from marketplace.generator.witness import Seen
+from marketplace.generator.publication import Seen
 from marketplace.oracle.calendar import business_day
 from marketplace.oracle.marts import Sums
 from marketplace.oracle.orders import Winner
-from marketplace.oracle.rows import Rows
+from marketplace.oracle.tables import Rows
 
 _NO_TERMS = (None,) * 5
 _NO_ROLLUP = (None,) * 5

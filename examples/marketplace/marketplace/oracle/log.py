@@ -5,9 +5,9 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
-from marketplace.generator.witness import Seen
+from marketplace.generator.publication import Seen
 from marketplace.oracle.calendar import HOUR_MS, nearest_rank
-from marketplace.oracle.rows import Rows
+from marketplace.oracle.tables import Rows
 
 _MOST_NAMED = 100
 _NOBODY = (None, None, None)

@@ -6,10 +6,10 @@ from array import array
 from datetime import date
 from typing import Any
 
-from marketplace.generator.order import Line
+from marketplace.generator.orders import Line
 from marketplace.oracle.calendar import business_day, nearest_rank, week
 from marketplace.oracle.orders import KnownOrder
-from marketplace.oracle.rows import Rows
+from marketplace.oracle.tables import Rows
 
 _STAGES = (
     ("created", "decided"),

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from conquiet.errors import ConfigError
-from marketplace.generator.order import Order
-from marketplace.generator.witness import Seen
+from marketplace.generator.orders import Order
+from marketplace.generator.publication import Seen
 from marketplace.oracle.ads import AdTables
-from marketplace.oracle.differences import differences
 from marketplace.oracle.log import LogTables
 from marketplace.oracle.marts import Marts
 from marketplace.oracle.orders import (
@@ -21,8 +20,7 @@ from marketplace.oracle.orders import (
     mismatches,
     order_row,
 )
-from marketplace.oracle.rows import Rows
-from marketplace.oracle.tables import TABLES, table
+from marketplace.oracle.tables import TABLES, Rows, differences, table
 
 _OF_ORDERS = frozenset(
     (

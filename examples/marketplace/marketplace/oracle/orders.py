@@ -5,9 +5,9 @@ from __future__ import annotations
 from datetime import date
 from typing import Any, NamedTuple
 
-from marketplace.generator.order import Line, Order, Touch
+from marketplace.generator.orders import Line, Order, Touch
 from marketplace.oracle.calendar import business_day
-from marketplace.oracle.rows import Rows
+from marketplace.oracle.tables import Rows
 
 LOST = frozenset(("canceled", "expired", "rejected"))
 _DECISIONS = frozenset(("accepted", "partially_accepted", "rejected"))

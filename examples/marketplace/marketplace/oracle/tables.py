@@ -1,8 +1,11 @@
-"""The columns of the contract (docs/marketplace.md), by table and in order."""
+"""Tables: the contract of each table, its rows, and how two of them differ."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from conquiet.errors import ConfigError
 
@@ -205,3 +208,134 @@ def table(name: str) -> Table:
     if name not in TABLES:
         raise ConfigError(f"no table {name!r}; there are {', '.join(TABLES)}")
     return TABLES[name]
+
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_ROWS_PER_FILE = 20_000
+
+
+class Rows:
+    """Collects the rows of one table; times are microseconds until somebody asks."""
+
+    def __init__(self, name: str, spill: Path | None = None) -> None:
+        self.name = name
+        self.table = table(name)
+        self.count = 0
+        self._kept: list[tuple[Any, ...]] = []
+        self._directory = None if spill is None else spill / name
+        self._files = 0
+        if self._directory is not None:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            if any(self._directory.iterdir()):  # its rows would be taken for ours
+                raise ConfigError(f"{self._directory} is not empty; spill into a new directory")
+
+    def add(self, row: tuple[Any, ...]) -> None:
+        self._kept.append(row)
+        self.count += 1
+        if self._directory is not None and len(self._kept) >= _ROWS_PER_FILE:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is kept, if there is a place for it."""
+        if self._directory is None or not self._kept:
+            return
+        import pyarrow.parquet
+
+        path = self._directory / f"part-{self._files:05}.parquet"
+        pyarrow.parquet.write_table(self._arrow(self._kept), path)
+        self._files += 1
+        self._kept.clear()
+
+    def arrow(self) -> Any:
+        """All rows as a pyarrow Table."""
+        if self._directory is None:
+            return self._arrow(self._kept)
+        import pyarrow
+        import pyarrow.parquet
+
+        self.flush()
+        parts = [pyarrow.parquet.read_table(path) for path in sorted(self._directory.iterdir())]
+        return pyarrow.concat_tables(parts) if parts else self._arrow([])
+
+    def dicts(self) -> list[dict[str, Any]]:
+        """All rows by the names of their columns, sorted by the key."""
+        if self._directory is not None:
+            found: list[dict[str, Any]] = self.arrow().to_pylist()
+        else:
+            names = list(self.table.columns)
+            times = [
+                place for place, kind in enumerate(self.table.columns.values()) if kind == "ts"
+            ]
+            found = [dict(zip(names, _dated(row, times), strict=True)) for row in self._kept]
+        key = self.table.key
+        found.sort(key=lambda row: [str(row[name] or "") for name in key])
+        return found
+
+    def _arrow(self, rows: list[tuple[Any, ...]]) -> Any:
+        import pyarrow as pa
+
+        types = {
+            "string": pa.string(),
+            "int": pa.int32(),
+            "bigint": pa.int64(),
+            "boolean": pa.bool_(),
+            "binary": pa.binary(),
+            "date": pa.date32(),
+            "ts": pa.timestamp("us", tz="UTC"),
+            "strings": pa.list_(pa.string()),
+        }
+        columns = list(zip(*rows, strict=True)) if rows else [()] * len(self.table.columns)
+        return pa.table(
+            {
+                name: pa.array(values, types[kind])
+                for (name, kind), values in zip(self.table.columns.items(), columns, strict=True)
+            }
+        )
+
+
+def _dated(row: tuple[Any, ...], times: list[int]) -> list[Any]:
+    values = list(row)
+    for place in times:
+        if values[place] is not None:
+            values[place] = _EPOCH + timedelta(microseconds=values[place])
+    return values
+
+
+_Rows = Iterable[Mapping[str, Any]]
+
+
+def differences(name: str, expected: _Rows, found: _Rows) -> Iterator[str]:
+    """A line for each row that is missing, too many, there twice or different, by its key.
+
+    >>> right = [{"hour": 1, "events": 2}, {"hour": 2, "events": 5}]
+    >>> list(differences("outbox_delivery", right, [{"hour": 2, "events": 4}]))
+    ['outbox_delivery hour=1: missing', 'outbox_delivery hour=2: events is 4, should be 5']
+
+    Only columns that are expected are compared. Arrays count by their order.
+    """
+    key = table(name).key
+    left = {tuple(row[column] for column in key): row for row in expected}
+    seen: set[tuple[Any, ...]] = set()
+    wrong: list[str] = []
+    for row in found:
+        identity = tuple(row[column] for column in key)
+        place = " ".join(f"{column}={value}" for column, value in zip(key, identity, strict=True))
+        if identity in seen:
+            wrong.append(f"{name} {place}: there more than once")
+            continue
+        seen.add(identity)
+        right = left.pop(identity, None)
+        if right is None:
+            wrong.append(f"{name} {place}: too many")
+            continue
+        said = [
+            f"{column} is {row.get(column)!r}, should be {value!r}"
+            for column, value in right.items()
+            if row.get(column) != value
+        ]
+        if said:
+            wrong.append(f"{name} {place}: {'; '.join(said)}")
+    for identity in left:
+        place = " ".join(f"{column}={value}" for column, value in zip(key, identity, strict=True))
+        yield f"{name} {place}: missing"
+    yield from wrong

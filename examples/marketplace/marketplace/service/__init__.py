@@ -6,7 +6,7 @@ from marketplace.service.lifecycle import (
     Refused,
     WrongAmount,
 )
-from marketplace.service.routing import marketplace_router
+from marketplace.service.router import marketplace_router
 from marketplace.service.tables import init
 
 __all__ = [

@@ -25,14 +25,13 @@ from marketplace.catalog import (
     ShipTo,
 )
 from marketplace.service import commands
-from marketplace.service.book import Book, order_keys
 from marketplace.service.lifecycle import (
     ORDER,
     IllegalTransition,
     Refused,
     WrongAmount,
 )
-from marketplace.service.tables import LINES, ORDERS
+from marketplace.service.tables import LINES, ORDERS, Book, order_keys
 
 TTL_DAYS = 10
 _LINES_OF = select(LINES).where(LINES.c.order_id == bindparam("order")).order_by(LINES.c.position)

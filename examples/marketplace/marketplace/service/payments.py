@@ -17,9 +17,8 @@ from marketplace.catalog import (
     VendorPayoutRecorded,
 )
 from marketplace.service import commands
-from marketplace.service.book import Book, order_keys
 from marketplace.service.lifecycle import IllegalTransition, Refused, WrongAmount
-from marketplace.service.tables import LEDGER, ORDERS
+from marketplace.service.tables import LEDGER, ORDERS, Book, order_keys
 
 _KINDS = select(LEDGER.c.kind).where(LEDGER.c.order_id == bindparam("order"))
 _Payment = commands.CollectCash | commands.SettlePayment | commands.PayOut

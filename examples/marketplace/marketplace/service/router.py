@@ -1,4 +1,4 @@
-"""The router of the marketplace: every command to its handler, in one transaction each batch."""
+"""The router of the marketplace: every command to its handler, one transaction per batch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from conquiet.middleware import DeadLetter
 from conquiet.router import Router
 from conquiet.sink import Sink
 from conquiet.sql import Inbox, Transaction, dialect
-from marketplace.service.ads import Ads
-from marketplace.service.licenses import Licenses
-from marketplace.service.media import Media
+from marketplace.service.ads import Ads, Rollups
 from marketplace.service.orders import Orders
 from marketplace.service.payments import Payments
-from marketplace.service.rollups import Rollups
+from marketplace.service.stores import Licenses, Media
 
 SOURCE = "/marketplace"
 

@@ -1,4 +1,4 @@
-"""Licenses: submitted, reviewed, expired, and submitted again."""
+"""Stores: their licenses and the media that they have uploaded."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from uuid import UUID
 
 from sqlalchemy import Engine
 
-from conquiet.events.catalog import Event, now
-from marketplace.catalog import CATALOG, LicenseStatusChanged
+from conquiet.events.event import Event, now
+from marketplace.catalog import CATALOG, LicenseStatusChanged, MediaUploaded
 from marketplace.service import commands
-from marketplace.service.book import Book
 from marketplace.service.lifecycle import LICENSE
-from marketplace.service.tables import LICENSES
+from marketplace.service.tables import LICENSES, MEDIA, Book
 
 
 class Licenses:
@@ -72,3 +71,24 @@ class Licenses:
 def _event(data: LicenseStatusChanged, command: Any) -> Event:
     at = command.at or now()
     return CATALOG.event(data, aggregate_id=data.license_id, actor=command.actor, occurred_at=at)
+
+
+class Media:
+    """Keeps the list of files."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._media = Book(engine, MEDIA, "media")
+
+    def record_upload(self, command: commands.RecordUpload) -> list[Event]:
+        about = {
+            "store_id": command.store_id,
+            "kind": command.kind,
+            "mime_type": command.mime_type,
+            "size_bytes": command.size_bytes,
+        }
+        self._media.add(id=command.media_id, **about)
+        at = command.at or now()
+        data = MediaUploaded(media_id=command.media_id, uploaded_at=at, **about)  # type: ignore[arg-type]
+        return [
+            CATALOG.event(data, aggregate_id=command.media_id, actor=command.actor, occurred_at=at)
+        ]

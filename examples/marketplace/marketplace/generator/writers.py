@@ -1,15 +1,23 @@
-"""Files in the columns of the log (`conquiet.spark.columns`): Parquet, or JSON lines."""
+"""Writers of entries: files, the streams of a Redis log, rows of `outbox_events`."""
 
 from __future__ import annotations
 
 from binascii import b2a_base64
 from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime, timedelta
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from conquiet.errors import ConfigError
+import msgspec
+from sqlalchemy import URL, Connection, Engine, insert
+
+from conquiet.errors import ConfigError, ConquietError
+from conquiet.events.table import EVENTS_TABLE, events_table
 from conquiet.redis.topic import Topic
+from conquiet.redis.wire import Command, Wire
+from conquiet.sql import dialect
+from marketplace.catalog import CATALOG
 from marketplace.generator.clock import moment_text
 from marketplace.generator.entry import Entry, Numbers
 
@@ -138,3 +146,134 @@ def _attributes(entries: list[Entry]) -> Any:
         pa.array(values, pa.string()),
     )
     return pa.MapArray.from_arrays(*kinds)
+
+
+_BATCH = 500
+
+
+class LogRefused(ConquietError):
+    """The log holds later entries than those to be written, or is no stream."""
+
+
+def write_log(client: Any, entries: Iterable[Entry], *, partitions: int = 1) -> int:
+    """Add entries to the streams of their topics, many in one round trip; how many they were.
+
+    >>> from marketplace.generator import Generator
+    >>> count = write_log(client, Generator(orders=3).entries())
+    >>> client.xlen("pf-domain-events") + client.xlen("pf-ad-telemetry") == count
+    True
+
+    Their ids are the times of their publication, so the streams must be empty or older.
+    """
+    wire, numbers = Wire(client), Numbers()
+    topics: dict[str, Topic] = {}
+    iterator = iter(entries)
+    count = 0
+    try:
+        while chunk := list(islice(iterator, _BATCH)):
+            commands = [_command(entry, topics, partitions, numbers) for entry in chunk]
+            for entry, reply in zip(chunk, wire.send(commands), strict=True):
+                if isinstance(reply, Exception):
+                    raise LogRefused(
+                        f"{entry.type} {entry.event_id}: Redis refused it: {reply}; write into"
+                        f" an empty log: DEL {entry.topic}"
+                    )
+            count += len(chunk)
+    finally:
+        wire.close()
+    return count
+
+
+def _command(
+    entry: Entry, topics: dict[str, Topic], partitions: int, numbers: Numbers
+) -> tuple[bytes, Command]:
+    topic = topics.get(entry.topic)
+    if topic is None:
+        topic = topics[entry.topic] = Topic(entry.topic, partitions)
+    stream = topic.stream(entry.aggregate_id)
+    fields: list[str | bytes] = []
+    for name, value in entry.attributes().items():
+        fields += (name, value)
+    key = stream.encode()
+    return key, (b"XADD", key, numbers.next(stream, entry.ms), *fields, b"data", entry.data)
+
+
+_BATCH = 5_000
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_COLUMNS = (
+    *("id", "event_type", "aggregate_type", "aggregate_id", "payload_json", "created_at"),
+    *("published_at", "attempt_count"),
+)
+
+
+def rows_of(entries: Iterable[Entry], *, published: bool) -> Iterator[Entry]:
+    """What of a log has a row: the first publication of each event that an outbox would take."""
+    for entry in entries:
+        if entry.delivery == 1 and not entry.is_foreign and not entry.is_telemetry:
+            yield entry if published else msgspec.structs.replace(entry, failures=0)
+
+
+def write_outbox(
+    engine: Engine | str | URL,
+    entries: Iterable[Entry],
+    *,
+    published: bool = False,
+    table: str = EVENTS_TABLE,
+) -> int:
+    """Insert the rows of a log, by COPY on PostgreSQL; how many they were.
+
+    Not published, they wait for a relay. `published=True` is how the relay left them that wrote
+    the log: with `published_at`, and with the failures before it in `attempt_count`.
+    """
+    database = dialect.as_engine(engine)
+    is_own = database is not engine
+    copies = database.dialect.name == "postgresql"
+    rows = rows_of(entries, published=published)
+    count = 0
+    try:
+        with database.begin() as connection:
+            while chunk := list(islice(rows, _BATCH)):
+                (_copy if copies else _insert)(connection, chunk, published, table)
+                count += len(chunk)
+    finally:
+        if is_own:
+            database.dispose()
+    return count
+
+
+def _copy(connection: Connection, chunk: list[Entry], published: bool, table: str) -> None:
+    raw: Any = connection.connection.driver_connection
+    name = ".".join(f'"{part}"' for part in table.split("."))
+    with (
+        raw.cursor() as cursor,
+        cursor.copy(f"COPY {name} ({', '.join(_COLUMNS)}) FROM STDIN") as copy,
+    ):
+        for entry in chunk:
+            at = _moment(entry.ms).isoformat() if published else None
+            copy.write_row(
+                (
+                    *(entry.event_id, entry.type, entry.aggregate_type, entry.aggregate_id),
+                    *(entry.data.decode(), entry.time, at, entry.failures),
+                )
+            )
+
+
+def _insert(connection: Connection, chunk: list[Entry], published: bool, table: str) -> None:
+    values = [
+        {
+            "id": entry.event_id,
+            "event_type": entry.type,
+            "aggregate_type": entry.aggregate_type,
+            "aggregate_id": entry.aggregate_id,
+            "payload_json": msgspec.json.decode(entry.data),
+            "created_at": datetime.fromisoformat(entry.time),
+            "published_at": _moment(entry.ms) if published else None,
+            "attempt_count": entry.failures,
+        }
+        for entry in chunk
+    ]
+    connection.execute(insert(events_table(CATALOG, table)), values)
+
+
+def _moment(ms: int) -> datetime:
+    return _EPOCH + timedelta(milliseconds=ms)
