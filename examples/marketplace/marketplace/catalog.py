@@ -6,27 +6,28 @@ are written in UTC. No names, no phone numbers, no signed tokens: an event is re
 
 from __future__ import annotations
 
-from datetime import date
+from datetime import date, datetime
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 from uuid import UUID
 
 import msgspec
 
-from conquiet.events.catalog import Catalog
-from conquiet.events.envelope import Moment
+from conquiet.events import Catalog
 
 MOST = 10**15
-"""Of cents and counts: sums of thousands of them stay within 64 bits, and no order is larger."""
+"""The limit of cents and counts: sums of thousands of them fit into 64 bits."""
 Cents = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
 Quantity = Annotated[int, msgspec.Meta(ge=1, le=MOST)]
 Currency = Annotated[str, msgspec.Meta(pattern="^[A-Z]{3}$")]
 PaymentMethod = Literal["cash", "ach"]
+Moment = Annotated[datetime, msgspec.Meta(tz=True)]
+"""A time with an offset."""
 
 
 class AggregateType(StrEnum):
-    """What an event is about."""
+    """The kinds of things that events are about."""
 
     VENDOR_ORDER = "vendor_order"
     CHECKOUT_GROUP = "checkout_group"
@@ -39,7 +40,7 @@ class AggregateType(StrEnum):
 
 
 class EventType(StrEnum):
-    """What happened."""
+    """The types of events."""
 
     ORDER_CREATED = "order_created"
     ORDER_STATE_CHANGED = "order_state_changed"
@@ -65,14 +66,14 @@ CATALOG = Catalog(EventType, AggregateType)
 
 
 class Data(msgspec.Struct, omit_defaults=True):
-    """What all payloads share: snake case, and optional fields left out when empty."""
+    """A payload: names in snake case, empty optional fields left out."""
 
 
 # --- orders ---------------------------------------------------------------------------------
 
 
 class OrderKeys(Data):
-    """Which order, of whom, from whom."""
+    """The keys of an order, in each of its events."""
 
     order_id: UUID
     checkout_group_id: UUID

@@ -1,6 +1,6 @@
-"""A marketplace that never was: its log at any size, the same for the same seed, faults by name.
+"""Generates the log of a marketplace, at any size, the same for the same seed, with faults by name.
 
-What needs pyarrow, redis-py or SQLAlchemy is imported when it is first used.
+Modules that need pyarrow, redis-py or SQLAlchemy are imported when they are first used.
 """
 
 from importlib import import_module
@@ -14,7 +14,7 @@ from marketplace.generator.entry import (
 )
 from marketplace.generator.faults import FAULTS
 from marketplace.generator.generator import PROFILES, Generator
-from marketplace.generator.publication import Seen, Told, Witness
+from marketplace.generator.publication import Seen, Truth, Witness
 
 if TYPE_CHECKING:
     from marketplace.generator.commands import commands
@@ -33,7 +33,7 @@ __all__ = [
     "Entry",
     "Generator",
     "Seen",
-    "Told",
+    "Truth",
     "Witness",
     "commands",
     "messages",

@@ -1,4 +1,4 @@
-"""Ads: their life, their rollups, and the telemetry of who saw and clicked them."""
+"""Ads: their life, their rollups, and the telemetry of impressions and clicks."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 class Ads:
-    """What happens to ads, and what buyers see of them."""
+    """Plans the life of ads, and the impressions and clicks of buyers."""
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._tell = world.telling.tell
-        self._text = world.telling.text
+        self._record = world.recorder.record
+        self._text = world.recorder.text
         self._plan = world.plan
         self._random = Random(f"{world.seed}/ads")
         self._chance = self._random.random
@@ -61,7 +61,7 @@ class Ads:
             f'"status":"draft",{tail}'
         )
         actor = ("user", ad.vendor.user, ad.vendor.id)
-        self._tell(at, "ad_created", "ad", ad.id, data, ad, (ad.bid, ad.budget), actor)
+        self._record(at, "ad_created", "ad", ad.id, data, ad, (ad.bid, ad.budget), actor)
         self._plan(at + MINUTE, self._activate, ad)
 
     def _update(self, at: int, ad: Ad) -> None:
@@ -73,7 +73,7 @@ class Ads:
             f'{{{head}"changes":[{{"field":"bid_cents_cpm","new":{ad.bid},"old":{old}}}],'
             f'"daily_budget_cents":{ad.budget},"placement":"{ad.placement}",{tail}'
         )
-        self._tell(at, "ad_updated", "ad", ad.id, data, ad, (ad.bid, ad.budget))
+        self._record(at, "ad_updated", "ad", ad.id, data, ad, (ad.bid, ad.budget))
 
     def _activate(self, at: int, ad: Ad) -> None:
         if ad.status in ("draft", "paused"):
@@ -96,12 +96,12 @@ class Ads:
         )
         detail = (ad.status, to, cause)
         ad.status = to
-        self._tell(at, kind, "ad", ad.id, data, ad, detail)
+        self._record(at, kind, "ad", ad.id, data, ad, detail)
 
     # --- rollups ----------------------------------------------------------------------------
 
     def _roll_up(self, at: int, day: date) -> None:
-        """Half an hour after midnight in Chicago, for the day that has ended."""
+        """Roll up the day that has ended, half an hour after midnight in Chicago."""
         for ad in self._ads:
             if ad.impressions or ad.clicks:
                 self._count(at, ad, day)
@@ -133,18 +133,18 @@ class Ads:
             f'"vendor_store_id":"{ad.vendor.id}"}}'
         )
         detail = (day, impressions, clicks, spend, revision)
-        self._tell(at, "ad_daily_rollup_ready", "ad", ad.id, data, ad, detail)
+        self._record(at, "ad_daily_rollup_ready", "ad", ad.id, data, ad, detail)
 
     # --- telemetry --------------------------------------------------------------------------
 
     def visit(self, at: int) -> None:
-        """Somebody looks around and buys nothing."""
+        """Let a visitor see ads and buy nothing."""
         buyer = self._buyers[int(self._chance() * len(self._buyers))]
         for _ in range(1 + int(self._chance() * 2)):
             self._show(at, self._any_ad(), buyer)
 
     def browse(self, at: int, order: Order) -> None:
-        """What a buyer sees on the way to an order; the checkout presents these tokens."""
+        """Let a buyer see ads before an order; the checkout presents their tokens."""
         chance, own = self._chance, order.vendor.ads
         for _ in range(int(chance() * 4)):
             is_own = chance() < 0.7 and bool(own)
@@ -156,7 +156,9 @@ class Ads:
 
     def _show(self, at: int, ad: Ad, buyer: Store) -> list[Touch]:
         chance = self._chance
-        moment = at + int(chance() * 5) * 7 * SECOND  # coarse, so that touches meet in time
+        moment = (
+            at + int(chance() * 5) * 7 * SECOND
+        )  # coarse, so that some touches have the same time
         clicks, lost, again = chance() < 0.3, chance() < self._lost, chance() < self._again
         if ad.status != "active":
             return []
@@ -176,7 +178,7 @@ class Ads:
         return touches
 
     def _send(self, touch: Touch, again: bool) -> None:
-        """A browser that got no answer sends its token again."""
+        """Send the token again, as a browser does that got no answer."""
         self._plan(touch.at, self._touch, touch)
         if again:
             touch.events = 2
@@ -192,4 +194,4 @@ class Ads:
             f'"target_type":"{ad.target_type}","token_id":"{touch.token}",'
             f'"vendor_store_id":"{ad.vendor.id}"}}'
         )
-        self._tell(at, f"ad_{touch.kind}", "", ad.id, data, ad, touch)
+        self._record(at, f"ad_{touch.kind}", "", ad.id, data, ad, touch)

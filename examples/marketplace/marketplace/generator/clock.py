@@ -27,7 +27,7 @@ _dates = _Dates()
 
 
 def moment_text(ms: int) -> str:
-    """RFC 3339 as `emit` and the relay write it: microseconds, or none if they are zero.
+    """Format as `emit` and the relay do: RFC 3339 with microseconds, or none if they are zero.
 
     >>> moment_text(1_772_956_799_123)
     '2026-03-08T07:59:59.123000Z'
@@ -37,11 +37,11 @@ def moment_text(ms: int) -> str:
 
 
 def milliseconds(moment: datetime) -> int:
-    """An aware moment in milliseconds, exactly: no float on the way."""
+    """Convert an aware moment to milliseconds, exactly: without floats."""
     since = moment - datetime(1970, 1, 1, tzinfo=UTC)
     return (since.days * 86_400 + since.seconds) * 1_000 + since.microseconds // 1_000
 
 
 def midnight(day: date) -> int:
-    """When a business day begins."""
+    """Return the milliseconds at which a business day begins."""
     return milliseconds(datetime(day.year, day.month, day.day, tzinfo=CHICAGO).astimezone(UTC))

@@ -1,15 +1,14 @@
-"""The commands that would have led to a generated history, to be sent through the services."""
+"""Derives the commands that lead to a generated history, to be sent through the services."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import msgspec
 
-from conquiet.codec import SPEC_VERSION
-from conquiet.event import type_name
-from conquiet.message import Message
+from conquiet import Message
 from marketplace.generator.entry import Entry
 from marketplace.service import commands as asked
 
@@ -45,7 +44,7 @@ class _History:
     def command(
         self, type_: str, data: dict[str, Any]
     ) -> tuple[type[msgspec.Struct], dict[str, Any]] | None:
-        """What was asked for, if an event is the first thing that tells of it."""
+        """Return the command of an event, if it is the first event of that command."""
         if type_ in _COPIED:
             return _COPIED[type_], data
         other: dict[
@@ -83,7 +82,7 @@ class _History:
 
 
 def commands(entries: Iterable[Entry]) -> Iterator[Message[bytes]]:
-    """Commands in time's order, from a log without faults; their ids follow from the events'.
+    """Derive commands, in order of time, from a log without faults; ids follow from the events'.
 
     What follows from a command by itself (notifications, released reservations) and telemetry
     lead to none.
@@ -105,12 +104,17 @@ def commands(entries: Iterable[Entry]) -> Iterator[Message[bytes]]:
         yield Message(
             msgspec.json.encode(command),
             {
-                "specversion": SPEC_VERSION,
+                "specversion": "1.0",
                 "id": f"command-{entry.event_id}",
-                "type": type_name(kind),
+                "type": _message_type(kind),
                 "source": SOURCE,
                 "subject": fields.get("order_id", entry.aggregate_id),
                 "time": entry.time,
                 "datacontenttype": "application/json",
             },
         )
+
+
+def _message_type(command: type) -> str:
+    """Return the type that a router gives to a class: its words, joined by dots."""
+    return re.sub(r"(?<!^)(?=[A-Z])", ".", command.__name__).lower()

@@ -1,4 +1,4 @@
-"""Entry: one entry of the log, with what an outbox would know about it."""
+"""An entry of the log, with the fields of its outbox row."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from conquiet.message import Attributes, Message
+from conquiet import Message
 
 DOMAIN_TOPIC = "pf-domain-events"
 TELEMETRY_TOPIC = "pf-ad-telemetry"
@@ -15,11 +15,11 @@ TELEMETRY_SOURCE = "/ads"
 
 
 class Entry(msgspec.Struct, frozen=True, gc=False):
-    """A published event. The same event twice is two entries with one id and the same data."""
+    """Holds a published event. A redelivery is another entry with the same id and data."""
 
     topic: str
     ms: int
-    """When it was published; never less than that of the entry before it."""
+    """Milliseconds of its publication; never less than those of the entry before it."""
     event_id: str
     type: str
     aggregate_type: str
@@ -29,11 +29,11 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
     """`created_at` of its outbox row."""
     data: bytes
     delivery: int = 1
-    """Which publication of this event it is, from 1 on."""
+    """The number of this publication of the event, from 1."""
     failures: int = 0
-    """How often its publication failed before: `attempt_count`."""
+    """Failed attempts to publish it: `attempt_count`."""
     is_foreign: bool = False
-    """Written past the outbox, which would have refused it."""
+    """Whether it was written past the outbox, which would have refused it."""
 
     @property
     def source(self) -> str:
@@ -43,9 +43,9 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
     def is_telemetry(self) -> bool:
         return self.topic == TELEMETRY_TOPIC
 
-    def attributes(self) -> Attributes:
-        """As `EventSource(cloudevents=True)` gives them."""
-        found: Attributes = {
+    def attributes(self) -> dict[str, str]:
+        """Return the attributes that `EventSource(cloudevents=True)` would give."""
+        found = {
             "specversion": "1.0",
             "id": self.event_id,
             "type": self.type,
@@ -63,7 +63,7 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
 
 
 def messages(entries: Iterable[Entry]) -> Iterator[Message[bytes]]:
-    """Entries as the messages that a relay publishes; the topic says where."""
+    """Convert entries to the messages that a relay publishes to their topics."""
     return (entry.message() for entry in entries)
 
 

@@ -1,4 +1,4 @@
-"""Faults by name: what goes wrong in a log, and how often."""
+"""The faults of a log, by name, and how frequent they are."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FAULTS = {
     "text": 0.02,
     "crash": 0.0005,
 }
-"""The share of what it can befall: events, orders, clicks or rollups.
+"""The share of events, orders, clicks or rollups that have the fault.
 
 duplicates                an event is published twice or three times; a token is sent by two events
 out_of_order              an event is published seconds to minutes after its successors
@@ -41,7 +41,7 @@ crash                     a relay dies between publish and mark: its batch is pu
 
 
 def faults_of(names: str | Iterable[str]) -> frozenset[str]:
-    """Names of faults, checked; `"all"` and `"none"` are names too.
+    """Check names of faults; `"all"` and `"none"` are names too.
 
     >>> sorted(faults_of(["late", "duplicates"]))
     ['duplicates', 'late']
@@ -58,7 +58,7 @@ def faults_of(names: str | Iterable[str]) -> frozenset[str]:
 def thresholds(
     names: tuple[str, ...], faults: frozenset[str]
 ) -> tuple[list[tuple[float, str]], float]:
-    """Where a draw between 0 and 1 must fall for each fault that is on, and for any of them."""
+    """Return the range of a draw between 0 and 1 for each fault that is on, and for any of them."""
     found, total = [], 0.0
     for name in names:
         if name in faults:

@@ -16,18 +16,18 @@ from marketplace.generator.entry import Entry
 from marketplace.generator.faults import faults_of
 from marketplace.generator.orders import Order, Orders
 from marketplace.generator.population import Population, Stores
-from marketplace.generator.publication import Publication, Telling, Witness
+from marketplace.generator.publication import Publication, Recorder, Witness
 
 Step = Callable[[int, Any], None]
 
 _BUSY = (1, 1, 1, 1, 1, 2, 3, 5, 7, 8, 8, 8, 7, 6, 6, 6, 7, 7, 8, 7, 5, 4, 2, 1)
-"""How busy each hour of a day is; night is quiet and never dead."""
+"""The weight of each hour of a day."""
 _HOURS = [hour for hour, weight in enumerate(_BUSY) for _ in range(weight)]
 _FIRST = [_HOURS.index(hour) for hour in range(24)]
 
 
 class World:
-    """Plans what is to happen and lets it happen; its parts tell of it."""
+    """Plans the steps of orders, ads and stores, and runs them in order of time."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class World:
         self.end = midnight(first_day + timedelta(days=days))
         self.population = Population(seed, orders)
         self.publication = Publication(seed, faults, witness)
-        self.telling = Telling(seed, faults, self.publication, witness)
+        self.recorder = Recorder(seed, faults, self.publication, witness)
         self._order_count = orders
         self._days = days
         self._witness = witness
@@ -65,7 +65,7 @@ class World:
             self._witness.finished(order)
 
     def run(self, until: int | None, pause: int) -> Iterator[None]:
-        """Let everything happen, up to a moment or to the end; pauses when so much is out."""
+        """Run the steps up to a moment or to the end; pause after so many entries."""
         self._ads.begin(self.start, self.end, self.first_day)
         self._stores.begin(self.start, self.end)
         arrivals = self._arrivals()
@@ -91,14 +91,14 @@ class World:
         yield
 
     def _arrive(self, at: int, number: int) -> None:
-        """A buyer comes: looks around, then orders; and another one only looks."""
+        """Let a buyer see ads and order, and another one only see ads."""
         order = self._orders.draw(number)
         self._ads.browse(at, order)
         self._ads.visit(at)
         self.plan(at + MINUTE + int(self._chance() * 30 * MINUTE), self._orders.create, order)
 
     def _arrivals(self) -> Iterator[int]:
-        """When buyers come, in order: evenly over the days, by the business of their hours."""
+        """Draw the arrivals of buyers: evenly over the days, weighted by hour."""
         count, chance = self._order_count, self._chance
         total = len(_HOURS)
         begin, length = self.start, (self.end - self.start) // self._days
@@ -119,7 +119,7 @@ _BATCH = 1_000
 
 @dataclass(frozen=True, slots=True)
 class Generator:
-    """Settings of a world; every run of it is the same to the byte.
+    """Holds the settings of a world; every run of it is the same to the byte.
 
     >>> generator = Generator(seed=7, orders=20, faults=["duplicates", "late"])
     >>> first = next(iter(generator.entries()))
@@ -152,7 +152,7 @@ class Generator:
         object.__setattr__(self, "faults", faults_of(self.faults))
 
     def batches(self, witness: Witness | None = None) -> Iterator[list[Entry]]:
-        """Entries in the order of their publication, some thousand at a time."""
+        """Yield entries in the order of their publication, some thousand at a time."""
         orders = self.orders or max(1, PROFILES[self.profile] * self.days // 30)
         faults = faults_of(self.faults)
         seed = str(self.seed)
@@ -164,6 +164,6 @@ class Generator:
             out.clear()
 
     def entries(self, witness: Witness | None = None) -> Iterator[Entry]:
-        """Entries in the order of their publication; a witness, as the oracle, is told of all."""
+        """Yield entries in the order of their publication; a witness, as the oracle, sees all."""
         for batch in self.batches(witness):
             yield from batch

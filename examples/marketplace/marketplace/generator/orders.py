@@ -39,7 +39,7 @@ class Line:
 
 
 class Touch:
-    """One token of telemetry: an impression or a click."""
+    """Holds one token of telemetry: an impression or a click."""
 
     __slots__ = ("ad", "at", "buyer", "events", "impression", "kind", "note", "token")
 
@@ -50,7 +50,7 @@ class Touch:
         self.buyer = buyer
         self.at = at
         self.impression: Touch | None = None
-        """Of a click: what was clicked on."""
+        """The target of a click."""
         self.events = 1
         """How many events carry the token."""
         self.note: Any = None
@@ -58,7 +58,7 @@ class Touch:
 
 
 class Order:
-    """What was ordered and what became of it; the two fragments stand in each of its events."""
+    """Holds an order and its state; the two fragments are in each of its events."""
 
     __slots__ = (
         *("buyer", "created", "discounts", "group_id", "id", "lines", "method", "number"),
@@ -78,7 +78,7 @@ class Order:
         self.touches: list[Touch] = []
         self.subtotal = self.discounts = self.tax = self.transport = 0
         self.total = 0
-        """What is to be paid as things stand."""
+        """The amount due now."""
         self.collected = 0
         self.created = 0
         self.state = "created_pending"
@@ -109,12 +109,12 @@ _QUANTITIES = (1, 1, 2, 2, 3, 4, 6, 10, 12, 24)
 
 
 class Orders:
-    """The steps of an order's life; the world calls each when its time has come."""
+    """Runs the steps of an order's life; the world calls each at its time."""
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._tell = world.telling.tell
-        self._text = world.telling.text
+        self._record = world.recorder.record
+        self._text = world.recorder.text
         self._plan = world.plan
         self._random = Random(f"{world.seed}/orders")
         self._chance = self._random.random
@@ -127,7 +127,7 @@ class Orders:
     # --- placing ----------------------------------------------------------------------------
 
     def draw(self, number: int) -> Order:
-        """What a buyer is about to order."""
+        """Draw the order of a buyer."""
         chance, population = self._chance, self._population
         buyers, vendors = population.buyers, population.vendors
         buyer = buyers[int(chance() * chance() * len(buyers))]
@@ -159,7 +159,7 @@ class Orders:
 
     def create(self, at: int, order: Order) -> None:
         order.created = at
-        event_id = self._tell(
+        event_id = self._record(
             *(at, "order_created", "vendor_order", order.id, order.created_json(), order),
             actor=("user", order.buyer.user, order.buyer.id),
             foreign=order.odd,
@@ -177,7 +177,7 @@ class Orders:
     # --- carrying out -----------------------------------------------------------------------
 
     def decide(self, at: int, order: Order) -> None:
-        """The vendor takes all of it, some of it or nothing."""
+        """Let the vendor accept all lines, some or none."""
         chance = self._chance
         lines, rejects, some = order.lines, chance() < 0.04, chance()
         if rejects:
@@ -201,7 +201,7 @@ class Orders:
                 f'"qty":{line.qty},"to_status":"{to}",{order.vendor_key}'
             )
             detail = (line, to)
-            self._tell(
+            self._record(
                 *(at, "line_item_state_changed", "vendor_order", order.id, data, order, detail)
             )
         state = "rejected" if rejects else "partially_accepted" if rejected else "accepted"
@@ -244,7 +244,7 @@ class Orders:
             f'"canceled_by":"{by}",{order.keys}"order_id":"{order.id}",{because}'
             f'"total_cents":{order.total},{order.vendor_key}'
         )
-        self._tell(at, "order_canceled", "vendor_order", order.id, data, order)
+        self._record(at, "order_canceled", "vendor_order", order.id, data, order)
         kept = [line for line in order.lines if not line.is_rejected]
         self._release(at, order, "order_canceled", kept)
         self._world.finished(order)
@@ -256,7 +256,7 @@ class Orders:
             f'"order_id":"{order.id}","total_cents":{order.total},"ttl_days":{TTL_DAYS},'
             f"{order.vendor_key}"
         )
-        self._tell(at, "order_expired", "vendor_order", order.id, data, order)
+        self._record(at, "order_expired", "vendor_order", order.id, data, order)
         self._release(at, order, "order_expired", order.lines)
         self._world.finished(order)
 
@@ -270,11 +270,11 @@ class Orders:
             f'"ledger_event_id":"{order.stem}000301","order_id":"{order.id}",'
             f'"payment_intent_id":"{order.stem}000201",{order.vendor_key}'
         )
-        self._tell(at, "cash_collected", "vendor_order", order.id, data, order, amount)
+        self._record(at, "cash_collected", "vendor_order", order.id, data, order, amount)
         self._plan(at + DAY + int(self._chance() * DAY), self.settle, order)
 
     def settle(self, at: int, order: Order) -> None:
-        """The bank has it: for ach this is the collection, for cash it comes after it."""
+        """Settle the payment: for ach this is the collection, for cash it follows it."""
         if order.method == "ach":
             amount = order.collected = self._amount(order.total)
         else:
@@ -286,7 +286,7 @@ class Orders:
             f'"order_id":"{order.id}","payment_intent_id":"{order.stem}000201",'
             f'"settled_at":"{self._text(at)}",{order.vendor_key}'
         )
-        self._tell(at, "payment_settled", "ledger_event", ledger, data, order, amount)
+        self._record(at, "payment_settled", "ledger_event", ledger, data, order, amount)
         self._plan(at + HOUR + int(self._chance() * 3 * DAY), self.pay_out, order)
 
     def pay_out(self, at: int, order: Order) -> None:
@@ -297,7 +297,7 @@ class Orders:
             f'"currency":"USD","ledger_event_id":"{ledger}","order_id":"{order.id}",'
             f'"paid_out_at":"{self._text(at)}",{order.vendor_key}'
         )
-        self._tell(at, "vendor_payout_recorded", "ledger_event", ledger, data, order, amount)
+        self._record(at, "vendor_payout_recorded", "ledger_event", ledger, data, order, amount)
         self._plan(at + SECOND + int(self._chance() * MINUTE), self.close, order)
 
     def close(self, at: int, order: Order) -> None:
@@ -305,13 +305,13 @@ class Orders:
         self._world.finished(order)
 
     def _amount(self, right: int) -> int:
-        """What is written down, which is the right amount unless the fault says otherwise."""
+        """Return the amount that is recorded: the right one, unless the fault changes it."""
         draw = self._chance()
         if draw >= self._wrong:
             return right
         return max(0, right - 1 - int(draw / self._wrong * 90))
 
-    # --- what several steps tell ------------------------------------------------------------
+    # --- shared by several steps ------------------------------------------------------------
 
     def _move(self, at: int, order: Order, to: str, reason: str | None = None) -> str:
         total = order.total
@@ -327,7 +327,7 @@ class Orders:
         vendor = order.vendor
         actor = None if to == "closed" else ("store", vendor.user, vendor.id)
         kind = "order_state_changed"
-        return self._tell(at, kind, "vendor_order", order.id, data, order, to, actor)
+        return self._record(at, kind, "vendor_order", order.id, data, order, to, actor)
 
     def _release(self, at: int, order: Order, cause: str, lines: list[Line]) -> None:
         released = ",".join([line.released() for line in lines])
@@ -336,7 +336,7 @@ class Orders:
             f'"lines":[{released}],"order_id":"{order.id}","released_at":"{self._text(at)}",'
             f"{order.vendor_key}"
         )
-        self._tell(at, "reservation_released", "vendor_order", order.id, data, order)
+        self._record(at, "reservation_released", "vendor_order", order.id, data, order)
 
     def _notify(self, at: int, order: Order, to: Store, kind: str, cause: str, number: str) -> None:
         id_ = f"{order.stem}0004{number}"
@@ -344,4 +344,4 @@ class Orders:
             f'{{"channel":"email","kind":"{kind}","notification_id":"{id_}",'
             f'"recipient_store_id":"{to.id}","source_event_id":"{cause}"}}'
         )
-        self._tell(at, "notification_requested", "notification", id_, data)
+        self._record(at, "notification_requested", "notification", id_, data)

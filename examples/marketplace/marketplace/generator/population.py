@@ -20,11 +20,11 @@ CATEGORIES = ("bakery", "beverages", "cleaning", "dairy", "frozen", "grocery", "
 UNITS = ("case", "each", "kg", "pallet")
 PLACEMENTS = ("category_top", "home_banner", "search_top")
 ODD_WORDS = ("Crème brûlée", "日本茶 ☕", "Ñandú 🥚", "Жаркое", "لبن", "a\u0000b", "𝔊ut")
-"""What titles may hold when the fault `text` is on."""
+"""Words in titles when the fault `text` is on."""
 
 
 def uuid_stem(random: Random) -> str:
-    """All of a UUIDv4 but its last six digits, which tell apart what belongs together."""
+    """Return all of a UUIDv4 but its last six digits, which number related ids."""
     digits = f"{random.getrandbits(96):024x}"
     return f"{digits[:8]}-{digits[8:12]}-4{digits[12:15]}-a{digits[15:18]}-{digits[18:]}"
 
@@ -47,7 +47,7 @@ class Product:
 
 
 class Store:
-    """A buyer's or a vendor's store; a vendor's has products and ads."""
+    """Holds a buyer's or a vendor's store; a vendor's has products and ads."""
 
     __slots__ = ("ads", "id", "postal_code", "products", "stem", "user")
 
@@ -61,7 +61,7 @@ class Store:
 
 
 class Ad:
-    """What a vendor has shown to buyers: its store, or one of its products."""
+    """Holds an ad: its target is the vendor's store, or one of its products."""
 
     __slots__ = (
         *("bid", "budget", "clicks", "id", "impressions", "placement"),
@@ -87,7 +87,7 @@ class Ad:
 
 
 class Population:
-    """As many of each as the number of orders calls for."""
+    """Creates as many stores, products and ads as the number of orders needs."""
 
     def __init__(self, seed: str, orders: int) -> None:
         random = Random(f"{seed}/population")
@@ -108,12 +108,12 @@ _TYPES = ("dispensary", "food_handler", "liquor", "reseller")
 
 
 class Stores:
-    """A license per store, and now and then a picture of a vendor's goods."""
+    """Plans a license per store, and some pictures of a vendor's goods."""
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._tell = world.telling.tell
-        self._text = world.telling.text
+        self._record = world.recorder.record
+        self._text = world.recorder.text
         self._plan = world.plan
         self._random = Random(f"{world.seed}/stores")
         self._chance = self._random.random
@@ -155,7 +155,7 @@ class Stores:
             f'{{{expiry}{was}"license_id":"{id_}","license_type":"{kind}",{because}'
             f'"status":"{new}","store_id":"{store.id}"}}'
         )
-        self._tell(at, "license_status_changed", "license", id_, data, store)
+        self._record(at, "license_status_changed", "license", id_, data, store)
 
     def _upload(self, at: int, vendor: Store) -> None:
         id_ = f"{uuid_stem(self._random)}000000"
@@ -164,4 +164,4 @@ class Stores:
             f'{{"kind":"product_photo","media_id":"{id_}","mime_type":"image/jpeg",'
             f'"size_bytes":{size},"store_id":"{vendor.id}","uploaded_at":"{self._text(at)}"}}'
         )
-        self._tell(at, "media_uploaded", "media", id_, data, vendor)
+        self._record(at, "media_uploaded", "media", id_, data, vendor)

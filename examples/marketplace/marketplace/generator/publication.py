@@ -16,34 +16,34 @@ from marketplace.generator.entry import DOMAIN_TOPIC, TELEMETRY_TOPIC, Entry
 from marketplace.generator.faults import FAULTS, pick, thresholds
 
 Actor = tuple[str, str, str] | None
-"""Type, id and store of who caused an event."""
+"""Type, id and store of the actor of an event."""
 
 
-class Told(NamedTuple):
-    """What the world knows of an event, and a reader of the log has to find out."""
+class Truth(NamedTuple):
+    """Holds what the world knows of an event, and a reader of the log has to find out."""
 
     at: int
     version: int | None
     actor: Actor
     reason: str | None
-    """Why a reader must refuse it, by the codes of the contract."""
+    """The reason for which a reader must refuse it, by the codes of the contract."""
     detail: Any
 
 
 class Seen(NamedTuple):
-    """One event as the log has it, after its last publication."""
+    """Holds an event as the log has it, after its last publication."""
 
     first: Entry
     """Its first publication."""
-    told: Told
+    truth: Truth
     deliveries: int
 
 
 class Witness(Protocol):
-    """Gets objects of the world, and has no need to parse."""
+    """Receives the objects of the world, and parses no event."""
 
     def happened(self, type: str, subject: Any, at: int, detail: Any, event_id: str) -> None:
-        """An event took place, and what is published of it can be read."""
+        """An event happened, and readers can parse its entries."""
 
     def seen(self, seen: Seen) -> None:
         """All publications of an event are in the log."""
@@ -58,19 +58,19 @@ _WITH_BATCH = -1
 
 
 class _Account:
-    """What a witness will be told about an event when its last publication is out."""
+    """Counts the publications of an event, for the witness."""
 
-    __slots__ = ("deliveries", "first", "left", "told")
+    __slots__ = ("deliveries", "first", "left", "truth")
 
-    def __init__(self, told: Told | None, left: int) -> None:
-        self.told = told
+    def __init__(self, truth: Truth | None, left: int) -> None:
+        self.truth = truth
         self.left = left
         self.first: Entry | None = None
         self.deliveries = 0
 
 
 class Publication:
-    """Takes entries in time's order, and keeps the log's order in `out`."""
+    """Takes entries in order of time, and orders the log in `out`."""
 
     def __init__(self, seed: str, faults: frozenset[str], witness: Witness | None) -> None:
         self.out: list[Entry] = []
@@ -82,16 +82,16 @@ class Publication:
         self._postponed = 0
         self._crash_left = 0
         self._crashed: list[tuple[Entry, _Account]] = []
-        """The batch that a relay has published and, since it crashes, will not mark."""
+        """The batch that a relay has published and, since it crashes, not marked."""
         self._waiting: list[tuple[int, int, Entry, _Account]] = []
 
     def due(self, at: int, count: int) -> int:
-        """When an event of that moment goes out if nothing happens to it."""
+        """Return when an event of that moment is published, unless a fault delays it."""
         ms = at + self._lags[count % 1_021]
         return ms if ms > self._last_ms else self._last_ms
 
-    def publish(self, entry: Entry, told: Told | None) -> None:
-        """Put an entry into the log, where its time allows; `told` is for the witness."""
+    def publish(self, entry: Entry, truth: Truth | None) -> None:
+        """Add an entry to the log at its time; `truth` is for the witness."""
         ms = entry.ms
         if self._waiting and self._waiting[0][0] <= ms:
             self._release(ms)
@@ -99,11 +99,11 @@ class Publication:
         if delay is None:
             self._last_ms = ms
             self.out.append(entry)
-            if self._witness is not None and told is not None:
-                self._witness.seen(Seen(entry, told, 1))
+            if self._witness is not None and truth is not None:
+                self._witness.seen(Seen(entry, truth, 1))
             return
         moments, failures = delay
-        account = _Account(told, len(moments))
+        account = _Account(truth, len(moments))
         for number, moment in enumerate(moments, 1):
             copy = replace(entry, delivery=number, failures=failures)
             if moment is _WITH_BATCH:
@@ -115,12 +115,12 @@ class Publication:
         self._release(ms)
 
     def finish(self) -> None:
-        """Publish all that still waits."""
+        """Publish all postponed entries."""
         self._restart(self._last_ms)
         self._release(1 << 62)
 
     def _delay(self, entry: Entry) -> tuple[list[int], int] | None:
-        """When it is published, and after how many failures; None for once and at once."""
+        """Return the times of its publications and its failures; None for once and at once."""
         chance, due = self._chance, entry.ms
         draw = chance()
         name = pick(self._delays, draw) if draw < self._delay_share else None
@@ -143,7 +143,7 @@ class Publication:
         return None
 
     def _restart(self, due: int) -> None:
-        """Another relay takes over: what was not marked goes out again, in the same order."""
+        """Let another relay take over: unmarked entries are published again, in the same order."""
         for entry, account in self._crashed:
             self._wait(due + 30 * SECOND, entry, account)
         self._crashed.clear()
@@ -162,8 +162,8 @@ class Publication:
             account.first = account.first or entry
             account.deliveries += 1
             account.left -= 1
-            if not account.left and self._witness is not None and account.told is not None:
-                self._witness.seen(Seen(account.first, account.told, account.deliveries))
+            if not account.left and self._witness is not None and account.truth is not None:
+                self._witness.seen(Seen(account.first, account.truth, account.deliveries))
 
 
 _CHANGES = ("unknown_type", "unknown_version", "null_data", "invalid_data", "broken_json")
@@ -171,8 +171,8 @@ _DATA = {"null_data": "null", "invalid_data": "{}"}
 _FIRST_UNKNOWN = 0x8000000
 
 
-class Telling:
-    """Takes the events of the world in time's order, and gives them to the publication."""
+class Recorder:
+    """Takes the events of the world in order of time, and publishes them as entries."""
 
     def __init__(
         self, seed: str, faults: frozenset[str], publication: Publication, witness: Witness | None
@@ -187,11 +187,11 @@ class Telling:
         self._form = f"%s-7%03x-8{mark[:3]}-{mark[3:]}%07x"
         self._at = 0
         self._time = self._head = ""
-        """How the last moment is written, as a time and in ids: events come in groups."""
+        """The last moment as text, as a time and in ids: several events share a moment."""
         self._count = 0
         self._unknown = _FIRST_UNKNOWN
 
-    def tell(
+    def record(
         self,
         at: int,
         type_: str,
@@ -203,7 +203,7 @@ class Telling:
         actor: Actor = None,
         foreign: bool = False,
     ) -> str:
-        """Publish what happened at that time; the id of the event. `data` is canonical JSON."""
+        """Publish an event of that time and return its id. `data` is canonical JSON."""
         self._count = count = self._count + 1
         time = self._time if at == self._at else self.text(at)
         event_id = self._form % (self._head, count >> 16, count)
@@ -224,12 +224,12 @@ class Telling:
         ms = self._publication.due(at, count)
         names = type_, aggregate_type, aggregate_id
         entry = Entry(topic, ms, event_id, *names, time, payload, 1, 0, foreign)
-        told = None if self._witness is None else Told(at, version, actor, reason, detail)
-        self._publication.publish(entry, told)
+        truth = None if self._witness is None else Truth(at, version, actor, reason, detail)
+        self._publication.publish(entry, truth)
         return event_id
 
     def text(self, at: int) -> str:
-        """How a moment is written; the ids of its events begin with it too.
+        """Format a moment; the ids of its events begin with it too.
 
         They are UUIDv7: milliseconds, then a count, its upper bits first, and the seed's mark.
         """
@@ -241,20 +241,20 @@ class Telling:
         return self._time
 
     def _reason(self, type_: str, at: int, aggregate_id: str) -> str | None:
-        """What is wrong with the next event, if anything is."""
+        """Draw the fault of the next event, if it has one."""
         if type_ == "order_created" and self._chance() < self._wrong_share:
             return "wrong_amounts"
         draw = self._chance()
         if not self._changes or draw >= self._changes[-1][0]:
             return None
         name = pick(self._changes, draw)
-        if name == "unknown_type":  # one more event, beside the one that is being told
+        if name == "unknown_type":  # one more event, beside the recorded one
             self._tell_unknown(at, aggregate_id)
             return None
         return name
 
     def _tell_unknown(self, at: int, aggregate_id: str) -> None:
-        self._unknown += 1  # apart, so that the ids of the others stay what they are without it
+        self._unknown += 1  # counted apart, so that other ids are the same without this fault
         time = self.text(at)
         event_id = self._form % (self._head, self._unknown >> 16, self._unknown)
         payload = (
@@ -264,7 +264,7 @@ class Telling:
         ms = self._publication.due(at, self._count)
         names = "checkout_converted", "checkout_group", aggregate_id
         entry = Entry(DOMAIN_TOPIC, ms, event_id, *names, time, payload, is_foreign=True)
-        self._publication.publish(entry, Told(at, 1, None, "unknown_type", None))
+        self._publication.publish(entry, Truth(at, 1, None, "unknown_type", None))
 
 
 def _actor(actor: tuple[str, str, str]) -> str:
@@ -272,7 +272,7 @@ def _actor(actor: tuple[str, str, str]) -> str:
 
 
 def _off_by_one(data: str) -> str:
-    """An `order_created` whose total does not add up."""
+    """Return an `order_created` whose total does not add up."""
     head, name, rest = data.rpartition('"total_cents":')
     digits = rest[: rest.index(",")]
     return f"{head}{name}{int(digits) + 1}{rest[len(digits) :]}"

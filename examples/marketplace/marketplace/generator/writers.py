@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from sqlalchemy import URL, Connection, Engine, insert
+from sqlalchemy import JSON, URL, Connection, DateTime, Engine, TableClause, column, insert
+from sqlalchemy import table as table_clause
 
+from conquiet import sql
 from conquiet.errors import ConfigError, ConquietError
-from conquiet.events.table import EVENTS_TABLE, events_table
-from conquiet.redis.topic import Topic
-from conquiet.redis.wire import Command, Wire
-from conquiet.sql import dialect
-from marketplace.catalog import CATALOG
+from conquiet.redis import Topic
 from marketplace.generator.clock import moment_text
 from marketplace.generator.entry import Entry, Numbers
 
@@ -26,7 +24,7 @@ _JSON = "application/json"
 
 
 class _Streams:
-    """The stream and the number of each entry, as the log would have them."""
+    """Assigns the stream and the id of each entry, as the log would."""
 
     def __init__(self, partitions: int) -> None:
         self._partitions = partitions
@@ -50,17 +48,17 @@ def write_parquet(
     partitions: int = 1,
     rows_per_file: int = _ROWS_PER_FILE,
 ) -> int:
-    """Write `part-00000.parquet` and so on; how many entries that were."""
+    """Write `part-00000.parquet` and so on; return the number of entries."""
     import pyarrow.parquet
 
     target = Path(directory)
     target.mkdir(parents=True, exist_ok=True)
-    if any(target.glob("*.parquet")):  # a reader would take its rows for those of this log
+    if any(target.glob("*.parquet")):  # a reader would read those rows, too
         raise ConfigError(f"{target} holds Parquet files; write into a new directory")
     streams = _Streams(partitions)
     count = 0
     for number, chunk in enumerate(_chunks(entries, rows_per_file)):
-        # Dictionaries for what repeats itself, and for nothing else: they cost as much as the rest.
+        # Dictionaries for columns of few values alone: they cost as much as the rest.
         pyarrow.parquet.write_table(
             _table(chunk, streams),
             target / f"part-{number:05}.parquet",
@@ -71,7 +69,7 @@ def write_parquet(
 
 
 def write_jsonlines(entries: Iterable[Entry], path: str | Path, *, partitions: int = 1) -> int:
-    """One object per line; `data` in base64, which is how Spark reads binary from JSON."""
+    """Write an object per line; `data` in base64, as Spark reads binary from JSON."""
     streams = _Streams(partitions)
     count = 0
     with Path(path).open("wb") as file:
@@ -88,7 +86,7 @@ def _chunks(entries: Iterable[Entry], size: int) -> Iterator[list[Entry]]:
 
 
 def _line(entry: Entry, streams: _Streams) -> str:
-    # By hand, which is twice as fast: nothing that a generator writes here needs an escape.
+    # Formatted by hand, which is twice as fast: no generated value needs an escape.
     stream, entry_id = streams.place(entry)
     kind = f',"aggregatetype":"{entry.aggregate_type}"' if entry.aggregate_type else ""
     subject = entry.aggregate_id
@@ -105,11 +103,9 @@ def _table(entries: list[Entry], streams: _Streams) -> Any:
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    from conquiet.spark.columns import ARROW_SCHEMA
-
     places = [streams.place(entry) for entry in entries]
     subjects = pa.array([entry.aggregate_id for entry in entries], pa.string())
-    moment = ARROW_SCHEMA.field("time").type
+    moment = pa.timestamp("us", "UTC")
     columns = {
         "stream": pa.array([stream for stream, _ in places], pa.string()),
         "entry_id": pa.array([entry_id for _, entry_id in places], pa.string()),
@@ -125,11 +121,14 @@ def _table(entries: list[Entry], streams: _Streams) -> Any:
         "data": pa.array([entry.data for entry in entries], pa.binary()),
         "_malformed": pa.nulls(len(entries), pa.string()),
     }
-    return pa.Table.from_arrays([columns[name] for name in ARROW_SCHEMA.names], schema=ARROW_SCHEMA)
+    table = pa.table(columns)
+    required = ("stream", "entry_id")
+    fields = [field.with_nullable(field.name not in required) for field in table.schema]
+    return table.cast(pa.schema(fields))
 
 
 def _attributes(entries: list[Entry]) -> Any:
-    """A map per entry, from flat lists: pyarrow is slow with a list of maps."""
+    """Build a map per entry from flat lists: pyarrow is slow with a list of maps."""
     import pyarrow as pa
 
     offsets, names, values = [0], [], []
@@ -148,7 +147,7 @@ def _attributes(entries: list[Entry]) -> Any:
     return pa.MapArray.from_arrays(*kinds)
 
 
-_BATCH = 500
+_LOG_BATCH = 500
 
 
 class LogRefused(ConquietError):
@@ -156,50 +155,41 @@ class LogRefused(ConquietError):
 
 
 def write_log(client: Any, entries: Iterable[Entry], *, partitions: int = 1) -> int:
-    """Add entries to the streams of their topics, many in one round trip; how many they were.
+    """Add entries to the streams of their topics, many in one round trip; return their number.
 
     >>> from marketplace.generator import Generator
     >>> count = write_log(client, Generator(orders=3).entries())
     >>> client.xlen("pf-domain-events") + client.xlen("pf-ad-telemetry") == count
     True
 
-    Their ids are the times of their publication, so the streams must be empty or older.
+    Entry ids are the times of publication, so the streams must be empty or older.
     """
-    wire, numbers = Wire(client), Numbers()
+    numbers = Numbers()
     topics: dict[str, Topic] = {}
     iterator = iter(entries)
     count = 0
-    try:
-        while chunk := list(islice(iterator, _BATCH)):
-            commands = [_command(entry, topics, partitions, numbers) for entry in chunk]
-            for entry, reply in zip(chunk, wire.send(commands), strict=True):
-                if isinstance(reply, Exception):
-                    raise LogRefused(
-                        f"{entry.type} {entry.event_id}: Redis refused it: {reply}; write into"
-                        f" an empty log: DEL {entry.topic}"
-                    )
-            count += len(chunk)
-    finally:
-        wire.close()
+    while chunk := list(islice(iterator, _LOG_BATCH)):
+        pipe = client.pipeline(transaction=False)
+        for entry in chunk:
+            topic = topics.get(entry.topic)
+            if topic is None:
+                topic = topics[entry.topic] = Topic(entry.topic, partitions)
+            stream = topic.stream(entry.aggregate_id)
+            fields = {**entry.attributes(), "data": entry.data}
+            pipe.xadd(stream, fields, id=numbers.next(stream, entry.ms))
+        for entry, reply in zip(chunk, pipe.execute(raise_on_error=False), strict=True):
+            if isinstance(reply, Exception):
+                raise LogRefused(
+                    f"{entry.type} {entry.event_id}: Redis refused it: {reply}; write into"
+                    f" an empty log: DEL {entry.topic}"
+                )
+        count += len(chunk)
     return count
 
 
-def _command(
-    entry: Entry, topics: dict[str, Topic], partitions: int, numbers: Numbers
-) -> tuple[bytes, Command]:
-    topic = topics.get(entry.topic)
-    if topic is None:
-        topic = topics[entry.topic] = Topic(entry.topic, partitions)
-    stream = topic.stream(entry.aggregate_id)
-    fields: list[str | bytes] = []
-    for name, value in entry.attributes().items():
-        fields += (name, value)
-    key = stream.encode()
-    return key, (b"XADD", key, numbers.next(stream, entry.ms), *fields, b"data", entry.data)
-
-
-_BATCH = 5_000
+_ROW_BATCH = 5_000
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+OUTBOX = "outbox_events"
 _COLUMNS = (
     *("id", "event_type", "aggregate_type", "aggregate_id", "payload_json", "created_at"),
     *("published_at", "attempt_count"),
@@ -207,7 +197,7 @@ _COLUMNS = (
 
 
 def rows_of(entries: Iterable[Entry], *, published: bool) -> Iterator[Entry]:
-    """What of a log has a row: the first publication of each event that an outbox would take."""
+    """Yield the entries that have a row: first publications of events that an outbox accepts."""
     for entry in entries:
         if entry.delivery == 1 and not entry.is_foreign and not entry.is_telemetry:
             yield entry if published else msgspec.structs.replace(entry, failures=0)
@@ -218,21 +208,21 @@ def write_outbox(
     entries: Iterable[Entry],
     *,
     published: bool = False,
-    table: str = EVENTS_TABLE,
+    table: str = OUTBOX,
 ) -> int:
-    """Insert the rows of a log, by COPY on PostgreSQL; how many they were.
+    """Insert the rows of a log, by COPY on PostgreSQL; return their number.
 
-    Not published, they wait for a relay. `published=True` is how the relay left them that wrote
-    the log: with `published_at`, and with the failures before it in `attempt_count`.
+    A relay publishes them, unless `published=True`: then they are as the relay of the log left
+    them, with `published_at`, and with the failed attempts in `attempt_count`.
     """
-    database = dialect.as_engine(engine)
+    database = engine if isinstance(engine, Engine) else sql.engine(engine)
     is_own = database is not engine
     copies = database.dialect.name == "postgresql"
     rows = rows_of(entries, published=published)
     count = 0
     try:
         with database.begin() as connection:
-            while chunk := list(islice(rows, _BATCH)):
+            while chunk := list(islice(rows, _ROW_BATCH)):
                 (_copy if copies else _insert)(connection, chunk, published, table)
                 count += len(chunk)
     finally:
@@ -272,7 +262,16 @@ def _insert(connection: Connection, chunk: list[Entry], published: bool, table: 
         }
         for entry in chunk
     ]
-    connection.execute(insert(events_table(CATALOG, table)), values)
+    connection.execute(insert(_outbox(table)), values)
+
+
+def _outbox(name: str) -> TableClause:
+    kinds: dict[str, Any] = {
+        "payload_json": JSON,
+        "created_at": DateTime,
+        "published_at": DateTime,
+    }
+    return table_clause(name, *(column(each, kinds.get(each)) for each in _COLUMNS))
 
 
 def _moment(ms: int) -> datetime:

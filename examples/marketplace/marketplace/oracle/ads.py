@@ -1,4 +1,4 @@
-"""What ads must lead to: touches, facts of ads, and their days."""
+"""The expected tables of ads: touches, facts, and days."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NO_ROLLUP = (None,) * 5
 
 
 class _TouchNote:
-    """The first event of a token that could be read, and what the log has of them all."""
+    """Holds the first event of a token that can be parsed, and counts all of them."""
 
     __slots__ = ("at", "deliveries", "event_id", "first_ms")
 
@@ -29,7 +29,7 @@ class _TouchNote:
 
 
 class AdTables:
-    """Is told of the life of ads, of their rollups and of telemetry."""
+    """Derives the tables of ads from their life, their rollups and telemetry."""
 
     def __init__(self, touches: Rows, facts: Rows) -> None:
         self._touches = touches
@@ -76,9 +76,9 @@ class AdTables:
         self._days.add(key, 0, int(not is_click), int(is_click), int(is_orphan))
 
     def see(self, seen: Seen) -> None:
-        touch: Touch = seen.told.detail
+        touch: Touch = seen.truth.detail
         note = touch.note
-        if seen.told.reason is None:
+        if seen.truth.reason is None:
             note.deliveries += seen.deliveries
             if note.first_ms is None or seen.first.ms < note.first_ms:
                 note.first_ms = seen.first.ms
@@ -92,7 +92,7 @@ class AdTables:
             self._write(touch)
 
     def conclude(self) -> None:
-        """Write the touches of which the world ended before their second event."""
+        """Write the touches whose second event the world did not reach."""
         for touch in self._open.values():
             self._write(touch)
         self._open.clear()

@@ -12,7 +12,7 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class _Days(dict[int, date]):
-    """The business day of each hour: zones of whole hours change their day with an hour of UTC."""
+    """Map each hour of UTC to its business day: Chicago's offset is in whole hours."""
 
     def __missing__(self, hour: int) -> date:
         found = (_EPOCH + timedelta(hours=hour)).astimezone(_CHICAGO).date()
@@ -24,7 +24,7 @@ _days = _Days()
 
 
 def business_day(ms: int) -> date:
-    """The date in Chicago.
+    """Return the date in Chicago.
 
     >>> business_day(1_772_949_599_999), business_day(1_772_949_600_000)
     (datetime.date(2026, 3, 7), datetime.date(2026, 3, 8))
@@ -33,12 +33,12 @@ def business_day(ms: int) -> date:
 
 
 def week(day: date) -> date:
-    """The Monday of its week."""
+    """Return the Monday of its week."""
     return day - timedelta(days=day.weekday())
 
 
 def nearest_rank(ordered: Sequence[int], percent: int) -> int | None:
-    """The value of which so many percent are no larger.
+    """Return the smallest value that so many percent do not exceed.
 
     >>> nearest_rank([10, 20, 30], 50), nearest_rank([10, 20, 30], 95), nearest_rank([], 50)
     (20, 30, None)

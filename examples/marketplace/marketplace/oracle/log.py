@@ -1,4 +1,4 @@
-"""What the log itself must lead to: silver, quarantine, completeness and delivery."""
+"""The expected tables of the log: silver, quarantine, completeness and delivery."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from marketplace.oracle.calendar import HOUR_MS, nearest_rank
 from marketplace.oracle.tables import Rows
 
 _MOST_NAMED = 100
-_NOBODY = (None, None, None)
+_NO_ACTOR = (None, None, None)
 
 
 class _Hour:
@@ -32,35 +32,35 @@ class LogTables:
         self._hours: dict[int, _Hour] = {}
 
     def see(self, seen: Seen) -> None:
-        entry, told = seen.first, seen.told
+        entry, truth = seen.first, seen.truth
         if not entry.is_telemetry:
             self._count(seen)
-        at, first = told.at * 1_000, entry.ms * 1_000
-        if told.reason is not None:
+        at, first = truth.at * 1_000, entry.ms * 1_000
+        if truth.reason is not None:
             self._quarantine.add(
                 (
-                    *(entry.event_id, entry.topic, entry.type, told.version, told.reason),
+                    *(entry.event_id, entry.topic, entry.type, truth.version, truth.reason),
                     *(at, entry.data, first, seen.deliveries),
                 )
             )
         elif not entry.is_telemetry:
             self._events.add(
                 (
-                    *(entry.event_id, entry.type, told.version),
+                    *(entry.event_id, entry.type, truth.version),
                     *(entry.aggregate_type, entry.aggregate_id, at, at),
-                    *(told.actor or _NOBODY),
+                    *(truth.actor or _NO_ACTOR),
                     *(entry.data.decode(), first, seen.deliveries),
                 )
             )
 
     def _count(self, seen: Seen) -> None:
-        entry, at = seen.first, seen.told.at
+        entry, at = seen.first, seen.truth.at
         hour = self._hours.get(at // HOUR_MS)
         if hour is None:
             hour = self._hours[at // HOUR_MS] = _Hour()
         hour.entries += seen.deliveries
         hour.lags.append(entry.ms - at)
-        if seen.told.reason is None:
+        if seen.truth.reason is None:
             hour.taken += 1
         else:
             hour.refused += 1

@@ -1,4 +1,4 @@
-"""What the marts must hold: sums by business day, buyers, weeks."""
+"""The expected marts: sums by business day, buyers, weeks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STAGES = (
 
 
 class Sums:
-    """Rows of numbers by key; a row exists once something was added to it."""
+    """Sums numbers by key; a row exists once a number was added to it."""
 
     def __init__(self, width: int) -> None:
         self._width = width

@@ -1,4 +1,4 @@
-"""Oracle: what every table of the contract must hold, told by the world itself."""
+"""The oracle: derives the expected rows of every table from the state of the world."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _TELEMETRY = frozenset(("ad_impression", "ad_click"))
 
 
 class Oracle:
-    """A witness of a generator's run, which then knows the right answers.
+    """Witnesses a generator's run, and derives the expected tables.
 
     >>> from marketplace.generator import Generator
     >>> oracle = Oracle()
@@ -84,17 +84,17 @@ class Oracle:
     # --- the answers ------------------------------------------------------------------------
 
     def rows(self, name: str) -> list[dict[str, Any]]:
-        """The rows of a table by column, sorted by its key; times are aware, in UTC."""
+        """Return the rows of a table, sorted by its key; times are aware, in UTC."""
         self._complete()
         return self._found(name).dicts()
 
     def arrow(self, name: str) -> Any:
-        """The same as a pyarrow Table with the types of the contract, in no order."""
+        """Return the rows as a pyarrow Table with the types of the contract, in no order."""
         self._complete()
         return self._found(name).arrow()
 
     def differences(self, name: str, found: Iterable[Mapping[str, Any]]) -> list[str]:
-        """What is wrong with somebody else's rows of a table, a line each; none if all is well."""
+        """Compare rows of a table with the expected ones; return a line per difference."""
         return list(differences(name, self.rows(name), found))
 
     def count(self, name: str) -> int:
@@ -126,7 +126,7 @@ class Oracle:
             self._rows["recon_money"].add((order.id, problem, *cents, ids))
 
     def _complete(self) -> None:
-        """Conclude what was still under way, and write the sums."""
+        """Conclude unfinished orders and touches, and write the sums."""
         if self._is_complete:
             return
         self._is_complete = True

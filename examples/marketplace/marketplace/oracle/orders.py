@@ -1,4 +1,4 @@
-"""What orders must lead to: facts of orders and lines, attribution, and money that does not fit."""
+"""The expected tables of orders: facts, lines, attribution, and contradictions in money."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FURTHEST = ("closed", "delivered", "in_transit", "ready_for_dispatch")
 
 
 class Note:
-    """What is known of an order: by events that can be read, and only by them."""
+    """Collects what the readable events of an order say."""
 
     __slots__ = ("all_ids", "collections", "is_created", "lines", "money_ids", "payouts", "times")
 
@@ -64,7 +64,7 @@ class Note:
 
 
 class KnownOrder(NamedTuple):
-    """An order as the tables know it."""
+    """Holds an order as the tables have it."""
 
     order: Order
     note: Note
@@ -155,7 +155,7 @@ def _micros(ms: int | None) -> int | None:
 
 
 class Winner(NamedTuple):
-    """The ad that an order or a line is owed to."""
+    """Names the ad that an order or a line is attributed to."""
 
     ad: Any
     scope: str
@@ -163,7 +163,7 @@ class Winner(NamedTuple):
 
 
 def attribute(found: KnownOrder, rows: Rows) -> list[Winner]:
-    """Rows of all candidates of an order; who won."""
+    """Write the rows of all candidates of an order; return the winners."""
     order = found.order
     touches = [t for t in order.touches if t.note is not None and t.note.at <= order.created]
     if not touches:
@@ -222,7 +222,7 @@ def _rank(touch: Touch) -> tuple[bool, int, str]:
 
 
 def mismatches(found: KnownOrder) -> list[str]:
-    """The problems of an order, by their names in the contract."""
+    """Return the problems of an order, by their names in the contract."""
     is_collected, is_paid = found.collected_at is not None, found.paid_at is not None
     is_closed = found.state == "closed"
     amounts = {amount for _, _, amount in found.note.collections}

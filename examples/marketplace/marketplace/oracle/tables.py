@@ -11,14 +11,14 @@ from conquiet.errors import ConfigError
 
 
 class Table(NamedTuple):
-    """A table's columns with their types, and how many of the first are its key."""
+    """Lists the columns of a table with their types; the first are its key."""
 
     columns: dict[str, str]
     key: tuple[str, ...]
 
 
 def _table(key: str, text: str) -> Table:
-    """From lines such as `ts created_at closed_at`: a type, and the columns of it."""
+    """Parse lines such as `ts created_at closed_at`: a type, and its columns."""
     columns: dict[str, str] = {}
     for line in text.strip().splitlines():
         kind, *names = line.split()
@@ -200,7 +200,7 @@ TABLES: dict[str, Table] = {
         """,
     ),
 }
-"""What the oracle can tell. `entry_id` of the quarantine is missing, since the number of
+"""The tables that the oracle derives. `entry_id` of the quarantine is missing, since the number of
 partitions decides it; `stream` is the topic."""
 
 
@@ -215,7 +215,7 @@ _ROWS_PER_FILE = 20_000
 
 
 class Rows:
-    """Collects the rows of one table; times are microseconds until somebody asks."""
+    """Collects the rows of one table; times are microseconds until they are read."""
 
     def __init__(self, name: str, spill: Path | None = None) -> None:
         self.name = name
@@ -226,7 +226,7 @@ class Rows:
         self._files = 0
         if self._directory is not None:
             self._directory.mkdir(parents=True, exist_ok=True)
-            if any(self._directory.iterdir()):  # its rows would be taken for ours
+            if any(self._directory.iterdir()):  # a reader would read those rows, too
                 raise ConfigError(f"{self._directory} is not empty; spill into a new directory")
 
     def add(self, row: tuple[Any, ...]) -> None:
@@ -236,7 +236,7 @@ class Rows:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is kept, if there is a place for it."""
+        """Write the rows in memory, if there is a directory for them."""
         if self._directory is None or not self._kept:
             return
         import pyarrow.parquet
@@ -247,7 +247,7 @@ class Rows:
         self._kept.clear()
 
     def arrow(self) -> Any:
-        """All rows as a pyarrow Table."""
+        """Return all rows as a pyarrow Table."""
         if self._directory is None:
             return self._arrow(self._kept)
         import pyarrow
@@ -258,7 +258,7 @@ class Rows:
         return pyarrow.concat_tables(parts) if parts else self._arrow([])
 
     def dicts(self) -> list[dict[str, Any]]:
-        """All rows by the names of their columns, sorted by the key."""
+        """Return all rows by column, sorted by the key."""
         if self._directory is not None:
             found: list[dict[str, Any]] = self.arrow().to_pylist()
         else:
@@ -305,7 +305,7 @@ _Rows = Iterable[Mapping[str, Any]]
 
 
 def differences(name: str, expected: _Rows, found: _Rows) -> Iterator[str]:
-    """A line for each row that is missing, too many, there twice or different, by its key.
+    """Yield a line for each row that is missing, unexpected, duplicate or different.
 
     >>> right = [{"hour": 1, "events": 2}, {"hour": 2, "events": 5}]
     >>> list(differences("outbox_delivery", right, [{"hour": 2, "events": 4}]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from sqlalchemy import Engine, insert, select, update
 
 from conquiet import sql
-from conquiet.events.event import Event, now
+from conquiet.events import Event
 from marketplace.catalog import (
     CATALOG,
     AdActivated,
@@ -28,7 +28,7 @@ _TERMS = ("bid_cents_cpm", "daily_budget_cents", "placement")
 
 
 class Ads:
-    """Keeps the ads of vendors."""
+    """Stores the ads of vendors."""
 
     def __init__(self, engine: Engine) -> None:
         self._ads = Book(engine, ADS, "ad")
@@ -45,7 +45,7 @@ class Ads:
         }
         self._ads.add(id=command.ad_id, **terms)
         data = AdCreated(ad_id=command.ad_id, **terms)  # type: ignore[arg-type]
-        at = command.at or now()
+        at = command.decided_at
         return [
             CATALOG.event(data, aggregate_id=command.ad_id, actor=command.actor, occurred_at=at)
         ]
@@ -74,7 +74,7 @@ class Ads:
             changes=[Change(name, getattr(ad, name), new) for name, new in changed.items()],
             **terms,
         )
-        at = command.at or now()
+        at = command.decided_at
         return [CATALOG.event(data, aggregate_id=ad.id, actor=command.actor, occurred_at=at)]
 
     def activate_ad(self, command: commands.ActivateAd) -> list[Event]:
@@ -90,13 +90,13 @@ class Ads:
         ad = self._ads.get(command.ad_id)
         AD.check(ad.id, ad.status, to)
         self._ads.change(ad.id, status=to)
-        at = command.at or now()
+        at = command.decided_at
         data = kind(ad.id, ad.vendor_store_id, ad.status, at, command.cause)
         return CATALOG.event(data, aggregate_id=ad.id, actor=command.actor, occurred_at=at)
 
 
 class Rollups:
-    """Remembers the last revision of each day, so that an older one cannot replace it."""
+    """Stores the last revision of each day, so that an older one cannot replace it."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -115,11 +115,11 @@ class Rollups:
             spend_micros=command.spend_micros,
             rollup_revision=command.rollup_revision,
         )
-        at = command.at or now()
+        at = command.decided_at
         return [CATALOG.event(data, aggregate_id=ad.id, actor=command.actor, occurred_at=at)]
 
     def _note(self, command: commands.RollUpAd) -> None:
-        """The ad's row is locked, so nobody writes the same day meanwhile."""
+        """Store the revision of a day; the lock on the ad's row keeps other writers out."""
         day = (AD_DAYS.c.ad_id == command.ad_id) & (AD_DAYS.c.day == command.day)
         new = command.rollup_revision
         with sql.connection(self._engine) as connection:

@@ -1,22 +1,27 @@
-"""What can be asked of the marketplace. Ids are the caller's: asking twice is then seen."""
+"""The commands of the marketplace. The caller chooses the ids, so that a repeated command is
+recognized."""
 
 from __future__ import annotations
 
-from datetime import date
+from datetime import UTC, date, datetime
 from typing import Annotated, Literal
 from uuid import UUID
 
 import msgspec
 
-from conquiet.events.envelope import ActorRef, Moment
-from marketplace.catalog import Cents, Count, Currency, PaymentMethod, Quantity
+from conquiet.events import ActorRef
+from marketplace.catalog import Cents, Count, Currency, Moment, PaymentMethod, Quantity
 
 
 class Command(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What all share: when it was decided, which is now if nothing is said, and by whom."""
+    """Carries when it was decided, now unless given, and by whom."""
 
     at: Moment | None = None
     actor: ActorRef | None = None
+
+    @property
+    def decided_at(self) -> datetime:
+        return self.at or datetime.now(UTC)
 
 
 # --- orders ---------------------------------------------------------------------------------
@@ -34,7 +39,7 @@ class OrderedLine(msgspec.Struct, kw_only=True):
 
 
 class PlaceOrder(Command):
-    """`total_cents` is what the buyer was shown; an order that adds up to another is refused."""
+    """Places an order; refused unless it adds up to `total_cents`, which the buyer was shown."""
 
     order_id: UUID
     checkout_group_id: UUID
@@ -57,7 +62,7 @@ class OrderCommand(Command):
 
 
 class AcceptLines(OrderCommand):
-    """The vendor takes every line but those in `rejected`."""
+    """Accepts every line but those in `rejected`."""
 
     rejected: list[UUID] = []
     reason: str | None = None
@@ -154,7 +159,7 @@ class CreateAd(Command):
 
 
 class UpdateAd(Command):
-    """What is left out stays."""
+    """Changes the terms that are given, and no others."""
 
     ad_id: UUID
     placement: str | None = None
@@ -180,7 +185,7 @@ class ExpireAd(MoveAd):
 
 
 class RollUpAd(Command):
-    """What telemetry counted for a business day; a later count has a higher revision."""
+    """Reports the counts of a business day; a later count has a higher revision."""
 
     ad_id: UUID
     day: date

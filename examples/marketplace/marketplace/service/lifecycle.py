@@ -1,4 +1,7 @@
-"""What may follow what; docs/marketplace.md draws it, and the tables check the names."""
+"""The states of orders, lines, licenses and ads, and their transitions.
+
+docs/marketplace.md draws them; the tables check the names.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +13,23 @@ from conquiet.errors import ConquietError, PermanentError
 
 
 class Refused(PermanentError):
-    """A command that breaks a rule, and will break it however often it comes."""
+    """A command breaks a rule; a retry would break it again."""
 
 
 class IllegalTransition(Refused):
-    """From the state that it is in, nothing leads to the one that was asked for."""
+    """The state has no transition to the one that the command asks for."""
 
 
 class WrongAmount(Refused):
-    """Cents that do not add up, or are not those that are due."""
+    """An amount does not add up, or is not the amount due."""
 
 
 class NotFound(ConquietError):
-    """Nothing has this id yet; not permanent, since the command before it may be on its way."""
+    """No row has this id yet; a retry may find it, if the command that creates it comes late."""
 
 
 class Lifecycle(NamedTuple):
-    """The states of one kind of thing, and what may follow each.
+    """Lists the states of one kind of thing, and the transitions from each.
 
     >>> ORDER.check(UUID(int=7), "ready_for_dispatch", "in_transit")
     >>> LICENSE.states
@@ -41,7 +44,7 @@ class Lifecycle(NamedTuple):
         return tuple(self.follows)
 
     def check(self, id_: UUID, old: str, new: str) -> None:
-        """Raise unless the one may become the other."""
+        """Raise `IllegalTransition` unless `new` may follow `old`."""
         allowed = self.follows[old]
         if new not in allowed:
             after = f"only {' or '.join(allowed)}" if allowed else "nothing"

@@ -10,7 +10,7 @@ import msgspec
 from sqlalchemy import Engine, Row, bindparam, select, update
 
 from conquiet import sql
-from conquiet.events.catalog import Event, now
+from conquiet.events import Event
 from marketplace.catalog import (
     CATALOG,
     Line,
@@ -38,7 +38,7 @@ _LINES_OF = select(LINES).where(LINES.c.order_id == bindparam("order")).order_by
 
 
 class Orders:
-    """Keeps orders and their lines; what it returns becomes events in the same transaction."""
+    """Stores orders and their lines; the events it returns are stored in the same transaction."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -46,7 +46,7 @@ class Orders:
         self._lines = Book(engine, LINES, "line")
 
     def place_order(self, command: commands.PlaceOrder) -> list[Event]:
-        at = command.at or now()
+        at = command.decided_at
         data = _priced(command)
         self._orders.add(
             id=command.order_id,
@@ -85,8 +85,8 @@ class Orders:
         return [created, _notification(command.order_id, to, "order_received", created)]
 
     def accept_lines(self, command: commands.AcceptLines) -> list[Event]:
-        """All of the lines, some of them or none: each is decided once."""
-        at, order = command.at or now(), self._orders.get(command.order_id)
+        """Accept all lines, some or none; a line is decided once."""
+        at, order = command.decided_at, self._orders.get(command.order_id)
         lines = self._lines_of(order.id)
         rejected = set(command.rejected)
         unknown = rejected.difference(line.id for line in lines)
@@ -145,7 +145,7 @@ class Orders:
         return [self._step(command, "closed", order)]
 
     def cancel_order(self, command: commands.CancelOrder) -> list[Event]:
-        at, order = command.at or now(), self._orders.get(command.order_id)
+        at, order = command.decided_at, self._orders.get(command.order_id)
         ORDER.check(order.id, order.status, "canceled")
         data = OrderCanceled(
             **order_keys(order),
@@ -157,7 +157,7 @@ class Orders:
         return self._end(order, "canceled", data, command, at)
 
     def expire_order(self, command: commands.ExpireOrder) -> list[Event]:
-        at, order = command.at or now(), self._orders.get(command.order_id)
+        at, order = command.decided_at, self._orders.get(command.order_id)
         ORDER.check(order.id, order.status, "expired")
         due = _aware(order.created_at) + timedelta(days=TTL_DAYS)
         if at < due:
@@ -174,7 +174,7 @@ class Orders:
     ) -> Event:
         order = order or self._orders.get(command.order_id)
         ORDER.check(order.id, order.status, to)
-        return self._move(order, command, to, command.at or now(), order.total_cents)
+        return self._move(order, command, to, command.decided_at, order.total_cents)
 
     def _move(
         self,
@@ -227,7 +227,7 @@ class Orders:
 
 
 def _priced(command: commands.PlaceOrder) -> OrderCreated:
-    """The order with its sums; refused if they are not what the buyer was shown."""
+    """Add up the order; refused if the total is not the one that the buyer was shown."""
     lines = []
     for line in command.lines:
         gross = line.qty * line.unit_price_cents
@@ -275,12 +275,12 @@ def _released(order: Row[Any], cause: str, lines: list[Row[Any]], at: datetime) 
 
 
 def _notification(order_id: UUID, to: UUID, kind: str, cause: Event) -> Event:
-    """Asked for once per order and kind: its id follows from them."""
+    """Request a notification, once per order and kind: its id follows from them."""
     id_ = uuid5(order_id, kind)
     data = NotificationRequested(id_, to, "email", kind, source_event_id=cause.id)
     return CATALOG.event(data, aggregate_id=id_, occurred_at=cause.occurred_at)
 
 
 def _aware(moment: datetime) -> datetime:
-    """SQLite forgets the offset; what was stored is UTC."""
+    """Add the offset that SQLite drops: stored times are in UTC."""
     return moment if moment.tzinfo else moment.replace(tzinfo=UTC)

@@ -9,7 +9,7 @@ from uuid import UUID
 from sqlalchemy import Engine, Row, bindparam, select
 
 from conquiet import sql
-from conquiet.events.catalog import Event, now
+from conquiet.events import Event
 from marketplace.catalog import (
     CATALOG,
     CashCollected,
@@ -25,7 +25,7 @@ _Payment = commands.CollectCash | commands.SettlePayment | commands.PayOut
 
 
 class Payments:
-    """Keeps a ledger of what was collected and paid out for each order."""
+    """Stores what was collected and paid out for each order in a ledger."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -33,7 +33,7 @@ class Payments:
         self._ledger = Book(engine, LEDGER, "ledger event")
 
     def collect_cash(self, command: commands.CollectCash) -> list[Event]:
-        at, order = command.at or now(), self._delivered(command)
+        at, order = command.decided_at, self._delivered(command)
         if order.payment_method != "cash":
             raise Refused(f"order {order.id} is paid by {order.payment_method}, not in cash")
         self._is_due(order, command.amount_cents, order.total_cents, "collected")
@@ -50,8 +50,8 @@ class Payments:
         return [CATALOG.event(data, aggregate_id=order.id, occurred_at=at)]
 
     def settle_payment(self, command: commands.SettlePayment) -> list[Event]:
-        """The bank has it. Cash must have been collected before."""
-        at, order = command.at or now(), self._delivered(command)
+        """Record that the bank has the money. Cash must have been collected before."""
+        at, order = command.decided_at, self._delivered(command)
         kinds = self._kinds(order.id)
         if order.payment_method == "cash" and "cash_collected" not in kinds:
             raise IllegalTransition(f"order {order.id}: its cash has not been collected yet")
@@ -70,7 +70,7 @@ class Payments:
         return [CATALOG.event(data, aggregate_id=command.ledger_event_id, occurred_at=at)]
 
     def pay_out(self, command: commands.PayOut) -> list[Event]:
-        at, order = command.at or now(), self._delivered(command)
+        at, order = command.decided_at, self._delivered(command)
         kinds = self._kinds(order.id)
         if "payment_settled" not in kinds:
             raise IllegalTransition(f"order {order.id}: its payment has not been settled yet")
@@ -101,14 +101,14 @@ class Payments:
             raise WrongAmount(f"order {order.id}: {due} cents are to be {what}, not {amount}")
 
     def _kinds(self, order_id: UUID) -> set[str]:
-        """What the ledger has of an order."""
+        """Return the kinds of entries that the ledger has for an order."""
         with sql.connection(self._engine) as connection:
             return set(connection.scalars(_KINDS, {"order": order_id}))
 
     def _record(
         self, kinds: set[str], order_id: UUID, command: _Payment, kind: str, at: datetime
     ) -> None:
-        """Once per order and kind, whatever the id of the ledger event."""
+        """Add an entry to the ledger, once per order and kind."""
         if kind in kinds:
             raise IllegalTransition(f"order {order_id}: {kind} is in the ledger already")
         self._ledger.add(

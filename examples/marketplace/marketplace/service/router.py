@@ -1,4 +1,4 @@
-"""The router of the marketplace: every command to its handler, one transaction per batch."""
+"""The router of the marketplace: a handler per command, a transaction per batch."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from typing import Any
 
 from sqlalchemy import URL, Engine
 
-from conquiet.events.outbox import EventsOutbox
+from conquiet import Router
+from conquiet.events import EventsOutbox
 from conquiet.middleware import DeadLetter
-from conquiet.router import Router
 from conquiet.sink import Sink
-from conquiet.sql import Inbox, Transaction, dialect
+from conquiet.sql import Inbox, Transaction
 from marketplace.service.ads import Ads, Rollups
 from marketplace.service.orders import Orders
 from marketplace.service.payments import Payments
 from marketplace.service.stores import Licenses, Media
+from marketplace.service.tables import as_engine
 
 SOURCE = "/marketplace"
 
@@ -23,7 +24,7 @@ SOURCE = "/marketplace"
 def marketplace_router(
     engine: Engine | str | URL, *, dead_letters: Sink | None = None, attempts: int = 5
 ) -> Router:
-    """Handlers of all commands, with inbox and outbox on the same database.
+    """Build the router of all commands, with inbox and outbox on the same database.
 
     >>> from marketplace.service import init
     >>> init("sqlite:///market.sqlite")
@@ -31,10 +32,10 @@ def marketplace_router(
     >>> len(router.handlers)
     21
 
-    What breaks a rule goes to `dead_letters` at once, what fails otherwise after `attempts`
-    deliveries; without dead letters it is nacked, and its source decides.
+    A command that breaks a rule becomes a dead letter at once, one that fails otherwise after
+    its last attempt; without `dead_letters` it is nacked, and its source decides.
     """
-    database = dialect.as_engine(engine)
+    database = as_engine(engine)
     router = Router()
     if dead_letters is not None:
         router.use(DeadLetter(dead_letters, max_attempts=attempts))

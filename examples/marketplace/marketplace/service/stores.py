@@ -8,7 +8,7 @@ from uuid import UUID
 
 from sqlalchemy import Engine
 
-from conquiet.events.event import Event, now
+from conquiet.events import Event
 from marketplace.catalog import CATALOG, LicenseStatusChanged, MediaUploaded
 from marketplace.service import commands
 from marketplace.service.lifecycle import LICENSE
@@ -16,7 +16,7 @@ from marketplace.service.tables import LICENSES, MEDIA, Book
 
 
 class Licenses:
-    """Keeps the licenses of stores."""
+    """Stores the licenses of stores."""
 
     def __init__(self, engine: Engine) -> None:
         self._licenses = Book(engine, LICENSES, "license")
@@ -69,12 +69,12 @@ class Licenses:
 
 
 def _event(data: LicenseStatusChanged, command: Any) -> Event:
-    at = command.at or now()
+    at = command.decided_at
     return CATALOG.event(data, aggregate_id=data.license_id, actor=command.actor, occurred_at=at)
 
 
 class Media:
-    """Keeps the list of files."""
+    """Stores the list of uploaded files; the files themselves are elsewhere."""
 
     def __init__(self, engine: Engine) -> None:
         self._media = Book(engine, MEDIA, "media")
@@ -87,7 +87,7 @@ class Media:
             "size_bytes": command.size_bytes,
         }
         self._media.add(id=command.media_id, **about)
-        at = command.at or now()
+        at = command.decided_at
         data = MediaUploaded(media_id=command.media_id, uploaded_at=at, **about)  # type: ignore[arg-type]
         return [
             CATALOG.event(data, aggregate_id=command.media_id, actor=command.actor, occurred_at=at)

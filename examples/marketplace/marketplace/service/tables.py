@@ -19,17 +19,15 @@ from sqlalchemy import (
     String,
     Table,
     Text,
+    Uuid,
     bindparam,
     insert,
     select,
     update,
 )
+from sqlalchemy.dialects import postgresql, sqlite
 
-from conquiet import sql
-from conquiet.events import schema as events_schema
-from conquiet.events.table import UuidText
-from conquiet.sql import dialect
-from conquiet.sql import schema as sql_schema
+from conquiet import events, sql
 from marketplace.catalog import CATALOG
 from marketplace.service.lifecycle import AD, LICENSE, LINE, ORDER, Lifecycle, NotFound, Refused
 
@@ -37,11 +35,11 @@ METADATA = MetaData()
 
 
 def _id(name: str = "id") -> Column[Any]:
-    return Column(name, UuidText(), primary_key=True)
+    return Column(name, Uuid(), primary_key=True)
 
 
 def _uuid(name: str) -> Column[Any]:
-    return Column(name, UuidText(), nullable=False)
+    return Column(name, Uuid(), nullable=False)
 
 
 def _text(name: str) -> Column[Any]:
@@ -80,7 +78,7 @@ LINES = Table(
     "market_order_lines",
     METADATA,
     _id(),
-    Column("order_id", UuidText(), ForeignKey(ORDERS.c.id), nullable=False, index=True),
+    Column("order_id", Uuid(), ForeignKey(ORDERS.c.id), nullable=False, index=True),
     Column("position", BigInteger, nullable=False),
     _uuid("product_id"),
     Column("qty", BigInteger, CheckConstraint("qty > 0"), nullable=False),
@@ -92,7 +90,7 @@ LEDGER = Table(
     "market_ledger",
     METADATA,
     _id(),
-    Column("order_id", UuidText(), ForeignKey(ORDERS.c.id), nullable=False, index=True),
+    Column("order_id", Uuid(), ForeignKey(ORDERS.c.id), nullable=False, index=True),
     _text("kind"),
     _cents("amount_cents"),
     Column("recorded_at", DateTime(timezone=True), nullable=False),
@@ -124,7 +122,7 @@ ADS = Table(
 AD_DAYS = Table(
     "market_ad_days",
     METADATA,
-    Column("ad_id", UuidText(), ForeignKey(ADS.c.id), primary_key=True),
+    Column("ad_id", Uuid(), ForeignKey(ADS.c.id), primary_key=True),
     Column("day", Date, primary_key=True),
     Column("revision", BigInteger, CheckConstraint("revision > 0"), nullable=False),
 )
@@ -140,12 +138,17 @@ MEDIA = Table(
 )
 
 
+def as_engine(database: Engine | str | URL) -> Engine:
+    """Return the engine itself, or create one for a URL."""
+    return database if isinstance(database, Engine) else sql.engine(database)
+
+
 def init(engine: Engine | str | URL) -> None:
-    """Create what is missing: business tables, `outbox_events` and the inbox; safe to repeat."""
-    database = dialect.as_engine(engine)
+    """Create the business tables, `outbox_events` and the inbox, where they are missing."""
+    database = as_engine(engine)
     try:
-        sql_schema.init(database, outbox=None)
-        events_schema.init(database, CATALOG)
+        sql.schema.init(database, outbox=None)
+        events.schema.init(database, CATALOG)
         METADATA.create_all(database)
     finally:
         if database is not engine:
@@ -153,15 +156,21 @@ def init(engine: Engine | str | URL) -> None:
 
 
 class Book:
-    """One table of things with an id; a row that is looked at is locked until the commit."""
+    """Reads and changes the rows of one table, in the ambient transaction.
+
+    A row that is read is locked until the commit.
+    """
 
     def __init__(self, engine: Engine, table: Table, kind: str) -> None:
         self._engine = engine
         self._kind = kind
-        # Made once: to put a statement together takes as long as to execute it.
+        # Built once: building a statement takes as long as executing it.
         is_it = table.c.id == bindparam("key")
         self._select = select(table).where(is_it).with_for_update()
         self._insert = insert(table)
+        dialect: Any = postgresql if engine.dialect.name == "postgresql" else sqlite
+        new = dialect.insert(table)
+        self._insert_new = new.on_conflict_do_nothing().returning(table.c.id)
         self._update = update(table).where(is_it)
 
     def find(self, id_: UUID) -> Row[Any] | None:
@@ -175,11 +184,11 @@ class Book:
         return found
 
     def add(self, **values: Any) -> None:
-        """A new row; refused if its id is taken."""
-        if self.find(values["id"]) is not None:
-            raise Refused(f"{self._kind} {values['id']} exists already; nothing was changed")
+        """Insert a row; refused if its id is taken."""
         with sql.connection(self._engine) as connection:
-            connection.execute(self._insert, values)
+            added = connection.execute(self._insert_new, values).one_or_none()
+        if added is None:
+            raise Refused(f"{self._kind} {values['id']} exists already; nothing was changed")
 
     def add_all(self, rows: list[dict[str, Any]]) -> None:
         with sql.connection(self._engine) as connection:
@@ -191,7 +200,7 @@ class Book:
 
 
 def order_keys(order: Row[Any]) -> dict[str, UUID]:
-    """What every event of an order carries."""
+    """Return the keys that every event of an order carries."""
     return {
         "order_id": order.id,
         "checkout_group_id": order.checkout_group_id,
