@@ -1,0 +1,127 @@
+"""A lake in an S3 store: moto's server, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from tests.unit.lake.payments import entries, pipeline
+from tests.unit.lake.test_engine import contents
+
+from conquiet.errors import ConfigError
+from conquiet.lake.pipeline import as_table
+
+BUCKET = "conquiet-tests"
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    boto3 = pytest.importorskip("boto3")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        _wait_for(port, server)
+        url = f"http://127.0.0.1:{port}"
+        access = {"aws_access_key_id": "key", "aws_secret_access_key": "secret"}
+        client = boto3.client("s3", endpoint_url=url, region_name="us-east-1", **access)
+        client.create_bucket(Bucket=BUCKET)
+        client.close()
+        yield url
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def _wait_for(port: int, server: subprocess.Popen) -> None:
+    end = time.monotonic() + 60
+    while time.monotonic() < end and server.poll() is None:
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+            return
+        except OSError:
+            time.sleep(0.05)
+    pytest.fail("moto's server did not start")
+
+
+@pytest.fixture
+def lake(endpoint, monkeypatch, request):
+    settings = {
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": endpoint,
+        "AWS_ALLOW_HTTP": "true",
+    }
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    pipeline.lake = f"s3://{BUCKET}/{request.node.name}"
+    return pipeline
+
+
+def test_tables_are_those_of_a_lake_on_a_disk(lake, tmp_path):
+    log = entries(12)
+    for start in range(0, len(log), 12):
+        lake.run(as_table(log[start : start + 12]))
+    found = contents(lake)
+    lake.lake = str(tmp_path / "lake")
+    lake.run(as_table(log))
+    assert found == contents(lake)
+
+
+def test_upkeep_and_retry(lake):
+    log = entries(6)
+    lake.run(as_table(log[:6]))
+    lake.run(as_table(log[6:]))
+    before = contents(lake)
+    lake.optimize(hours=0)
+    assert contents(lake) == before
+    assert lake.quarantine.retry() == 0
+
+
+def test_a_second_driver_is_refused_while_the_first_keeps_its_lease(lake):
+    with lake.driver(), pytest.raises(ConfigError, match="in use by another driver"):
+        lake.refresh()
+    assert lake.refresh() == 0
+
+
+def test_readers_see_whole_commits_while_batches_come_in(lake):
+    log = [one for one in entries(12) if one["type"] == "payment_authorized"]
+    lake.run(as_table(log[:1]))
+    stop = threading.Event()
+    faults: list[str] = []
+    reads = 0
+
+    def read() -> None:
+        nonlocal reads
+        while not stop.is_set():
+            rows = lake.read("payment").to_pylist()
+            ids = [row["payment_id"] for row in rows]
+            reads += 1
+            if not ids or len(ids) != len(set(ids)):
+                faults.append(f"{ids}")
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for one in log[1:5]:
+        lake.run(as_table([one]))
+    stop.set()
+    reader.join()
+    assert not faults
+    assert reads > 0
+
+
+def test_the_checkpoint_of_a_stream_must_be_named(lake):
+    from conquiet.lake.tables import Files
+
+    with pytest.raises(ConfigError, match="checkpoint="):
+        lake._checkpoint(Files(lake.lake))
+    assert os.environ["AWS_ENDPOINT_URL"].startswith("http://")
