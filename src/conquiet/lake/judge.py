@@ -228,11 +228,15 @@ class Judge:
             for name in ("stream", "event_id", "type", "data", "_malformed")
         ]
         days = entries["_day"].to_pylist() if self.definition.rules else []
+        no_text = _rows_without_text(entries["data"])
         for row, (stream, event_id, event_type, data, malformed) in enumerate(
             zip(*columns, strict=True)
         ):
             if malformed is not None or not event_id or not event_type:
                 bad.add(row, None, REASONS[0])
+                continue
+            if row in no_text:
+                bad.add(row, None, "broken_json")
                 continue
             try:
                 kind = self._kind(stream, event_type, data)
@@ -351,7 +355,7 @@ class Judge:
             "actor_type": pa.array([one.type for one in actors], pa.string()),
             "actor_id": pa.array([one.id for one in actors], pa.string()),
             "actor_store_id": pa.array([one.store_id for one in actors], pa.string()),
-            "payload": _text(taken["data"]),
+            "payload": taken["data"].cast(pa.string()),
             "first_seen_at": taken["entry_time"],
             "moment": moments,
         }
@@ -705,9 +709,18 @@ def _column_version(version: int | None) -> int | None:
     return version if version is not None and 0 <= version < 2**31 else None
 
 
-def _text(data: pa.ChunkedArray) -> pa.ChunkedArray:
+def _rows_without_text(data: pa.ChunkedArray) -> frozenset[int]:
+    """Find the rows whose data is not UTF-8, also in a part that no struct reads."""
     try:
-        return data.cast(pa.string())
-    except pa.ArrowInvalid:  # not UTF-8 in a part that no struct reads
-        texts = [None if one is None else one.decode(errors="replace") for one in data.to_pylist()]
-        return pa.chunked_array([pa.array(texts, pa.string())])
+        data.cast(pa.string())
+    except pa.ArrowInvalid:
+        return frozenset(row for row, one in enumerate(data.to_pylist()) if not _is_text(one))
+    return frozenset()
+
+
+def _is_text(data: bytes | None) -> bool:
+    try:
+        (data or b"").decode()
+    except UnicodeDecodeError:
+        return False
+    return True

@@ -469,12 +469,15 @@ def first_deliveries(raw: pa.Table, plan: Plan) -> pa.Table:
 
 def as_entries(raw: pa.Table, counts: np.ndarray) -> pa.Table:
     hashes, checks = hash_ids(delivery_ids(raw))
+    days = days_of(raw)
     made = {
+        # A time of no possible day is nonsense that readers could not show.
+        "time": pc.if_else(pa.array(days != NO_DAY), raw["time"], pa.scalar(None, TIME)),
         "aggregate_type": pc.map_lookup(
             raw["attributes"].combine_chunks(), "aggregatetype", "first"
         ),
         "delivery_count": pa.array(counts),
-        "_day": pa.array(days_of(raw)),
+        "_day": pa.array(days),
         "_id_hash": pa.array(hashes),
         "_id_check": pa.array(checks),
     }

@@ -5,9 +5,9 @@ from __future__ import annotations
 from datetime import datetime, timedelta
 from typing import Any
 
-from tests.spark.marketplace.entries import START, entry, envelope, frame, line, order, rfc, uuid
+from tests.unit.marketplace.entries import START, entry, envelope, line, order, rfc, uuid
 
-from marketplace.pipeline.silver import silver
+from marketplace.lake import pipeline
 
 
 class History:
@@ -16,8 +16,8 @@ class History:
     def __init__(self) -> None:
         self.entries: list[dict[str, Any]] = []
 
-    def silver(self, spark: Any) -> Any:
-        return silver(frame(spark, self.entries)).persist()
+    def tables(self) -> dict[str, list[dict[str, Any]]]:
+        return pipeline.local(self.entries)
 
     def tell(self, type: str, data: dict[str, Any], at: datetime = START) -> str:
         number = len(self.entries) + 1

@@ -6,8 +6,6 @@ import json
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from conquiet.spark.columns import ARROW_SCHEMA
-
 START = datetime(2026, 3, 7, 12, tzinfo=UTC)
 DOMAIN, TELEMETRY = "pf-domain-events", "pf-ad-telemetry"
 
@@ -41,13 +39,6 @@ def entry(number: int, type: str, body: Any, **columns: Any) -> dict[str, Any]:
         "data": data,
     }
     return found | columns
-
-
-def frame(spark: Any, entries: list[dict[str, Any]]) -> Any:
-    import pyarrow as pa
-
-    rows = [{**one, "attributes": list(one["attributes"].items())} for one in entries]
-    return spark.createDataFrame(pa.Table.from_pylist(rows, ARROW_SCHEMA))
 
 
 KEYS = {
