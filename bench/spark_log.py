@@ -16,14 +16,14 @@ from pyspark.sql.streaming.query import StreamingQuery
 from bench import spark_floors as floors
 from bench.harness import Case, compare
 from bench.spark_ground import Ground, Run, in_turn, judged
-from conquiet.spark import read_table, write_table
+from conquiet.lake import Pipeline
 
 STREAMS = [f"events:{number}" for number in range(4)]
 TICKS = [f"ticks:{number}" for number in range(4)]
 PER_TRIGGER = 200_000
 FLOOR, OTHER_FLOOR = "two redis-py + hiredis readers", "the same by COUNT 1000"
 NO_OP, TO_PARQUET = "AvailableNow, no-op", "AvailableNow to Parquet"
-TO_TABLE = {"parquet": "AvailableNow to a Parquet table", "delta": "AvailableNow to a Delta table"}
+TO_LAKE = "AvailableNow to raw_events of a lake"
 LEAST_CPU_COUNT, OTHER_COUNT = 200, 1_000
 """Replies that stay in the caches of a CPU are parsed fastest; 1,000 is what many would write."""
 _WAIT_SECONDS = 60.0
@@ -85,13 +85,12 @@ class Log:
             ),
             NO_OP: Run(self._to_nothing),
             TO_PARQUET: self._to_files("sink", self._to_parquet),
-            TO_TABLE["parquet"]: self._to_table("parquet"),
-            TO_TABLE["delta"]: self._to_table("delta"),
+            TO_LAKE: self._to_lake(),
         }
         bars = {
             "read, count": 1.0,
             "read to Parquet": 0.6,
-            **dict.fromkeys(TO_TABLE.values(), 0.35),
+            TO_LAKE: 0.35,
         }
         seconds = in_turn(runs, self.size, ground.rounds)
         for name in runs:
@@ -150,23 +149,21 @@ class Log:
         writer = writer.options(path=path, checkpointLocation=self._checkpoint())
         self._finish(TO_PARQUET, writer.start())
 
-    def _to_table(self, format: Any) -> Run:
-        path = str(self.ground.directory / f"table-{format}")
+    def _to_lake(self) -> Run:
+        pipeline = Pipeline(lake=str(self.ground.directory / "lake"))
 
         def write() -> None:
-            query = write_table(
+            pipeline.run(
                 self._stream(),
-                path,
-                format=format,
+                once=True,
                 checkpoint=self._checkpoint(),
-                trigger={"availableNow": True},
+                on_query=lambda query: self._queries.update({TO_LAKE: query}),
             )
-            self._finish(TO_TABLE[format], query)
 
         return Run(
             write,
-            lambda: read_table(self.ground.spark, path).count(),
-            lambda: shutil.rmtree(path, ignore_errors=True),
+            lambda: pipeline.read("raw_events").num_rows,
+            lambda: shutil.rmtree(pipeline.lake, ignore_errors=True),
         )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from conquiet.errors import ConfigError
-from conquiet.spark import start_query, write_table
+from conquiet.spark import start_query
 from conquiet.spark.checkpoint import held
 
 
@@ -16,15 +16,12 @@ def numbers(spark):
     return spark.readStream.format("rate").load()
 
 
-def test_a_table_that_is_written_holds_its_checkpoint_until_the_query_ends(
-    spark, tmp_path: Path
-) -> None:
+def test_a_query_holds_its_checkpoint_until_it_ends(spark, tmp_path: Path) -> None:
     place = tmp_path / "checkpoint"
 
     def write():
-        hourly = {"processingTime": "1 hour"}
-        path = tmp_path / "table"
-        return write_table(numbers(spark), path, format="parquet", checkpoint=place, trigger=hourly)
+        writing = numbers(spark).writeStream.format("noop").trigger(processingTime="1 hour")
+        return start_query(writing, place)
 
     query = write()
     try:

@@ -99,7 +99,6 @@ def _register_run(verbs: Any, common: ArgumentParser) -> None:
     )
     run.add_argument("--max-events", type=count, metavar="N", help="per batch at most")
     run.add_argument("--master", metavar="URL", help="local[*] (default), spark://…, k8s://…, yarn")
-    run.add_argument("--remote", metavar="URL", help="a Spark Connect server, sc://host:15002")
     run.add_argument(
         "--archive", metavar="FILE", help="what `pipeline package` made, for executors"
     )

@@ -74,10 +74,8 @@ def run(options: Namespace) -> int:
 def _session(options: Namespace, config: dict[str, str], debug: bool) -> SparkSession:
     from conquiet.spark import session
 
-    spark = session(
-        "conquiet pipeline", master=options.master, remote=options.remote, config=config
-    )
-    if not debug and options.remote is None:  # `_failed` prints what ended a query, in one line
+    spark = session("conquiet pipeline", master=options.master, config=config)
+    if not debug:  # `_failed` prints what ended a query, in one line
         log4j = spark._jvm.org.apache.logging.log4j  # type: ignore[union-attr]
         log4j.core.config.Configurator.setLevel(_ENDS_OF_QUERIES, log4j.Level.OFF)
     return spark
@@ -190,15 +188,8 @@ def _file_options(options: Namespace) -> dict[str, str]:
 
 def spark_settings(options: Namespace, debug: bool) -> dict[str, str]:
     """Return the settings of the session: the user's, and those that bring the archive along."""
-    if options.remote is not None and options.master is not None:
-        raise ConfigError("--master and --remote exclude each other")
-    if options.remote is not None and options.archive is not None:
-        raise ConfigError(
-            "--archive is for --master: a Spark Connect server is started with its own"
-            " spark.archives, and has conquiet installed"
-        )
     chosen = dict(options.conf)
-    if not debug and options.remote is None:
+    if not debug:
         chosen.setdefault("spark.log.level", "ERROR")
         chosen.setdefault("spark.ui.showConsoleProgress", "false")
     if options.archive is not None:

@@ -12,13 +12,6 @@ if TYPE_CHECKING:
     from conquiet.spark.progress import DataLoss, LagListener, lag, losses
     from conquiet.spark.query import start_query
     from conquiet.spark.settings import session
-    from conquiet.spark.tables.reading import read_table, table_files
-    from conquiet.spark.tables.writing import (
-        append_once,
-        appending,
-        replace_partitions,
-        write_table,
-    )
     from conquiet.spark.upsert.sink import upsert_batches_into, upsert_into
     from conquiet.spark.worker import SparkWorker
 
@@ -26,20 +19,14 @@ __all__ = [
     "DataLoss",
     "LagListener",
     "SparkWorker",
-    "append_once",
-    "appending",
     "events",
     "lag",
     "losses",
-    "read_table",
     "register",
-    "replace_partitions",
     "session",
     "start_query",
-    "table_files",
     "upsert_batches_into",
     "upsert_into",
-    "write_table",
 ]
 
 _home = {
@@ -51,13 +38,7 @@ _home = {
     "lag": "conquiet.spark.progress",
     "losses": "conquiet.spark.progress",
     "SparkWorker": "conquiet.spark.worker",
-    "append_once": "conquiet.spark.tables.writing",
-    "appending": "conquiet.spark.tables.writing",
-    "read_table": "conquiet.spark.tables.reading",
-    "replace_partitions": "conquiet.spark.tables.writing",
     "start_query": "conquiet.spark.query",
-    "table_files": "conquiet.spark.tables.reading",
-    "write_table": "conquiet.spark.tables.writing",
     "upsert_into": "conquiet.spark.upsert.sink",
     "upsert_batches_into": "conquiet.spark.upsert.sink",
 }

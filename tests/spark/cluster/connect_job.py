@@ -9,8 +9,6 @@ from typing import Any
 from conquiet import Message, Router
 from conquiet.errors import ConfigError
 from conquiet.spark import SparkWorker, session
-from conquiet.spark.bronze import Bronze, read_events, start_bronze
-from conquiet.spark.query import run_query
 
 
 def make_router() -> Router:
@@ -29,12 +27,15 @@ def run(url: str, lake: str) -> Any:
     writing = spark.range(0, 500, 1, 2).selectExpr(*columns).write.format("conquiet")
     writing.mode("append").options(url=url, topic="orders", source="/shop").save()
     source = {"url": url, "streams": "orders", "startingOffsets": "earliest"}
-    run_query(start_bronze(read_events(spark, "log", source), Bronze(lake, once=True)))
+    stream = spark.readStream.format("conquiet").options(**source)
+    writing = stream.load().writeStream.format("parquet").trigger(availableNow=True)
+    place = {"path": f"{lake}/raw_events", "checkpointLocation": f"{lake}/checkpoint-raw"}
+    writing.options(**place).start().awaitTermination()
     carried = spark.read.parquet(f"{lake}/raw_events").count()
     counted = SparkWorker(make_router, spark.read.format("conquiet").options(**source).load()).run()
     handled = [list(row) for row in counted.collect()]
     try:
-        SparkWorker(make_router, read_events(spark, "log", source), checkpoint=f"{lake}/checkpoint")
+        SparkWorker(make_router, stream.load(), checkpoint=f"{lake}/checkpoint")
     except ConfigError as error:
         refused = str(error)
     return [carried, handled, refused]

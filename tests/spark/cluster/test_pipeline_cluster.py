@@ -1,4 +1,4 @@
-"""`conquiet pipeline run` on a real cluster, of which a worker dies, and through Spark Connect."""
+"""`conquiet pipeline run` on a real cluster, of which a worker dies."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests import needs
-from tests.spark.cluster.standalone import Cluster, ConnectServer, Job, settings
+from tests.spark.cluster.standalone import Cluster, Job, settings
 from tests.spark.conftest import INSTALL_JAVA, java_version
 from tests.waiting import eventually
 
@@ -89,16 +88,19 @@ def on(cluster: Cluster, directory: Path, *left_out: str) -> list[str]:
 
 def ids_in(lake: Path) -> list[str]:
     import duckdb
+    from deltalake import DeltaTable
 
-    rows = duckdb.sql(f"SELECT event_id FROM '{lake}/raw_events/*/*.parquet'").fetchall()
-    return sorted(row[0] for row in rows)
+    if not DeltaTable.is_deltatable(str(lake / "raw_events")):
+        return []
+    rows = duckdb.read_parquet(DeltaTable(str(lake / "raw_events")).file_uris())
+    return sorted(id_ for (id_,) in rows.project("event_id").fetchall())
 
 
 def test_a_stream_is_carried_once_though_a_worker_and_the_driver_are_killed(
     cluster, tmp_path, redis_client, redis_url
 ) -> None:
     lake = tmp_path / "lake"
-    arguments = [*on(cluster, tmp_path), "--url", redis_url, "--streams", "events:*"]
+    arguments = [*on(cluster, tmp_path), "--broker", redis_url, "--streams", "events:*"]
     arguments += ["--max-events", "2000"]
     publish(redis_client, 0, EVENTS // 2)
     running = Pipeline(tmp_path, lake, *arguments)
@@ -125,7 +127,7 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What `conquiet pipeline package` makes, without what these tests have no use for."""
     target = tmp_path_factory.mktemp("archive") / "packages.zip"
     packing = [sys.executable, "-m", "conquiet", "pipeline", "package", "--output", str(target)]
-    heavy = ("deltalake", "sqlalchemy", "psycopg-binary", "adbc-driver-postgresql")
+    heavy = ("sqlalchemy", "psycopg-binary", "adbc-driver-postgresql")
     without = [word for name in heavy for word in ("--without", name)]
     subprocess.run([*packing, *without], check=True, timeout=120, stdout=subprocess.DEVNULL)
     return target
@@ -164,26 +166,10 @@ def test_the_command_brings_the_archive_to_executors_without_conquiet(
     publish(redis_client, 0, 500)
     lake = tmp_path / "lake"
     arguments = [*on(cluster, tmp_path, "spark.executorEnv.PYTHONPATH"), "--once"]
-    arguments += ["--url", redis_url, "--streams", "events:*", "--archive", str(archive)]
+    arguments += ["--broker", redis_url, "--streams", "events:*", "--archive", str(archive)]
     # The driver's Python has conquiet; on this machine the same path is that of the executors.
     driver = os.pathsep.join(path for path in sys.path if path)
     environment = {"PYSPARK_PYTHON": bare, "PYTHONPATH": driver}
     running = Pipeline(tmp_path, lake, *arguments, environment=environment)
     assert running.end() == 500
     assert ids_in(lake) == sorted(f"e-{number}" for number in range(500))
-
-
-def test_the_command_works_through_spark_connect(tmp_path: Path, redis_client, redis_url) -> None:
-    if not all(find_spec(name) for name in ("grpc", "grpc_status", "zstandard")):
-        needs.missing("the packages of Spark Connect", "pip install 'pyspark[connect]'")
-    server = ConnectServer(tmp_path / "server")
-    lake = tmp_path / "lake"
-    arguments = ("--remote", server.url, "--url", redis_url, "--streams", "events:*", "--once")
-    try:
-        for first, last in ((0, 300), (300, 400)):
-            publish(redis_client, first, last)
-            running = Pipeline(tmp_path, lake, *arguments)
-            assert running.end() == last, server.said()[-2000:]
-    finally:
-        server.stop()
-    assert ids_in(lake) == sorted(f"e-{number}" for number in range(400))

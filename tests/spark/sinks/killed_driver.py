@@ -1,4 +1,4 @@
-"""A driver to be killed: carries an outbox into a keyed table, a Delta table and plain Parquet.
+"""A driver to be killed: carries an outbox into a keyed table.
 
 python killed_driver.py DATABASE_URL FOLDER
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from conquiet.spark import appending, session, upsert_batches_into
+from conquiet.spark import session, upsert_batches_into
 
 ROWS_PER_BATCH = 200
 
@@ -15,16 +15,7 @@ ROWS_PER_BATCH = 200
 def main(url: str, folder: str) -> None:
     spark = session("killed", master="local[2]", config={"spark.ui.enabled": "false"})
     spark.sparkContext.setLogLevel("OFF")
-    sinks = [
-        appending(f"{folder}/delta", format="delta"),
-        upsert_batches_into("events", ["event_id"], url=url),
-        appending(f"{folder}/parquet", format="parquet", partition_by=["type"]),
-    ]
-
-    def write(frame, batch):
-        for sink in sinks:
-            sink(frame, batch)
-
+    write = upsert_batches_into("events", ["event_id"], url=url)
     query = (
         spark.readStream.format("conquiet-outbox")
         .options(url=url, maxOffsetsPerTrigger=ROWS_PER_BATCH)

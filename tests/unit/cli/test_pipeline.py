@@ -47,7 +47,6 @@ def no_servers(monkeypatch: pytest.MonkeyPatch) -> None:
         ([*WHOLE, "--table", "outbox_events", "--once", *START], "has no positions"),
         ([*WHOLE, "--option", "table=outbox_events", "--once", *LATEST], "has no positions"),
         ([*WHOLE, "--option", "Table=outbox_events", "--once", *END], "has no positions"),
-        ([*LOG, "--streams", "s", "--remote", "sc://h", "--master", "local"], "exclude each other"),
         (["--from", "files"], "where are the files? --path"),
         (["--from", "files", "--path", "log", "--max-events", "5"], "maxFilesPerTrigger=1"),
         (["--from", "files", "--path", "nowhere"], "nowhere: there is no such folder"),

@@ -24,10 +24,10 @@ def test_no_code_of_the_pipeline_and_no_server_is_needed(room):
 
 def test_the_oracle_and_the_pipeline_share_no_module_of_the_marketplace():
     judge = loaded("import marketplace.oracle, marketplace.generator")
-    judged = loaded("import marketplace.pipeline")
+    judged = loaded("import marketplace.lake")
     shared = {name for name in judge & judged if name.startswith("marketplace")}
     assert shared == {"marketplace"}  # which is empty
-    assert "marketplace.pipeline.refresh" in judged
+    assert "marketplace.lake" in judged
     assert "marketplace.oracle.orders" in judge
 
 

@@ -11,7 +11,7 @@ from marketplace.demo.process import read_settings, report, when_orphaned
 from marketplace.generator import DOMAIN_TOPIC, TELEMETRY_TOPIC
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import SparkSession
 
 
 def main() -> int:
@@ -49,21 +49,20 @@ def _session(scratch: str) -> SparkSession:
 
 
 def _make_tables(spark: SparkSession, settings: dict[str, Any]) -> None:
-    from conquiet.spark.bronze import read_events
-    from conquiet.spark.checkpoint import held
-    from conquiet.spark.query import run_query
-    from marketplace.pipeline import Job, Lake
+    from marketplace.lake import pipeline
 
-    def outbox() -> DataFrame:
-        source = {"url": settings["database"], "table": "outbox_events", "delivery": "true"}
-        return spark.read.format("conquiet-outbox").options(**source).load()
+    source = {"url": settings["broker"], "streams": f"{DOMAIN_TOPIC},{TELEMETRY_TOPIC}"}
+    events = spark.readStream.format("conquiet").options(**source, startingOffsets="earliest")
+    is_taken = False
 
-    log = {"url": settings["broker"], "streams": f"{DOMAIN_TOPIC},{TELEMETRY_TOPIC}"}
-    job = Job(Lake(spark, settings["lake"]), once=True, outbox=outbox)
-    with held(f"{settings['lake']}/_checkpoints"):
-        run_query(job.start(read_events(spark, "log", {**log, "startingOffsets": "earliest"})))
-        report(taken=True)
-        job.finish()
+    def follow(progress: Any) -> None:
+        nonlocal is_taken
+        if not is_taken and progress.step == "states and changes written":
+            is_taken = True
+            report(taken=True)
+
+    pipeline.lake = settings["lake"]
+    pipeline.run(events.load(), once=True, outbox=settings["database"], on_progress=follow)
     report(finished=True)
 
 

@@ -190,7 +190,7 @@ class _Run:
     def _wait(self, child: Child, word: str) -> None:
         lake = self._folder / LAKE
         while word not in (child.hear(_POLL_SECONDS) or {}):
-            made = sum(1 for _ in lake.glob("*/_conquiet/state.json"))
+            made = sum(1 for name in TABLES if (lake / name / "_delta_log").exists())
             self._progress.advance(min(made, len(TABLES)), len(TABLES))
 
     def write(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import date, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,6 @@ from marketplace.demo.servers import STREAMS, Servers
 from marketplace.demo.settings import DEAD_LETTERS
 from marketplace.demo.world import World
 from marketplace.generator import DOMAIN_TOPIC, TELEMETRY_TOPIC
-from marketplace.oracle import TABLES
 from marketplace.oracle.tables import differences
 
 _PAGE = 2_000
@@ -130,42 +129,34 @@ class Lake:
         self._folder = folder
 
     def rows(self, name: str, columns: list[str] | None = None) -> list[dict[str, Any]]:
-        """Return the rows of a table, with the day in the name of a file's folder as a column."""
-        import pyarrow.dataset
+        """Return the rows of a table."""
+        from deltalake import DeltaTable
 
-        from conquiet.spark.tables.reading import table_files
-
-        folder = self._folder / name
-        files = table_files(folder)
-        if not files:
+        place = str(self._folder / name)
+        if not DeltaTable.is_deltatable(place):
             return []
-        found = pyarrow.dataset.dataset(
-            files, format="parquet", partitioning="hive", partition_base_dir=str(folder)
+        rows: list[dict[str, Any]] = (
+            DeltaTable(place).to_pyarrow_dataset().to_table(columns=columns).to_pylist()
         )
-        days = [column for column, kind in _columns(name).items() if kind == "date"]
-        rows: list[dict[str, Any]] = found.to_table(columns=columns).to_pylist()
-        for row in rows:
-            for day in days:
-                if isinstance(row.get(day), str):  # it comes from the name of a folder
-                    row[day] = date.fromisoformat(row[day])
         return rows
 
     def silver(self) -> Silver:
-        return Silver(self.rows("silver", ["kind", "event_id", "reason", "delivery_count"]))
-
-
-def _columns(name: str) -> dict[str, str]:
-    return TABLES[name].columns if name in TABLES else {}
+        return Silver(self)
 
 
 class Silver:
     """Sorts the events of the log by what the pipeline did with them."""
 
-    def __init__(self, rows: list[dict[str, Any]]) -> None:
-        self.events = {row["event_id"] for row in rows if row["kind"] == "event"}
-        self.touches = sum(row["kind"] == "touch" for row in rows)
-        self.reasons = Counter(row["reason"] for row in rows if row["kind"] == "refused")
-        self.dropped = sum(row["delivery_count"] - 1 for row in rows)
+    def __init__(self, lake: Lake) -> None:
+        counted = ["event_id", "delivery_count"]
+        events = lake.rows("events", counted)
+        touches = [*lake.rows("ad_impression", counted), *lake.rows("ad_click", counted)]
+        refused = lake.rows("events_quarantine", ["reason", "delivery_count"])
+        self.events = {row["event_id"] for row in events}
+        self.touches = len(touches)
+        self.reasons = Counter(row["reason"] for row in refused)
+        self.dropped = sum(row["delivery_count"] - 1 for row in [*events, *touches, *refused])
+        self.dropped += sum(row["entries"] for row in lake.rows("redeliveries", ["entries"]))
 
 
 # --- the verdict -----------------------------------------------------------------------------

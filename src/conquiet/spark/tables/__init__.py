@@ -1,1 +1,0 @@
-"""Tables of Parquet files, as Delta or plain: each batch once, partitions replaced as a whole."""
