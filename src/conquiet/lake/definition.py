@@ -200,6 +200,10 @@ class Definitions:
             self.definition.structs[one.event_type, one.version] = one.data
         self.moments = moments or {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the catalog: executors need its structs alone, and it cannot be pickled."""
+        return {**self.__dict__, "catalog": None}
+
     @property
     def moments(self) -> Mapping[str, str]:
         """The field of data that says when an event happened, by type."""

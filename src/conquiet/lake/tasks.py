@@ -193,11 +193,16 @@ def _reduce_struct(struct: type[msgspec.Struct]) -> Any:
     }
     names = (struct.__name__, struct.__qualname__, struct.__module__)
     kw_only = len(struct.__match_args__) < len(fields)
-    return _make_struct, (names, fields, config, kw_only), given, None, None, _set_members
+    bases = tuple(one for one in struct.__bases__ if one is not msgspec.Struct)
+    return _make_struct, (names, bases, fields, config, kw_only), given, None, None, _set_members
 
 
 def _make_struct(
-    names: tuple[str, str, str], fields: list[Any], config: dict[str, Any], kw_only: bool
+    names: tuple[str, str, str],
+    bases: tuple[type[msgspec.Struct], ...],
+    fields: list[Any],
+    config: dict[str, Any],
+    kw_only: bool,
 ) -> Any:
     made: list[Any] = []
     for name, kind, _, default, factory in fields:
@@ -209,7 +214,9 @@ def _make_struct(
             made.append((name, kind))
     name, qualified, module = names
     rename = {one[0]: one[2] for one in fields if one[0] != one[2]} or None
-    struct = msgspec.defstruct(name, made, module=module, rename=rename, kw_only=kw_only, **config)
+    struct = msgspec.defstruct(
+        name, made, module=module, rename=rename, kw_only=kw_only, bases=bases, **config
+    )
     struct.__qualname__ = qualified
     return struct
 
