@@ -215,7 +215,7 @@ def _make_struct(
     name, qualified, module = names
     rename = {one[0]: one[2] for one in fields if one[0] != one[2]} or None
     struct = msgspec.defstruct(
-        name, made, module=module, rename=rename, kw_only=kw_only, bases=bases, **config
+        name, made, module=module, rename=rename, kw_only=kw_only, bases=bases or None, **config
     )
     struct.__qualname__ = qualified
     return struct
