@@ -274,6 +274,8 @@ class KnownIds:
 
     def add(self, hashes: np.ndarray, checks: np.ndarray, days: np.ndarray) -> None:
         """Add ids of days that were read before."""
+        if not len(hashes):
+            return
         order = np.lexsort((hashes, days))
         hashes, checks, days = hashes[order], checks[order], days[order]
         starts = np.flatnonzero(np.diff(days, prepend=np.iinfo(np.int32).min))

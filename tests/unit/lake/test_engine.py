@@ -357,3 +357,13 @@ def test_a_late_redelivery_shows_the_earliest_time(lake):
     assert tables["events"][0]["first_seen_at"] == early["entry_time"].astimezone(UTC)
     assert tables["events"][0]["delivery_count"] == 2
     assert isinstance(tables["events"][0]["occurred_at"], datetime)
+
+
+def test_a_batch_of_a_day_between_the_days_of_a_file(lake):
+    """A file that may have events of the day has none: the batch is all new."""
+    paid = {"payment_id": "p1", "shop": "a", "cents": 1}
+    hours = {1: 0, 2: 96, 3: 48}
+    made = {n: entry("payment_authorized", paid, hour=at, number=n) for n, at in hours.items()}
+    lake.take([made[1], made[2]])
+    lake.take([made[3]])  # a driver of its own, which knows no day yet
+    assert len(lake.read("events")) == 3
