@@ -395,8 +395,14 @@ class Pipeline(Definitions):
                 driver.refresh(outbox)
             return False
         from pyspark.sql import DataFrame
+        from pyspark.sql.classic.dataframe import DataFrame as ClassicDataFrame
 
         assert isinstance(events, DataFrame) or hasattr(events, "sparkSession")
+        if events.isStreaming and not isinstance(events, ClassicDataFrame):
+            raise ConfigError(
+                "a lake follows no stream through Spark Connect: the server would run the driver"
+                " of the lake; use --master, or pass a batch frame to pipeline.run"
+            )
         with Driver(self, Executors(events.sparkSession), on_progress) as driver:
             if not events.isStreaming:
                 driver.take(events, "rows", driver.journal.last_of("rows") + 1, new_only=new_only)

@@ -33,7 +33,8 @@ Take = Callable[[Iterable[pa.RecordBatch]], Iterator[Any]]
 class Tasks(Protocol):
     """Runs the parts of a batch."""
 
-    cores: int
+    @property
+    def cores(self) -> int: ...
 
     def map(self, function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]: ...
 
@@ -52,7 +53,11 @@ class Executors:
 
     def __init__(self, spark: SparkSession) -> None:
         self._spark = spark
-        self.cores = _cores(spark)
+
+    @property
+    def cores(self) -> int:
+        """The cores of the executors that there are now: those of a cluster come and go."""
+        return _cores(self._spark)
 
     def map(self, function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
         if not items:
