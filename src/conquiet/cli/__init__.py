@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output has seen enough; python would complain once more at exit.
+        # The reader of our output has closed it; Python would report it again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except Exception as error:  # noqa: BLE001 - one line, whatever it was
@@ -104,7 +104,7 @@ def _report(error: Exception, debug: bool) -> int:
 
 class _Version(Action):
     def __call__(self, parser: ArgumentParser, namespace: Namespace, *_: Any) -> None:
-        from importlib.metadata import version  # slow enough to wait until somebody asks
+        from importlib.metadata import version  # slow to import
 
         print(f"conquiet {version('conquiet')}")
         parser.exit(OK)

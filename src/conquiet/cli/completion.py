@@ -32,7 +32,7 @@ def register(commands: Any, common: ArgumentParser) -> None:
 
 
 class Place(NamedTuple):
-    """Where a command line may stand, and what may come next."""
+    """A position in a command line, and the words that may come next."""
 
     path: tuple[str, ...]
     commands: dict[str, str]
@@ -43,7 +43,7 @@ class Place(NamedTuple):
     valued: tuple[str, ...]
     """Options that are followed by a value."""
     words: tuple[str, ...]
-    """What a positional argument may be, if it is one of a few words."""
+    """Return the choices of positional arguments."""
 
 
 def places(parser: ArgumentParser, path: tuple[str, ...] = ()) -> Iterator[Place]:
@@ -149,8 +149,8 @@ def _zsh(found: list[Place]) -> str:
         return f"compadd {' '.join(some)}; return ;;" if some else "_files; return ;;"
 
     def words(place: Place) -> str:
-        told = {**place.commands, **dict.fromkeys(place.words, ""), **place.options}
-        items = " ".join(_quoted(f"{name}:{_escaped(what)}") for name, what in told.items())
+        offered = {**place.commands, **dict.fromkeys(place.words, ""), **place.options}
+        items = " ".join(_quoted(f"{name}:{_escaped(what)}") for name, what in offered.items())
         return f"offered=({items}) ;;"
 
     return _cases(_ZSH, found, value, words)
@@ -162,7 +162,7 @@ def _cases(
     value: Callable[[tuple[str, ...]], str],
     words: Callable[[Place], str],
 ) -> str:
-    """A script in which places are told apart by the names on the way to them."""
+    """Build a script that distinguishes positions by the commands before them."""
     steps: list[str] = []
     values: list[str] = []
     ends: list[str] = []
@@ -187,7 +187,7 @@ def _quoted(text: str) -> str:
     return "'" + text.replace("'", "'\\''") + "'"
 
 
-# --- fish: a line for each word, with the words that must stand before it ----------------------
+# --- fish: a line for each word, with the words that must come before it ----------------------
 
 
 def _fish(found: list[Place]) -> str:

@@ -1,4 +1,4 @@
-"""`conquiet dead-letters list|show|replay|drop`: what was given up, in streams, files, queues."""
+"""`conquiet dead-letters list|show|replay|drop`: in streams, files and queues."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def register(commands: Any, common: ArgumentParser) -> None:
     verbs = add_group(
         commands,
         "dead-letters",
-        "messages that were given up: why, and another try",
+        "failed messages: reasons, replay, deletion",
         "conquiet dead-letters list orders-dead --error timeout",
     )
     listed, show, replay, drop = (add_verb(verbs, common, verb) for verb in _VERBS)
@@ -48,8 +48,8 @@ def register(commands: Any, common: ArgumentParser) -> None:
     show.add_argument("id", metavar="ID", help="of the letter, or of its event")
     for parser in (replay, drop):
         parser.add_argument("ids", nargs="*", metavar="ID", help="of letters, or of their events")
-        parser.add_argument("--all", action="store_true", help="all that are there")
-        parser.add_argument("--dry-run", action="store_true", help="say what would be done")
+        parser.add_argument("--all", action="store_true", help="all of them")
+        parser.add_argument("--dry-run", action="store_true", help="show what would be done")
     for parser in (listed, replay, drop):
         _add_wanted(parser)
     for parser in (listed, show, replay, drop):
@@ -92,7 +92,7 @@ def _list(options: Namespace) -> int:
     if not found:
         print(green("no dead letters", sys.stdout))
         if not is_there:
-            print(f"{letters.name}: is not there, or not yet", file=sys.stderr)
+            print(f"{letters.name}: does not exist (yet)", file=sys.stderr)
     return OK
 
 
@@ -141,7 +141,7 @@ def _replay(options: Namespace) -> int:
             dry_run=options.dry_run,
             tell=progress.tell,
         )
-    return _told(outcome, options, "replayed")
+    return _report(outcome, options, "replayed")
 
 
 def _drop(options: Namespace) -> int:
@@ -151,7 +151,7 @@ def _drop(options: Namespace) -> int:
     with _letters(options) as letters:
         going = dead_letters.drop(letters, wanted, limit=options.limit, dry_run=True)
         if options.dry_run or not going.done:
-            return _told(going, options, "dropped")
+            return _report(going, options, "dropped")
         what = f"delete {len(going.done):,} dead letters of {letters.name} for good"
         if not confirm(what, options.yes):
             return FAILED
@@ -160,10 +160,10 @@ def _drop(options: Namespace) -> int:
             outcome = dead_letters.drop(
                 letters, wanted, among=frozenset(going.done), tell=progress.tell
             )
-    return _told(outcome, options, "dropped")
+    return _report(outcome, options, "dropped")
 
 
-def _told(outcome: Any, options: Namespace, done: str) -> int:
+def _report(outcome: Any, options: Namespace, done: str) -> int:
     is_wanting = bool(outcome.failed) or (bool(options.ids) and not outcome.done)
     if options.json:
         print_json({"ok": not is_wanting, **asdict(outcome)})
@@ -192,13 +192,13 @@ def _wanted(options: Namespace) -> Any:
 
 
 def _chosen(options: Namespace) -> Any:
-    """Which letters; all of them only if that is said."""
+    """Return the filter; all letters only with --all."""
     from conquiet.operations.dead_letters import Filter
 
     wanted = _wanted(options)
     if (wanted == Filter()) != options.all:
         raise ConfigError(
-            "say which letters: ids, --type, --source, --error, --since or --until; or --all"
+            "name the letters by ids, --type, --source, --error, --since or --until; or give --all"
         )
     return wanted
 

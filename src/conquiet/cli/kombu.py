@@ -65,8 +65,8 @@ def register(commands: Any, common: ArgumentParser) -> None:
 def _inspect_parser(verbs: Any, common: ArgumentParser) -> ArgumentParser:
     parser: ArgumentParser = verbs.add_parser(
         "inspect",
-        help="what waits, what is worked on, and by whom",
-        description="Show for each queue what waits, what is worked on, and who reads it.",
+        help="backlog, messages in flight and consumers of each queue",
+        description="Show the backlog, messages in flight and consumers of each queue.",
         epilog=_INSPECT_EPILOG,
         parents=[common],
     )
@@ -80,14 +80,14 @@ def _clean_parser(verbs: Any, common: ArgumentParser) -> ArgumentParser:
     parser: ArgumentParser = verbs.add_parser(
         "clean",
         help="remove dead consumers and the names of expired queues",
-        description="Remove dead consumers, which gives back what they hold, and expired queues.",
+        description="Remove dead consumers, which gives back their messages, and expired queues.",
         epilog=_CLEAN_EPILOG,
         parents=[common],
     )
     many: Any = {"action": "append", "default": [], "metavar": "QUEUE"}
     parser.add_argument(
         "--delete-queue",
-        help="also delete this queue, if it is empty and nobody reads it; may be given again",
+        help="also delete this queue, if it is empty and has no consumer; may be given again",
         **many,
     )
     parser.add_argument("--force", action="store_true", help="delete it with its messages")
@@ -123,26 +123,26 @@ def _inspect(options: Namespace) -> int:
 
 
 def _missing(named: Sequence[str], known: Collection[str], prefix: str) -> list[str]:
-    """The queues that somebody names and that are not there, which is said."""
+    """Return the named queues that do not exist, and print them."""
     missing = [name for name in named if name not in known]
     for name in missing:
-        print(f"there is no queue {name!r} under the prefix {prefix!r}", file=sys.stderr)
+        print(f"no queue {name!r} under the prefix {prefix!r}", file=sys.stderr)
     return missing
 
 
 def _stuck(info: Any) -> int:
-    """Messages that dead consumers hold; a living one takes them over, if there is one."""
+    """Count messages in flight with dead consumers; a live consumer takes them over."""
     return sum(consumer.pending for consumer in info.consumers if not consumer.alive)
 
 
 def _as_json(info: Any, letters: dict[str, list[Any]]) -> dict[str, Any]:
-    told = asdict(info) | {"alive": info.alive, "expired": info.expired}
+    shown = asdict(info) | {"alive": info.alive, "expired": info.expired}
     if info.name in letters:
-        told["letters"] = [
+        shown["letters"] = [
             asdict(letter) | {"message": (letter.message or b"").decode(errors="replace")}
             for letter in letters[info.name]
         ]
-    return told
+    return shown
 
 
 def _print_queues(chosen: Sequence[Any], letters: dict[str, list[Any]]) -> None:
@@ -161,7 +161,7 @@ def _print_queues(chosen: Sequence[Any], letters: dict[str, list[Any]]) -> None:
         for letter in some:
             print(red(f"{queue} {letter.id}", sys.stdout), one_line(letter.reason))
     if any(_stuck(info) for info in chosen):
-        print("conquiet kombu clean gives back what dead consumers hold", file=sys.stderr)
+        print("conquiet kombu clean gives back the messages of dead consumers", file=sys.stderr)
 
 
 def _is_in_trouble(info: Any) -> bool:
@@ -215,13 +215,13 @@ def _print_cleaned(
             print(green(f"deleted {name}", sys.stdout))
         else:
             print(
-                red(f"kept {name}: it is not empty, or somebody reads it;", sys.stdout),
-                "--force deletes it all the same",
+                red(f"kept {name}: it is not empty, or has a consumer;", sys.stdout),
+                "--force deletes it anyway",
             )
 
 
 def _going(options: Namespace) -> str:
-    """What the options ask to delete for good."""
+    """Describe what the options delete for good."""
     with_what = " with all its messages" if options.force else ""
     going = [f"the queue {name}{with_what}" for name in options.delete_queue]
     going += [f"the dead letters of {name}" for name in options.delete_dead_letters]
@@ -229,10 +229,6 @@ def _going(options: Namespace) -> str:
 
 
 def _room() -> Any:
-    try:
-        from conquiet.kombu import inspection
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"{error.name} is not installed: pip install 'conquiet[kombu]'"
-        ) from error
-    return inspection
+    from conquiet.config import require
+
+    return require("conquiet.kombu.inspection", "kombu")

@@ -29,7 +29,7 @@ def register(commands: Any, common: ArgumentParser) -> None:
     verbs = add_group(
         commands,
         "queue",
-        "what groups of a stream wait for, hold and let lie",
+        "the groups of a stream: backlog, entries in flight, stale entries",
         "conquiet queue stats orders",
     )
     stats, pending, claim, peek = (add_verb(verbs, common, verb) for verb in _VERBS)
@@ -38,7 +38,7 @@ def register(commands: Any, common: ArgumentParser) -> None:
         parser.add_argument("stream", metavar="STREAM", help="its name")
     for parser in (pending, claim):
         parser.add_argument("group", metavar="GROUP", help="the group that reads it")
-        parser.add_argument("--consumer", metavar="NAME", help="only what this one holds")
+        parser.add_argument("--consumer", metavar="NAME", help="only entries of this consumer")
         parser.add_argument(
             "--limit", type=count, default=100, metavar="N", help="entries at most (100)"
         )
@@ -46,7 +46,7 @@ def register(commands: Any, common: ArgumentParser) -> None:
     _min_idle(claim, timedelta(seconds=60), "60s")
     claim.add_argument("ids", nargs="*", metavar="ID", help="only these entries")
     claim.add_argument("--to", metavar="NAME", help="give them to this consumer (free them)")
-    claim.add_argument("--dry-run", action="store_true", help="say what would be claimed")
+    claim.add_argument("--dry-run", action="store_true", help="show what would be claimed")
     peek.add_argument("--from", dest="start", metavar="ID", help="begin at this entry")
     peek.add_argument("--newest", action="store_true", help="the newest first")
     peek.add_argument("--limit", type=count, default=10, metavar="N", help="entries at most (10)")
@@ -59,7 +59,7 @@ def _min_idle(parser: ArgumentParser, default: timedelta, text: str) -> None:
         type=span,
         default=default,
         metavar="AGE",
-        help=f"only what nobody touched for so long: 90s, 10m ({text})",
+        help=f"only entries idle for so long: 90s, 10m ({text})",
     )
 
 
@@ -88,8 +88,8 @@ def _stats(options: Namespace) -> int:
     _print_groups(found)
     if stuck:
         print(
-            f"{stuck:,} entries are held by consumers that were not heard of within their lease;"
-            " a living one takes them over by itself, conquiet queue claim lets it do so at once",
+            f"{stuck:,} entries are in flight with consumers whose lease has ended; a live consumer"
+            " takes them over, conquiet queue claim lets it do so at once",
             file=sys.stderr,
         )
     return FAILED if stuck else OK
@@ -113,7 +113,7 @@ def _print_groups(found: Any) -> None:
         lag = reader.lag if reader.lag_is_exact else f">{reader.lag:,}"
         rows.append((f"reader {reader.name}", lag, reader.behind_seconds, "", reader.position))
     if not rows:
-        print("nobody reads it")
+        print("no group or reader")
         return
     print_table(
         ("who", "waiting", "seconds behind", "pending", ""),
@@ -191,22 +191,22 @@ def _peek(options: Namespace) -> int:
 _VERBS = (
     Verb(
         "stats",
-        "how long a stream is, and how its groups, consumers and readers stand",
+        "length of a stream, and the state of its groups, consumers and readers",
         ("conquiet queue stats orders", "conquiet queue stats orders --json | jq '.groups[].lag'"),
-        "0 all is well; 1 a consumer that is gone holds entries, there is no such stream, or Redis"
-        " is\nout of reach; 2 wrong usage or settings",
+        "0 all is well; 1 entries are in flight with a dead consumer, there is no such stream, or\n"
+        "Redis is out of reach; 2 wrong usage or settings",
         _stats,
     ),
     Verb(
         "pending",
-        "what a group was given and has not acked, the oldest first",
+        "entries that were delivered to a group and not acked, the oldest first",
         ("conquiet queue pending orders billing --min-idle 10m",),
         "0 listed; 1 there is no such stream or group, or Redis is out of reach; 2 wrong usage",
         _pending,
     ),
     Verb(
         "claim",
-        "free what a consumer let lie: the next worker that looks for such takes it over",
+        "free stale entries: the next worker of the group takes them over",
         (
             "conquiet queue claim orders billing --min-idle 10m --dry-run",
             "conquiet queue claim orders billing --consumer host-1-4711",
@@ -216,13 +216,13 @@ _VERBS = (
         "out of reach; 2 wrong usage",
         _claim,
         more="""
-No entry is acked or counted as delivered by it. What is still being worked on would be handled
-twice: let --min-idle be longer than the longest handler, unless there is an inbox.
+It neither acks entries nor counts as a delivery. An entry that is still in flight would be handled
+twice: set --min-idle above the longest handler, unless there is an inbox.
 """,
     ),
     Verb(
         "peek",
-        "entries of a stream as they are; no group moves",
+        "show entries of a stream; no group moves",
         (
             "conquiet queue peek orders --newest --limit 3",
             "conquiet queue peek orders --from 1700000000000-0 --json",

@@ -21,16 +21,19 @@ def register(commands: Any, common: ArgumentParser) -> None:
     listed, lag, trim = (add_verb(verbs, common, verb) for verb in _VERBS)
     for parser in (listed, lag):
         parser.add_argument(
-            "pattern", nargs="?", default="*", metavar="PATTERN", help="of names, such as 'pf-*'"
+            "pattern", nargs="?", default="*", metavar="PATTERN", help="of names, such as 'orders*'"
         )
     for parser in (listed, lag, trim):
         add_broker(parser)
     lag.add_argument("--max", type=count, metavar="N", help="exit with 1 if more wait")
     trim.add_argument("streams", nargs="+", metavar="STREAM", help="its name")
     trim.add_argument(
-        "--keep", type=age, metavar="AGE", help="keep what is younger, such as 7d, whoever read it"
+        "--keep",
+        type=age,
+        metavar="AGE",
+        help="keep all entries younger than this, such as 7d",
     )
-    trim.add_argument("--exact", action="store_true", help="to the entry; dearer than by blocks")
+    trim.add_argument("--exact", action="store_true", help="exact to the entry, which is slower")
     trim.add_argument("--dry-run", action="store_true", help="count what would be deleted")
     add_yes(trim)
 
@@ -78,7 +81,7 @@ def _lag(options: Namespace) -> int:
     if options.json:
         print_json({"ok": not any(late), "lags": lags})
     elif not lags:
-        print("nobody reads" if found else "no streams")
+        print("no groups or readers" if found else "no streams")
     else:
         print_table(
             ("stream", "who", "waiting", "seconds behind", "pending"),
@@ -105,7 +108,7 @@ def _trim(options: Namespace) -> int:
         for name in options.streams:
             describe(client, name)  # raises if there is none, before anything is deleted
         names = ", ".join(options.streams)
-        what = f"delete from {names} what every group and reader is done with"
+        what = f"delete from {names} entries that every group and reader has processed"
         if not options.dry_run and not confirm(what, options.yes):
             return FAILED
         done = [
@@ -121,7 +124,7 @@ def _trim(options: Namespace) -> int:
         would = "would be deleted" if trim.dry_run else "deleted"
         print(f"{trim.stream}: {trim.removed:,} entries {would}; the rest is kept: {trim.kept_by}")
         if not trim.removed and keep is None and not options.exact:
-            print("whole blocks go at once; --exact deletes to the entry", file=sys.stderr)
+            print("only whole blocks are deleted; --exact deletes single entries", file=sys.stderr)
     return OK
 
 
@@ -137,13 +140,12 @@ _VERBS = (
         "lag",
         "how far behind every group, and every reader without one, is",
         ("conquiet streams lag", "conquiet streams lag 'orders*' --max 1000"),
-        "0 nobody is behind more than --max; 1 somebody is, or Redis is out of reach; 2 wrong\n"
-        "usage",
+        "0 no lag is above --max; 1 one is, or Redis is out of reach; 2 wrong usage",
         _lag,
     ),
     Verb(
         "trim",
-        "delete what every group has acked and every reader has passed; nothing else",
+        "delete entries that every group has acked and every reader has passed",
         (
             "conquiet streams trim orders --dry-run",
             "conquiet streams trim orders 'orders:{0}' --keep 7d --yes",
@@ -152,8 +154,8 @@ _VERBS = (
         " usage",
         _trim,
         more="""
-A stream that nobody has read is left alone. Spark reads without a group; its position counts once
-it is registered (conquiet pipeline run does that).
+A stream without groups and readers is not trimmed. Spark reads without a group; its position counts
+once it is registered (conquiet pipeline run does that).
 """,
     ),
 )

@@ -137,7 +137,7 @@ _TRACE = Verb(
     "0 found; 1 no trace of it, or a server is out of reach; 2 wrong usage or settings",
     _run,
     more="""
-The log is read around the time when the outbox says the event was published, or from when its id
-says it was made (UUIDv7). A group that began after the event counts as acked.
+The log is searched around the publication time that the outbox stores, or from the creation time in
+the id (UUIDv7). A group that began after the event counts as acked.
 """,
 )

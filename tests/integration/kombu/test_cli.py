@@ -69,7 +69,7 @@ def test_a_queue_that_is_not_there_is_named(broker, capsys):
     for arguments in (["inspect", "nowhere"], ["clean", "--delete-queue", "nowhere", "--yes"]):
         assert main(["kombu", *arguments, "--broker", broker]) == 1
         captured = capsys.readouterr()
-        assert "there is no queue 'nowhere'" in captured.err
+        assert "no queue 'nowhere'" in captured.err
         assert "deleted" not in captured.out
 
 

@@ -112,7 +112,7 @@ def test_streams_list_and_lag(publish, source, told, said) -> None:
     head, *rows = said("streams", "list")[0].splitlines()
     assert head.split()[:2] == ["stream", "entries"]
     assert [row.split()[:2] for row in rows] == [["orders", "3"], ["payments", "1"]]
-    assert said("streams", "lag")[0] == "nobody reads\n"
+    assert said("streams", "lag")[0] == "no groups or readers\n"
     source()
     assert told("streams", "lag", "--max", "3")["lags"][0]["lag"] == 3
     assert told("streams", "lag", "--max", "2", code=1)["ok"] is False
@@ -128,7 +128,7 @@ def test_streams_trim_deletes_only_what_all_are_done_with(
     trim = ("streams", "trim", "orders", "--exact")
     assert "would be deleted; the rest is kept: group billing" in said(*trim, "--dry-run")[0]
     _, err = said(*trim, code=2)
-    assert "this would delete from orders what every group" in err
+    assert "this would delete from orders entries that every group" in err
     assert redis_client.xlen("orders") == 5
     [done] = told(*trim, "--yes")
     assert (done["removed"], redis_client.xlen("orders")) == (3, 2)
@@ -157,7 +157,7 @@ def test_dead_letters_are_replayed_by_filter_after_a_dry_run(bury, told, said, r
     bury(3)
     replay = ("dead-letters", "replay", "dead")
     _, err = said(*replay, code=2)
-    assert "say which letters" in err
+    assert "name the letters" in err
     said(*replay, "--all", "--error", "x", code=2)
     assert "3 dead letters would be replayed" in said(*replay, "--error", "no such", "--dry-run")[0]
     assert redis_client.xlen("dead") == 3
@@ -200,7 +200,7 @@ def test_dead_letters_of_a_file_go_to_a_stream(tmp_path, told, said, redis_clien
 def test_a_place_that_is_not_there_yet_holds_none_and_says_so(said) -> None:
     out, err = said("dead-letters", "list", "nowhere")
     assert "no dead letters" in out
-    assert "stream 'nowhere': is not there, or not yet" in err
+    assert "stream 'nowhere': does not exist (yet)" in err
 
 
 STEERING = "\x1b]0;owned\x07\x9b31m"
