@@ -10,7 +10,7 @@ together. So its cost follows the keys that it touches, and not those that are s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from hashlib import blake2b
@@ -141,7 +141,7 @@ class _Fold:
                 old: list[Any] = []
                 if data is not None:
                     # Decoded twice: rows may share lists with the state that gave them.
-                    old = self._rows(fact, decode(data))
+                    old = self._rows(fact, _decoded(fact, decode, data))
                     state = decode(data)
                 else:
                     state = fact.state(key=key) if has_key else fact.state()
@@ -250,6 +250,16 @@ class _Output:
     def table(self) -> pa.Table:
         rows = self.kind.encoder.table(self.rows)
         return rows.append_column(CHANGE, pa.array(self.signs, pa.int8()))
+
+
+def _decoded(fact: Fact, decode: Callable[[bytes], Any], data: bytes) -> Any:
+    try:
+        return decode(data)
+    except msgspec.DecodeError as error:
+        raise FactFailed(
+            f"fact {fact.name}: a stored state does not fit {fact.state.__name__} ({error}): give"
+            " new fields a default at the end, or make facts again by pipeline.replay()"
+        ) from error
 
 
 def _failed(fact: Fact, event: Event, error: Exception) -> FactFailed:

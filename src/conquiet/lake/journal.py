@@ -98,6 +98,8 @@ class Refresh(msgspec.Struct):
     through: int = -1
     levels: list[list[States]] = msgspec.field(default_factory=list)
     """Files of states, the newest level first."""
+    facts: list[str] = msgspec.field(default_factory=list)
+    """The facts that these states are of."""
     folded: Folded | None = None
 
 

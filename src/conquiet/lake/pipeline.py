@@ -220,6 +220,12 @@ class Driver:
         rows = sum(sum(one.rows.values()) for batch in batches for one in batch.feed)
         before = self.journal.refresh
         rebuild = any(one.rebuild for one in batches)
+        new = set(self.definition.facts) - set(before.facts)
+        if new and before.through >= 0 and not rebuild:
+            raise ConfigError(
+                f"{self.files.root} has events from before {', '.join(sorted(new))} was declared:"
+                " replay them once, by pipeline.replay() or conquiet pipeline replay"
+            )
         if rebuild:
             last = max(number for number, one in enumerate(batches) if one.rebuild)
             fed = batches[last:]  # an earlier batch is part of what a rebuild has read
@@ -238,7 +244,7 @@ class Driver:
         if len(counts):
             folded.counts = [self.files.write("expectations", counts)]
         self.step("states and changes written", folded.through)
-        self.journal.write_refresh(Refresh(before.through, before.levels, folded))
+        self.journal.write_refresh(Refresh(before.through, before.levels, before.facts, folded))
         self.step("folded", folded.through)
         return folded
 
@@ -265,7 +271,9 @@ class Driver:
             for name, _ in tables.apply(queries):
                 self.step(f"{name} committed", folded.through)
         before = self.journal.refresh
-        self.journal.write_refresh(Refresh(folded.through, folded.levels))
+        self.journal.write_refresh(
+            Refresh(folded.through, folded.levels, sorted(self.definition.facts))
+        )
         self.step("applied", folded.through)
         self._clean(before, folded, batches)
         if folded.through // _COMMITS_PER_UPKEEP > before.through // _COMMITS_PER_UPKEEP >= 0:

@@ -253,10 +253,12 @@ class Refresh(Database):
         self._offer_changes(one.text)
         self.offer(one.text)
         self.see(one.name)
+        # A table that was declared after others were filled is made of all their rows.
+        is_new = self._store.schema(one.name) is None
         if isinstance(one, Mart):
-            self._add_up(one)
+            self._add_up(one, is_new=is_new)
         else:
-            self._compute(one)
+            self._compute(one, is_new=is_new)
         return self._commit(one, is_read=is_read)
 
     # --- changes ----------------------------------------------------------------------------
@@ -300,14 +302,15 @@ class Refresh(Database):
 
     # --- the new rows of the touched groups, in work.found ----------------------------------
 
-    def _add_up(self, one: Mart) -> None:
+    def _add_up(self, one: Mart, *, is_new: bool) -> None:
         group = ", ".join(one.group)
         sums = ", ".join(f"coalesce(sum({name}), 0)::BIGINT AS {name}" for name in one.sums)
         for when in ("old", "new"):
-            self.run(f"SET search_path = '{when},main'")
+            self.run(f"SET search_path = '{'main' if is_new else f'{when},main'}'")
+            rows = f"({one.of}) WHERE {when == 'new' or not is_new}"
             self.run(
                 f"CREATE OR REPLACE TABLE work.{when} AS"
-                f" SELECT {group}, count(*) AS _rows, {sums} FROM ({one.of}) GROUP BY {group}"
+                f" SELECT {group}, count(*) AS _rows, {sums} FROM {rows} GROUP BY {group}"
             )
         self.run("SET search_path = 'main'")
         lost = ", ".join(f"-{name} AS {name}" for name in one.sums)
@@ -327,10 +330,14 @@ class Refresh(Database):
             f" GROUP BY {group} HAVING sum(_rows) <> 0"
         )
 
-    def _compute(self, one: Query) -> None:
+    def _compute(self, one: Query, *, is_new: bool) -> None:
         group = ", ".join(one.group)
+        touched = one.touched
+        if is_new:
+            touched = re.sub(r"\bchanged_(\w+)", r"\1", touched)
+            self.offer(touched)
         self.run(
-            f"CREATE OR REPLACE TABLE work.touched AS SELECT DISTINCT * FROM ({one.touched})"
+            f"CREATE OR REPLACE TABLE work.touched AS SELECT DISTINCT * FROM ({touched})"
             f" AS groups({group})"
         )
         self.run("CREATE OR REPLACE VIEW main.touched AS FROM work.touched")

@@ -367,3 +367,57 @@ def test_a_batch_of_a_day_between_the_days_of_a_file(lake):
     lake.take([made[1], made[2]])
     lake.take([made[3]])  # a driver of its own, which knows no day yet
     assert len(lake.read("events")) == 3
+
+
+def amended(folder: Path, **parts: bool) -> Pipeline:
+    """Return a pipeline of captured payments, as it is declared after a change."""
+    made = Pipeline(CATALOG, lake=folder, name="amended")
+
+    @made.table(key="payment_id")
+    class Money(msgspec.Struct):
+        payment_id: str
+        cents: int
+
+    @made.fact(
+        key="payment_id", events=["payment_captured"], name="x" if parts.get("fact") else "m"
+    )
+    class State(msgspec.Struct):
+        key: str = ""
+        most: int | str = 0
+
+        def apply(self, event):
+            self.most = max(self.most, event.data.cents)
+
+        def rows(self):
+            yield Money(self.key, self.most)
+
+    if parts.get("mart"):
+        made.mart("total", of="SELECT 1 AS one, cents FROM money", by=("one",), sums=("cents",))
+        made.query(
+            "top",
+            sql="SELECT 1 AS one, max(cents) AS cents FROM money WHERE 1 IN (FROM touched)",
+            touched="SELECT 1 FROM changed_money",
+            group="one",
+            key="one",
+        )
+    return made
+
+
+def test_marts_and_queries_that_are_added_later_have_all_rows(tmp_path):
+    log = [one for one in entries(16) if one["type"] == "payment_captured"]
+    amended(tmp_path).run(as_table(log[:10]))
+    later = amended(tmp_path, mart=True)
+    later.run(as_table(log[10:]))
+    cents = later.read("money")["cents"].to_pylist()
+    assert later.read("total")["cents"].to_pylist() == [sum(cents)]
+    assert later.read("top")["cents"].to_pylist() == [max(cents)]
+
+
+def test_a_fact_that_is_added_later_asks_for_a_replay(tmp_path):
+    log = [one for one in entries(16) if one["type"] == "payment_captured"]
+    amended(tmp_path).run(as_table(log[:10]))
+    later = amended(tmp_path, fact=True)
+    with pytest.raises(ConfigError, match=r"before x was declared: replay"):
+        later.run(as_table(log[10:]))
+    later.replay()
+    assert len(later.read("money")) == 16
