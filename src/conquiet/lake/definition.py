@@ -147,7 +147,7 @@ class Definition:
         return found
 
     def accepts(self, stream: str, event_type: str) -> bool:
-        """Tell whether a known type may come from a stream.
+        """Return whether a known type may come from a stream.
 
         A stream that a pattern names carries the types bound to it and no others.
         """

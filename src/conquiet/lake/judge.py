@@ -368,7 +368,7 @@ class Judge:
             own = pa.array([kind.event_type not in bound for kind in good.kinds], pa.bool_())
             events = events.filter(own)
         refused = entries.take(pa.array(bad.rows, pa.int64()))
-        told = {
+        given = {
             "event_type": refused["type"],
             "version": pa.array(bad.versions, pa.int32()),
             "reason": pa.array(bad.reasons, pa.string()),
@@ -377,7 +377,7 @@ class Judge:
             "aggregate_id": refused["subject"],
         }
         quarantine = pa.table(
-            [told[one] if one in told else refused[one] for one in QUARANTINE.names],
+            [given[one] if one in given else refused[one] for one in QUARANTINE.names],
             schema=QUARANTINE,
         )
         return Judged(events, quarantine, typed, feed, counts)
@@ -652,7 +652,7 @@ def _check(rules: list[Rule], value: Any, days: int, counts: Counts, event_id: s
 
 
 def holds(rule: Rule, value: Any) -> bool:
-    """Tell whether a value keeps a rule; a rule that raises is broken."""
+    """Return whether a value keeps a rule; a rule that raises is broken."""
     try:
         return bool(rule.check(value))
     except Exception:  # noqa: BLE001 - one event must not end the pipeline

@@ -321,7 +321,7 @@ class Driver:
 
 
 class Pipeline(Definitions):
-    """What is made of events, and the lake that it is kept in.
+    """Turns events into the tables of a lake, by its definitions.
 
     `catalog` may be None: without any event type there is `raw_events` alone.
     """

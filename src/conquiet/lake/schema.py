@@ -52,7 +52,7 @@ def arrow_type(info: inspect.Type) -> pa.DataType:
 
 
 def _is_json(info: inspect.Type) -> bool:
-    """Tell whether a field has no type of Arrow and is stored as JSON text."""
+    """Return whether a field has no type of Arrow and is stored as JSON text."""
     if isinstance(info, inspect.Metadata):
         return _is_json(info.type)
     if isinstance(info, inspect.UnionType):

@@ -234,7 +234,7 @@ class KnownIds:
         self._days: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
 
     def contains(self, hashes: np.ndarray, checks: np.ndarray, days: np.ndarray) -> np.ndarray:
-        """Tell of each id whether it is known on its day."""
+        """Return of each id whether it is known on its day."""
         wanted = [int(day) for day in np.unique(days)]
         self._load([day for day in wanted if day not in self._days])
         found = np.zeros(len(hashes), bool)

@@ -32,7 +32,7 @@ def read_files(spark: SparkSession, path: str, **options: str) -> DataFrame:
 
 
 def are_files(frame: DataFrame) -> bool:
-    """Tell whether a frame is what `read_files` gave: files in the columns of the log."""
+    """Return whether a frame is what `read_files` gave: files in the columns of the log."""
     return bool(getattr(frame, _MARK, False))
 
 

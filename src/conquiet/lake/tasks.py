@@ -158,7 +158,7 @@ def share_definition(definition: Definition, tasks: Tasks) -> bytes:
 
 
 def _is_local(struct: type) -> bool:
-    """Tell whether other processes cannot import a struct."""
+    """Return whether other processes cannot import a struct."""
     name = struct.__module__
     if name == "__main__" or "<locals>" in struct.__qualname__:
         return True
