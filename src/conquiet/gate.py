@@ -74,7 +74,7 @@ class Gate:
             admitted = [message for index, message in enumerate(batch) if index not in refused]
             passed = iter(next(admitted) if admitted else ())
             return [
-                refused[index] if index in refused else following(passed)
+                refused[index] if index in refused else next_result(passed)
                 for index in range(len(batch))
             ]
 
@@ -113,6 +113,6 @@ class Gate:
         )
 
 
-def following(results: Iterator[Result]) -> Result:
+def next_result(results: Iterator[Result]) -> Result:
     """Return the next result, or an error if the chain returned too few."""
     return next(results, HandlerError("a middleware returned too few results"))

@@ -87,10 +87,10 @@ class Handler:
         hints = _hints(function, self.name)
         self.takes, self.is_batch = _input(function, hints, self.name)
         self._wants_message = _wants_message(function, self.name)
-        self.is_async = inspect.iscoroutinefunction(_called(function))
+        self.is_async = inspect.iscoroutinefunction(_unwrap(function))
         self._decode = _decode_for(kind, self.takes, self.name)
         self.type = type or self._type_from_class()
-        self._emits = _emitted(hints.get("return"), kind, self.name)
+        self._emits = _emitted_types(hints.get("return"), kind, self.name)
         self._event_types: dict[Any, str] = {}
 
     @property
@@ -241,7 +241,7 @@ def _is_plain(kind: Any) -> bool:
     return kind in (dict, bytes) or get_origin(kind) is dict
 
 
-def _called(function: Callable[..., Any]) -> Callable[..., Any]:
+def _unwrap(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function behind a partial or a callable object."""
     while hasattr(function, "func") and not inspect.isroutine(function):
         function = function.func
@@ -259,7 +259,7 @@ def _function_name(function: Callable[..., Any]) -> str:
 
 def _hints(function: Callable[..., Any], name: str) -> dict[str, Any]:
     try:
-        return get_type_hints(_called(function))
+        return get_type_hints(_unwrap(function))
     except NameError:
         pass
     # A class defined inside a function is visible only where the handler is registered: search
@@ -268,7 +268,7 @@ def _hints(function: Callable[..., Any], name: str) -> dict[str, Any]:
     missing: NameError | None = None
     while frame is not None:
         try:
-            return get_type_hints(_called(function), localns=frame.f_locals)
+            return get_type_hints(_unwrap(function), localns=frame.f_locals)
         except NameError as error:
             missing = error
         frame = frame.f_back
@@ -317,7 +317,7 @@ def _decode_for(kind: Kind, takes: Any, name: str) -> Decode:
     return decoder(takes)
 
 
-def _emitted(hint: Any, kind: Kind, name: str) -> list[type]:
+def _emitted_types(hint: Any, kind: Kind, name: str) -> list[type]:
     """Return the classes in the return hint; empty if it has none."""
     found: list[type] = []
     pending = [hint]
@@ -358,7 +358,7 @@ class LoopThread:
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine to its end; return its result or raise its exception."""
-        loop = self._running()
+        loop = self._ensure_running()
         context = copy_context()
         done: Future[T] = Future()
         tasks: list[asyncio.Task[T]] = []
@@ -391,7 +391,7 @@ class LoopThread:
             loop.call_soon_threadsafe(loop.stop)
             thread.join(timeout=5)
 
-    def _running(self) -> asyncio.AbstractEventLoop:
+    def _ensure_running(self) -> asyncio.AbstractEventLoop:
         with self._lock:
             if self._loop is None or self._thread is None or not self._thread.is_alive():
                 self._loop = asyncio.new_event_loop()

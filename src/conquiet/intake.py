@@ -67,7 +67,7 @@ class Intake(Protocol):
 
     def read(self, thread: int, limit: int, timeout: float, wait: float) -> list[Message[Any]]: ...
 
-    def failed(self, messages: Sequence[Message[Any]]) -> None: ...
+    def note_failed(self, messages: Sequence[Message[Any]]) -> None: ...
 
     def give_back(self) -> None: ...
 
@@ -90,7 +90,7 @@ class AnyOrder:
         finally:
             self._lock.release()
 
-    def failed(self, messages: Sequence[Message[Any]]) -> None:
+    def note_failed(self, messages: Sequence[Message[Any]]) -> None:
         pass
 
     def give_back(self) -> None:
@@ -131,7 +131,7 @@ class ByKey:
             time.sleep(_SECONDS_BEFORE_ASKING_AGAIN)  # the failed message has not returned yet
         return taken
 
-    def failed(self, messages: Sequence[Message[Any]]) -> None:
+    def note_failed(self, messages: Sequence[Message[Any]]) -> None:
         """Note nacked messages; others of their keys that were given back come after them."""
         with self._changed:
             for message in reversed(messages):

@@ -252,7 +252,7 @@ class Worker:
                 if isinstance(result, Exception)
             ]
             if failed:
-                self._intake.failed(failed)
+                self._intake.note_failed(failed)
             self._count(handled, len(failed))
             return len(failed) < len(handled.messages) or _is_new_poison(handled)
         except BaseException as error:

@@ -15,7 +15,7 @@ from conquiet.errors import InvalidMessage, SinkUnavailable
 from conquiet.message import describe
 from conquiet.middleware import DeadLetter
 from conquiet.relay import Relay
-from conquiet.relay.logs import fields
+from conquiet.relay.relay import log_fields
 
 FORGED = "a-1\n2026-01-01 ERROR root: all is lost \x1b[2J\x1b]0;title\x07\r\x9b1m\u2028\u202e\x7f"
 STEERING = set(map(chr, [*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x202E])) - {"\n"}
@@ -87,7 +87,7 @@ def _record() -> logging.LogRecord:
         record = logging.LogRecord(
             "conquiet", logging.ERROR, "x.py", 1, "it failed: %s", (FORGED,), sys.exc_info()
         )
-    record.__dict__.update(fields(Message(b"", EVIL)))
+    record.__dict__.update(log_fields(Message(b"", EVIL)))
     return record
 
 

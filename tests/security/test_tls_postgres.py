@@ -22,7 +22,7 @@ from conquiet.spark.database import Database, connected
 from conquiet.spark.upsert.postgres import PostgresTarget
 from conquiet.spark.upsert.target import UpsertOptions
 from conquiet.sql import Outbox, OutboxLog, engine, schema
-from conquiet.sql.tls import verified, verified_text
+from conquiet.sql.tls import verify_server, verify_server_text
 from marketplace.demo.servers import _own_schema
 
 REFUSED = "certificate verify failed"
@@ -164,7 +164,7 @@ def test_without_tls_a_server_on_another_host_is_refused_until_the_url_allows_it
     ],
 )
 def test_what_is_set_if_nobody_says_anything(url, mode) -> None:
-    query = verified(make_url(url)).query
+    query = verify_server(make_url(url)).query
     assert query.get("sslmode") == mode
     assert ("sslrootcert" in query) is (mode == "verify-full")
 
@@ -182,7 +182,7 @@ def test_the_system_s_authorities_are_a_file_that_libpq_finds(monkeypatch, tmp_p
     for given in ("", "?sslrootcert=system", "?sslmode=verify-full&sslrootcert=system"):
         url = f"postgresql://app:a%2Fb@db.example/shop{given}"
         assert engine(url).url.query["sslrootcert"] == str(bundle)
-        text = verified_text(url)
+        text = verify_server_text(url)
         assert make_url(text).query == {"sslmode": "verify-full", "sslrootcert": str(bundle)}
         assert "app:a%2Fb@db.example/shop?" in text
     own = tmp_path / ".postgresql" / "root.crt"

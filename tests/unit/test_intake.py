@@ -37,7 +37,7 @@ def names(messages: Sequence[Message[Any]]) -> list[str]:
 def test_what_came_back_runs_in_its_old_order_whatever_order_it_comes_in():
     taking = by_key(Script(["1"], ["2", "3"], ["1"], ["3"], ["2", "3"]))
     [first] = taking.read(0, 10, 0, 0)
-    taking.failed([first])
+    taking.note_failed([first])
     assert names(taking.read(0, 10, 0, 0)) == []  # they would overtake the first
     assert names(taking.read(0, 10, 0, 0)) == ["1"]
     assert names(taking.read(0, 10, 0, 0)) == []  # so would the third the second
@@ -47,7 +47,7 @@ def test_what_came_back_runs_in_its_old_order_whatever_order_it_comes_in():
 def test_a_key_does_not_wait_for_ever_for_what_another_worker_took(monkeypatch):
     taking = by_key(Script(["1"], ["2"], ["2"], ["3"]))
     [first] = taking.read(0, 10, 0, 0)
-    taking.failed([first])
+    taking.note_failed([first])
     assert names(taking.read(0, 10, 0, 0)) == []
     monkeypatch.setattr(intake, "_SECONDS_TO_WAIT_FOR_A_KEY", -1.0)
     assert names(taking.read(0, 10, 0, 0)) == ["2"]
@@ -61,7 +61,7 @@ def test_keys_that_nobody_waits_for_do_not_fill_the_memory(monkeypatch):
     for number in range(50):
         failed = Ledger().message(number)
         failed.order_key = str(number)
-        taking.failed([failed])
+        taking.note_failed([failed])
     taking.read(0, 10, 0, 0)
     assert taking._returned == {}
 

@@ -277,7 +277,7 @@ def test_a_source_that_does_not_hear_of_what_comes_back_loses_nothing_that_may_r
     in_flight = InFlight()
     intake = ByKey(source, in_flight, 1, lambda message: message.key)
     [early] = intake.read(0, 1, 0, 0)
-    intake.failed([early])
+    intake.note_failed([early])
     source.settle = refusing
     taken = intake.read(0, 10, 0, 0)
     assert [message.key for message in taken] == ["b"]

@@ -45,7 +45,7 @@ def check(event: Event, max_bytes: int = MAX_PAYLOAD_BYTES) -> Checked:
             f"{type(event).__name__} is not an event: create one by catalog.event(…), emit several"
             " by emit(session, *events)"
         )
-    declaration = _declared(event)
+    declaration = _declaration_of(event)
     for name, value in (("id", event.id), ("aggregate_id", event.aggregate_id)):
         if not isinstance(value, UUID):
             raise _invalid(event, f"{name} must be a UUID, not {type(value).__name__}")
@@ -69,7 +69,7 @@ def check(event: Event, max_bytes: int = MAX_PAYLOAD_BYTES) -> Checked:
     )
 
 
-def _declared(event: Event) -> Declaration:
+def _declaration_of(event: Event) -> Declaration:
     catalog = event.catalog
     if event.event_type not in catalog.event_types:
         raise _invalid(event, "its type is not in the catalog")
@@ -91,7 +91,7 @@ def _payload(event: Event, declaration: Declaration) -> bytes:
         data = _plain(event.data)
         # A struct's constructor checks no types: decode what was encoded.
         kept = event.catalog.read(declaration.event_type, declaration.version, _encode(data))
-        unknown = list(_unknown(data, kept))
+        unknown = list(_unknown_fields(data, kept))
         if unknown:
             raise _invalid(event, f"its data has unknown fields: {', '.join(unknown):.200}")
         envelope: dict[str, Any] = {
@@ -113,7 +113,7 @@ def _payload(event: Event, declaration: Declaration) -> bytes:
         raise _invalid(event, f"it cannot be written as JSON: {error}") from error
 
 
-def _unknown(given: Any, kept: Any, where: str = "") -> Iterator[str]:
+def _unknown_fields(given: Any, kept: Any, where: str = "") -> Iterator[str]:
     """Yield given fields, at every level, that no struct has: they would be lost."""
     if isinstance(kept, msgspec.Struct) and isinstance(given, dict):
         fields = _fields(type(kept))
@@ -121,13 +121,13 @@ def _unknown(given: Any, kept: Any, where: str = "") -> Iterator[str]:
             if name not in fields:
                 yield f"{where}{name}"
             else:
-                yield from _unknown(value, getattr(kept, fields[name]), f"{where}{name}.")
+                yield from _unknown_fields(value, getattr(kept, fields[name]), f"{where}{name}.")
     elif isinstance(given, list) and isinstance(kept, (list, tuple)):
         for number, (one, other) in enumerate(zip(given, kept, strict=False)):
-            yield from _unknown(one, other, f"{where}{number}.")
+            yield from _unknown_fields(one, other, f"{where}{number}.")
     elif isinstance(given, dict) and isinstance(kept, dict):
         for name in given.keys() & kept.keys():
-            yield from _unknown(given[name], kept[name], f"{where}{name}.")
+            yield from _unknown_fields(given[name], kept[name], f"{where}{name}.")
 
 
 @lru_cache(maxsize=1024)

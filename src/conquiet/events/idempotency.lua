@@ -1,14 +1,14 @@
--- Whether a consumer has handled an event, and who is at it now. One command, one key, atomic.
+-- Claims, renews, confirms or releases an event of a consumer. One command, one key, atomic.
 --
 -- KEYS[1]  pf:evt:processed:<consumer>:<event_id>
---            absent               nobody has handled it, or it was forgotten
---            processing:<owner>   <owner> is at it; ends by itself after the lease
---            done:<owner>         it took effect; ends after the long TTL
+--            absent               not handled yet, or its TTL has expired
+--            processing:<owner>   in progress by <owner>; expires with the lease
+--            done:<owner>         handled; expires with the TTL
 -- ARGV[1]  claim | renew | confirm | release | mark
 -- ARGV[2]  owner
 -- ARGV[3]  milliseconds: the lease (claim, renew) or the TTL (confirm, mark); 0 for release
 --
--- Answers: "ours", "done", "held" or "gone": how the key stands now, seen from <owner>.
+-- Returns "ours", "done", "held" or "gone": the state of the key for <owner>.
 
 local key, does, owner, ms = KEYS[1], ARGV[1], ARGV[2], ARGV[3]
 local processing, done = "processing:" .. owner, "done:" .. owner
@@ -25,7 +25,7 @@ elseif does == "claim" then
         return "ours"
     end
 elseif does == "renew" then
-    -- Not if it is gone: a renewal that comes after the release must not bring it back.
+    -- Not if it is gone: a renewal after the release must not claim it again.
     if not found then
         return "gone"
     elseif found == processing then
@@ -33,7 +33,7 @@ elseif does == "renew" then
         return "ours"
     end
 elseif does == "confirm" then
-    -- Absent: the lease ran out, and nobody else is at it; the effects are there all the same.
+    -- Absent: the lease expired and no other owner has claimed it; the effects have happened.
     -- Done by us: the reply of an earlier confirm was lost.
     if not found or found == processing or found == done then
         redis.call("SET", key, done, "PX", ms)

@@ -93,7 +93,7 @@ class Idempotency:
         self._run: Callable[..., Any] = client.register_script(_script)
 
     def key(self, consumer: str, event_id: UUID | str) -> str:
-        """`pf:evt:processed:<consumer>:<event_id>`."""
+        """Return the key `pf:evt:processed:<consumer>:<event_id>`."""
         if not isinstance(consumer, str) or not _name.fullmatch(consumer):
             raise ConfigError(f"consumer {consumer!r:.60}: use letters, digits, '_', '-' and '.'")
         try:

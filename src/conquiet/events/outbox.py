@@ -59,7 +59,7 @@ def emit(
             f"emit() takes a Session or a Connection, not {type(session).__name__};"
             " use emit_async() for asyncio"
         )
-    into, rows = _checked(events, table, max_bytes)
+    into, rows = _check_all(events, table, max_bytes)
     session.execute(into, rows)  # compiled once for any number of rows
     if isinstance(session, Session):
         notify_after_commit(session, table)
@@ -100,12 +100,12 @@ def statement(
 
 def _statements(events: Sequence[Event], table: str, max_bytes: int) -> list[Insert]:
     """Split the INSERT: databases limit the parameters of one statement."""
-    into, rows = _checked(events, table, max_bytes)
+    into, rows = _check_all(events, table, max_bytes)
     most = _MAX_PER_STATEMENT
     return [into.values(rows[first : first + most]) for first in range(0, len(rows), most)]
 
 
-def _checked(
+def _check_all(
     events: Sequence[Event], table: str, max_bytes: int
 ) -> tuple[Insert, list[dict[str, Any]]]:
     """Check all events; return the INSERT and its rows."""

@@ -229,10 +229,10 @@ def ddl(
     if dialect_name == "postgresql":
         for enum in (event_types(catalog, made.schema), aggregate_types(catalog, made.schema)):
             native = enum.dialect_impl(target)
-            statements.append(_compiled(CreateEnumType(native), target))
-    statements.append(_compiled(CreateTable(made), target))
+            statements.append(_compile(CreateEnumType(native), target))
+    statements.append(_compile(CreateTable(made), target))
     indexes = sorted(made.indexes, key=lambda index: str(index.name))
-    statements.extend(_compiled(CreateIndex(index), target) for index in indexes)
+    statements.extend(_compile(CreateIndex(index), target) for index in indexes)
     if append_only:
         statements.extend(create_trigger_statements(dialect_name, table))
     return ";\n\n".join(statements) + ";\n"
@@ -319,7 +319,7 @@ def _is_for_some(index: Index) -> bool:
     return index.dialect_options["postgresql"]["where"] is not None
 
 
-def _compiled(element: Any, target: Dialect) -> str:
+def _compile(element: Any, target: Dialect) -> str:
     lines = str(element.compile(dialect=target)).strip().splitlines()
     return "\n".join(line.rstrip().replace("\t", "    ") for line in lines)
 

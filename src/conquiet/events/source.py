@@ -21,7 +21,7 @@ from conquiet.events.table import EVENTS_TABLE, UuidText
 from conquiet.message import Attributes, Message
 from conquiet.sql import dialect
 from conquiet.sql.claim import Layout
-from conquiet.sql.outbox_source import TableSource, checked_attempts
+from conquiet.sql.outbox_source import TableSource, check_attempts
 from conquiet.sql.schema import checked_name
 
 
@@ -115,7 +115,7 @@ class EventSource(TableSource):
     ) -> None:
         super().__init__(
             dialect.as_engine(engine),
-            events_layout(table, checked_attempts(max_attempts)),
+            events_layout(table, check_attempts(max_attempts)),
             max_attempts=max_attempts,
             ordered=ordered,
             poll=poll,
@@ -126,7 +126,7 @@ class EventSource(TableSource):
         self.source = source
         self.cloudevents = cloudevents
 
-    def named(self, row: EventRow) -> dict[str, str]:
+    def log_fields(self, row: EventRow) -> dict[str, str]:
         return {
             "event_id": str(row.id),
             "event_type": row.event_type,

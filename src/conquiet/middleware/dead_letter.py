@@ -130,7 +130,7 @@ class DeadLetter:
         if self._max_traceback_chars:
             about[TRACEBACK] = _printable(_traceback(error)[-self._max_traceback_chars :])
         if not is_exact:
-            about[ATTRIBUTES] = _packed(message.attributes)
+            about[ATTRIBUTES] = _pack(message.attributes)
         return Message(_data(message), {**attributes, **about}, topic=self._topic)
 
 
@@ -148,7 +148,7 @@ def replay(letter: Message[Any]) -> Message[Any]:
             f"{describe(attributes)}: not a dead letter, it has no attribute {REASON!r}"
         )
     if ATTRIBUTES in attributes:
-        original = _unpacked(attributes[ATTRIBUTES], attributes)
+        original = _unpack(attributes[ATTRIBUTES], attributes)
     else:
         original = {name: value for name, value in attributes.items() if name not in _NAMES}
     return Message(letter.data, original, topic=attributes.get(TOPIC))
@@ -174,14 +174,14 @@ def _plain(original: Mapping[str, Any]) -> tuple[Attributes, bool]:
     return plain, is_exact
 
 
-def _packed(original: Mapping[str, Any]) -> str:
+def _pack(original: Mapping[str, Any]) -> str:
     """Encode all attributes of any type in one line of text."""
     return json.dumps(
-        [[name if type(name) is str else repr(name), *_tagged(v)] for name, v in original.items()]
+        [[name if type(name) is str else repr(name), *_tag(v)] for name, v in original.items()]
     )
 
 
-def _tagged(value: Any) -> tuple[str, Any]:
+def _tag(value: Any) -> tuple[str, Any]:
     if isinstance(value, bytes):
         return "bytes", b64encode(value).decode()
     try:
@@ -192,7 +192,7 @@ def _tagged(value: Any) -> tuple[str, Any]:
     return "repr", _text_of(repr, value)  # no source yields such a value
 
 
-def _unpacked(text: str, attributes: Attributes) -> Attributes:
+def _unpack(text: str, attributes: Attributes) -> Attributes:
     try:
         return {
             name: b64decode(value, validate=True) if tag == "bytes" else value

@@ -56,9 +56,9 @@ class Deadline:
     def admit(self, message: Message[Any]) -> None:
         """Refuse an expired message; the router calls it outside the transaction."""
         if "expirytime" in message.attributes:
-            remaining = _remaining(message)
+            remaining = _remaining_seconds(message)
             if remaining is not None and remaining <= 0:
-                raise _expired(message, remaining)
+                raise _expired_error(message, remaining)
 
     def __call__(self, next: Process) -> Process:
         def process(batch: Sequence[Message[Any]]) -> Sequence[Result]:
@@ -77,7 +77,7 @@ class Deadline:
         handler = messages[0].handler
         if handler is not None and handler.is_async:
             return _limit_coroutine(seconds, call, messages)
-        return call_with_limit(seconds, call, lambda: _exceeded(seconds, messages))
+        return call_with_limit(seconds, call, lambda: _exceeded_error(seconds, messages))
 
     def _seconds_for(self, messages: Sequence[Message[Any]]) -> float | None:
         seconds = None if self.seconds is None else self.seconds * len(messages)
@@ -85,11 +85,11 @@ class Deadline:
         for message in messages:
             if "expirytime" not in message.attributes:
                 return seconds
-            remaining = _remaining(message)
+            remaining = _remaining_seconds(message)
             if remaining is None:
                 return seconds
             if remaining <= 0 and len(messages) == 1:
-                raise _expired(message, remaining)
+                raise _expired_error(message, remaining)
             last = max(last, remaining)
         return last if seconds is None else min(seconds, last)
 
@@ -105,24 +105,24 @@ def _limit_coroutine(
     except DeadlineExceeded as error:
         if time.monotonic() < until:  # raised by the handler itself
             raise
-        raise _exceeded(seconds, messages) from error
+        raise _exceeded_error(seconds, messages) from error
     finally:
         UNTIL.reset(token)
 
 
-def _remaining(message: Message[Any]) -> float | None:
+def _remaining_seconds(message: Message[Any]) -> float | None:
     expiry = message.expirytime
     return None if expiry is None else (expiry - datetime.now(UTC)).total_seconds()
 
 
-def _expired(message: Message[Any], remaining: float) -> ExpiredMessage:
+def _expired_error(message: Message[Any], remaining: float) -> ExpiredMessage:
     return ExpiredMessage(
         f"{describe(message.attributes)}: expired {-remaining:.3f} s ago,"
         f" at {message.attributes['expirytime']}"
     )
 
 
-def _exceeded(seconds: float, messages: Sequence[Message[Any]]) -> DeadlineExceeded:
+def _exceeded_error(seconds: float, messages: Sequence[Message[Any]]) -> DeadlineExceeded:
     handler = messages[0].handler
     others = f" and {len(messages) - 1} more" if len(messages) > 1 else ""
     return DeadlineExceeded(

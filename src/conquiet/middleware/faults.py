@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from conquiet.errors import ConfigError, ConquietError
-from conquiet.gate import FailedKeys, following
+from conquiet.gate import FailedKeys, next_result
 from conquiet.handler import AROUND, Process, Result
 from conquiet.message import Message, describe
 from conquiet.shutdown import pause
@@ -25,7 +25,7 @@ class Duplicate:
     """
 
     def __init__(self, probability: float = 0.5, dice: random.Random | None = None) -> None:
-        self._probability = _checked(probability)
+        self._probability = _check_probability(probability)
         self._dice = dice or random.Random()
 
     def __call__(self, next: Process) -> Process:
@@ -64,7 +64,7 @@ class FailAtRandom:
         after: bool = False,
         dice: random.Random | None = None,
     ) -> None:
-        self._probability = _checked(probability)
+        self._probability = _check_probability(probability)
         self._error = error
         self._after = after
         self._dice = dice or random.Random()
@@ -80,7 +80,7 @@ class FailAtRandom:
                 results.append(fault)
             spared = [m for m, fault in zip(batch, results, strict=True) if fault is None]
             passed = iter(next(spared) if spared else ())
-            return [fault if fault is not None else following(passed) for fault in results]
+            return [fault if fault is not None else next_result(passed) for fault in results]
 
         def after(batch: Sequence[Message[Any]]) -> Sequence[Result]:
             return [
@@ -116,7 +116,7 @@ class Delay:
 
     def __call__(self, next: Process) -> Process:
         def process(batch: Sequence[Message[Any]]) -> Sequence[Result]:
-            token = AROUND.set((*AROUND.get(), self._delayed))
+            token = AROUND.set((*AROUND.get(), self._delay))
             try:
                 return next(batch)
             finally:
@@ -124,14 +124,14 @@ class Delay:
 
         return process
 
-    def _delayed(
+    def _delay(
         self, messages: Sequence[Message[Any]], call: Callable[[], Sequence[Result]]
     ) -> Sequence[Result]:
         self._sleep(self._dice.uniform(self._least, self._most))
         return call()
 
 
-def _checked(probability: float) -> float:
+def _check_probability(probability: float) -> float:
     if not 0 <= probability <= 1:
         raise ConfigError(f"a probability lies between 0 and 1, not at {probability!r}")
     return probability

@@ -44,7 +44,7 @@ class Metrics:
     def __call__(self, next: Process) -> Process:
         def process(batch: Sequence[Message[Any]]) -> Sequence[Result]:
             self._quietly(self._begin, len(batch))
-            token = AROUND.set((self._timed, *AROUND.get()))
+            token = AROUND.set((self._time_call, *AROUND.get()))
             results: Sequence[Result] | None = None
             try:
                 results = next(batch)
@@ -68,7 +68,7 @@ class Metrics:
         for labels, count in counts.items():
             self._instruments.messages.labels(*labels).inc(count)
 
-    def _timed(
+    def _time_call(
         self, messages: Sequence[Message[Any]], call: Callable[[], Sequence[Result]]
     ) -> Sequence[Result]:
         start = time.perf_counter()

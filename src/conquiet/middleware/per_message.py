@@ -72,7 +72,7 @@ class PerMessage:
                 steps.send(None)  # type: ignore[arg-type]
                 running.append((index, steps))
             except StopIteration as stop:
-                results[index] = self._returned(stop.value, NOTHING, message)
+                results[index] = self._result_of(stop.value, NOTHING, message)
             except Exception as error:
                 if atomic:  # the transaction is rolled back anyway
                     raise
@@ -108,7 +108,7 @@ class PerMessage:
             else:
                 steps.send(result)
         except StopIteration as stop:
-            after = self._returned(stop.value, result, message)
+            after = self._result_of(stop.value, result, message)
         except Exception as error:  # noqa: BLE001 - becomes this message's result
             after = error
         else:
@@ -120,7 +120,7 @@ class PerMessage:
         # A message that was not handled must not be acked (lost) or blamed (an attempt).
         return result if isinstance(result, Blameless) else after
 
-    def _returned(self, returned: Any, result: Result, message: Message[Any]) -> Result:
+    def _result_of(self, returned: Any, result: Result, message: Message[Any]) -> Result:
         if returned is None or returned is result:
             return result
         if isinstance(returned, (list, tuple)) and all(isinstance(r, Message) for r in returned):

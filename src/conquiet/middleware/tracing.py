@@ -79,7 +79,7 @@ class Tracing:
             _span_name(message),
             context=self._propagator.extract(carrier),
             kind=self._trace.SpanKind.CONSUMER,
-            attributes=_recorded(message),
+            attributes=_span_attributes(message),
         )
         message.locals[SPAN] = span
         return span
@@ -135,7 +135,7 @@ def _span_name(message: Message[Any]) -> str:
     return f"process {name}"
 
 
-def _recorded(message: Message[Any]) -> dict[str, str | int]:
+def _span_attributes(message: Message[Any]) -> dict[str, str | int]:
     recorded: dict[str, str | int] = {
         "messaging.system": "conquiet",
         "messaging.operation.type": "process",

@@ -38,11 +38,11 @@ class QueueConfig:
 
 def require_name(name: str, value: object) -> None:
     if not isinstance(value, str) or not value:
-        raise _refused(name, value, "a string that is not empty")
+        raise _refusal(name, value, "a string that is not empty")
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise _refused(name, value, "a string that UTF-8 can encode") from error
+        raise _refusal(name, value, "a string that UTF-8 can encode") from error
 
 
 def require_block_ms(value: object) -> None:
@@ -57,8 +57,8 @@ def require_int(name: str, value: object, *, at_least: int, because: str = "") -
         or not at_least <= value <= _LARGEST_INT
     ):
         allowed = f"an integer of at least {at_least} that fits in 64 bits"
-        raise _refused(name, value, f"{allowed} ({because})" if because else allowed)
+        raise _refusal(name, value, f"{allowed} ({because})" if because else allowed)
 
 
-def _refused(name: str, value: object, allowed: str) -> InvalidSettingError:
+def _refusal(name: str, value: object, allowed: str) -> InvalidSettingError:
     return InvalidSettingError(f"{name}={value!r} is not allowed: it must be {allowed}")

@@ -28,16 +28,16 @@ class StreamMetrics:
         self._claimed = _child(_CLAIMED, stream)
         self._latency = _child(_LATENCY, stream)
 
-    def read(self, entries: int, seconds: float) -> None:
+    def count_read(self, entries: int, seconds: float) -> None:
         with suppress(Exception):
             self._latency.observe(seconds)
             self._read.inc(entries)
 
-    def acked(self, entries: int) -> None:
+    def count_acked(self, entries: int) -> None:
         with suppress(Exception):
             self._acked.inc(entries)
 
-    def claimed(self, entries: int) -> None:
+    def count_claimed(self, entries: int) -> None:
         with suppress(Exception):
             self._claimed.inc(entries)
 
@@ -63,10 +63,10 @@ def _metric(kind: str, name: str, help_text: str, **options: Any) -> Any:
     try:
         return getattr(prometheus_client, kind)(name, help_text, ["stream"], **options)
     except Exception as error:  # noqa: BLE001 - a name that is taken, a broken multiprocess directory, …
-        return _registered(prometheus_client.REGISTRY, kind, name) or _without(name, error)
+        return _find_registered(prometheus_client.REGISTRY, kind, name) or _without(name, error)
 
 
-def _registered(registry: Any, kind: str, name: str) -> Any:
+def _find_registered(registry: Any, kind: str, name: str) -> Any:
     """Return the registered metric of this name, if it is of the same kind."""
     with suppress(Exception):
         known = registry._names_to_collectors[name]  # there is no public API to look it up

@@ -96,13 +96,13 @@ class RedisStreamsQueue:
         reply = self._wire.call(b"XREADGROUP", *who, *how, *what, wait_s=block_ms / 1000)
         seconds = perf_counter() - started
         entries = _entries_of_only_stream(reply)
-        self._metrics.read(len(entries), seconds)
+        self._metrics.count_read(len(entries), seconds)
         return self._messages(entries)
 
     def ack(self, msg: QueueMessage) -> None:
         """Ack a message; one that is not pending any more was acked before."""
         settled: int = self._wire.call(b"XACK", self._stream, self._group, msg.id.encode())
-        self._metrics.acked(settled)
+        self._metrics.count_acked(settled)
 
     def claim_stale(self, min_idle_ms: int, count: int = 10) -> list[QueueMessage]:
         """Claim up to `count` stale messages: delivered `min_idle_ms` ago and not acked.
@@ -119,7 +119,7 @@ class RedisStreamsQueue:
         claim = (self._stream, self._group, self._consumer, min_idle_ms)
         reply = self._wire.call(b"XCLAIM", *claim, *stale)
         entries = [entry for entry in reply if entry is not None]
-        self._metrics.claimed(len(entries))
+        self._metrics.count_claimed(len(entries))
         if len(entries) < len(reply):
             claimed = {entry[0] for entry in entries}
             self._settle_deleted(entry_id for entry_id in stale if entry_id not in claimed)

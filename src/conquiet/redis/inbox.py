@@ -14,7 +14,7 @@ import redis
 
 from conquiet import inbox
 from conquiet.errors import ConfigError, InvalidMessage, StoreError
-from conquiet.gate import FailedKeys, following
+from conquiet.gate import FailedKeys, next_result
 from conquiet.handler import NOTHING, SKIPPED, Process, Result
 from conquiet.message import Message, describe
 from conquiet.redis.lease import DONE, KeyState, LeaseTerms
@@ -147,7 +147,7 @@ class Inbox(inbox.Inbox):
             passed = set(map(id, passing))
             results = iter(process(passing) if passing else ())
             # A message that is held back gets its error as its result after the commit.
-            return [following(results) if id(m) in passed else NOTHING for m in batch]
+            return [next_result(results) if id(m) in passed else NOTHING for m in batch]
 
         return process_leased
 
@@ -226,7 +226,7 @@ class _SetnxMarks:
                 raise
             self._release([k for k, r in zip(ours, results, strict=True) if _has_failed(r)])
             rest = iter(results)
-            return [SKIPPED if i in seen else following(rest) for i in range(len(batch))]
+            return [SKIPPED if i in seen else next_result(rest) for i in range(len(batch))]
 
         return process_marked
 

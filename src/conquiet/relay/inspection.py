@@ -227,7 +227,7 @@ class Inspection:
         `after` is the id of the last row of the previous page.
         """
         search = search or Search("parked" if parked else "waiting")
-        named = self._named([search.id]) if search.id else None
+        named = self._with_ids([search.id]) if search.id else None
         wanted = search.condition(self._states, self._searched, named)
         columns = self._table.c
         # The primary key of the generic outbox ascends, so its index gives the order.
@@ -255,7 +255,7 @@ class Inspection:
         query = select(*self._shown, _payload_text(self._payload).label("payload"))
         if not self.is_events:
             query = query.add_columns(cast(self._table.c.attributes, Text).label("attributes"))
-        query = query.where(self._named([id_])).limit(1)
+        query = query.where(self._with_ids([id_])).limit(1)
         with self._reading() as connection:
             row = connection.execute(query).first()
         if row is None:
@@ -273,7 +273,7 @@ class Inspection:
 
         `last_error` is kept until another error replaces it.
         """
-        wanted = self._parked if ids is None else and_(self._parked, self._named(ids))
+        wanted = self._parked if ids is None else and_(self._parked, self._with_ids(ids))
         values: dict[Any, Any] = {self._attempts: 0}
         if not self.is_events:
             values[self._table.c.parked_at] = None
@@ -298,7 +298,7 @@ class Inspection:
         cleanup = Cleanup(self.engine, inbox=None, outbox=self.name, retention=older_than)
         return cleanup.run_once(progress).outbox
 
-    def _named(self, ids: Sequence[str]) -> ColumnElement[bool]:
+    def _with_ids(self, ids: Sequence[str]) -> ColumnElement[bool]:
         if self.is_events:  # by the primary key, in any notation of UUIDs
             return self._table.c.id.in_([id_ for text in ids if (id_ := _uuid(text))])
         return self._event_id.in_(ids) | self._id.in_(ids)

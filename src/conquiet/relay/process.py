@@ -26,8 +26,7 @@ from conquiet.errors import Blameless, ConfigError
 from conquiet.message import Message
 from conquiet.registry import SinkOptions, connect_sink, open_database, sink_scheme
 from conquiet.relay.health import Check, Health, HealthServer
-from conquiet.relay.logs import fields
-from conquiet.relay.relay import Outcome, Relay
+from conquiet.relay.relay import Outcome, Relay, log_fields
 from conquiet.relay.settings import Settings, has_events_layout
 from conquiet.shutdown import Signals
 from conquiet.sink import Sink
@@ -72,7 +71,7 @@ class WatchedRelay(Relay):
             ordered=ordered,
             longest_pause=longest_pause,
             publish_seconds=publish_seconds,
-            observe=self._observed,
+            observe=self._observe_batch,
         )
         self._metrics = metrics
         self._idle = Backoff(first=poll, cap=poll * _IDLE_FACTOR)
@@ -114,7 +113,7 @@ class WatchedRelay(Relay):
         if hasattr(self.source, "poll"):  # an outbox table; reads of a stream block by themselves
             self.source.poll = seconds
 
-    def _observed(
+    def _observe_batch(
         self,
         messages: Sequence[Message[Any]],
         answers: Sequence[Error],
@@ -124,27 +123,27 @@ class WatchedRelay(Relay):
         self._metrics.publish_seconds.observe(seconds)
         for message, answer in zip(messages, answers, strict=True):
             if answer is None:
-                self._published(message)
+                self._count_published(message)
             elif outage is None and not isinstance(answer, Blameless):
                 self._metrics.failed.labels(type(answer).__name__).inc()
 
-    def _published(self, message: Message[Any]) -> None:
+    def _count_published(self, message: Message[Any]) -> None:
         self._confirmed.append(message)
         self._metrics.published.inc()
         self._metrics.attempts.observe(message.deliveries)
         if message.id in self._unmarked:
             del self._unmarked[message.id]
             self._metrics.duplicates.inc()
-            logger.warning("published again", extra=fields(message, duplicate=True))
+            logger.warning("published again", extra=log_fields(message, duplicate=True))
         elif logger.isEnabledFor(logging.INFO):
-            logger.info("published", extra=fields(message, topic=message.topic))
+            logger.info("published", extra=log_fields(message, topic=message.topic))
 
     def _remember_unmarked(self, error: Exception) -> None:
         for message in self._confirmed:
             logger.warning(
                 "published but not marked, it will be published again: %s",
                 error,
-                extra=fields(message),
+                extra=log_fields(message),
             )
             self._unmarked[message.id] = None
         while len(self._unmarked) > _MAX_UNMARKED:
@@ -310,7 +309,7 @@ def sink_options(settings: Settings, closing: ExitStack) -> SinkOptions:
 
 
 def topic_of(settings: Settings) -> str:
-    """The topic of events that name none: from the URL of the sink, else from the setting."""
+    """Return the default topic: of the sink's URL, else of the setting."""
     if sink_scheme(settings.sink) not in ("pubsub", "kafka"):
         return settings.topic
     named = Url(settings.sink).path

@@ -23,7 +23,6 @@ from conquiet.acking import Acking, Error, settle
 from conquiet.backoff import Backoff
 from conquiet.errors import Blameless, ConfigError, GivenBack, SinkUnavailable
 from conquiet.message import Message, describe, printable
-from conquiet.relay.logs import fields
 from conquiet.sink import Sink, publish_each
 from conquiet.source import EndOfSource, Source
 
@@ -248,7 +247,7 @@ def _log(message: Message[Any], answer: Exception) -> None:
             message.deliveries,
             describe(message.attributes),
             answer,
-            extra=fields(message, reason=type(answer).__name__),
+            extra=log_fields(message, reason=type(answer).__name__),
         )
 
 
@@ -285,3 +284,20 @@ def _publish_in_order(
             if answer is not None or len(waiting[key]) == turn:
                 del waiting[key]
     return answers
+
+
+def log_fields(message: Message[Any], **more: Any) -> dict[str, Any]:
+    """Return the `extra=` of a log line about an event."""
+    attributes = message.attributes
+    return {
+        "event_id": attributes.get("id", ""),
+        "event_type": attributes.get("type", ""),
+        "aggregate_type": _either(attributes, "aggregate_type", "aggregatetype"),
+        "aggregate_id": _either(attributes, "aggregate_id", "aggregateid", "subject"),
+        "attempt": message.deliveries,
+        **more,
+    }
+
+
+def _either(attributes: dict[str, Any], *names: str) -> str:
+    return next((str(attributes[name]) for name in names if attributes.get(name)), "")

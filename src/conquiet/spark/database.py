@@ -22,7 +22,7 @@ from sqlalchemy.exc import ArgumentError
 from conquiet.errors import ConfigError, StoreError
 from conquiet.spark.options import DATABASE, Address
 from conquiet.sql import dialect
-from conquiet.sql.tls import advised, verified_text
+from conquiet.sql.tls import add_advice, verify_server_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Database:
         shown = dialect.display_url(parsed)
         if kind in ("postgresql", "postgres"):
             _, _, rest = url.partition("://")  # as written: libpq decodes by its own rules
-            return cls(verified_text(f"postgresql://{rest}"), None, shown)
+            return cls(verify_server_text(f"postgresql://{rest}"), None, shown)
         if kind != "sqlite":
             raise ConfigError(f"{shown}: this works on PostgreSQL and SQLite; write {DATABASE[1]}")
         file = (parsed.database or "").removeprefix("file:").partition("?")[0]
@@ -149,7 +149,7 @@ def _open(database: Database) -> Any:
     try:
         return module.connect(where)
     except module.Error as error:
-        raise StoreError(f"{database.shown}: {advised(one_line(error)[:300])}") from error
+        raise StoreError(f"{database.shown}: {add_advice(one_line(error)[:300])}") from error
 
 
 def _answers(connection: Any) -> bool:

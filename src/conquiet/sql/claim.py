@@ -140,7 +140,7 @@ class Layout:
     def type_of(self, column: str, dialect: Dialect) -> str:
         return str(self.table.c[column].type.compile(dialect))
 
-    def selected(self) -> str:
+    def select_list(self) -> str:
         """Return the select list of a claim on PostgreSQL."""
         names = self.row._fields
         return ", ".join(f"{name}::text" if name in self.as_text else name for name in names)
@@ -378,7 +378,7 @@ def of_keys(layout: Layout, table: str, dialect: Dialect, *, keys: str, each: st
     return _OF_KEYS.format(
         **_parts(layout, table, dialect),
         stuck=layout.stuck(table, "given.key"),
-        columns=layout.selected(),
+        columns=layout.select_list(),
         keys=keys,
         each=each,
     )
@@ -642,7 +642,7 @@ class PsycopgClaimer(Claimer):
         types = [layout.type_of(name, engine.dialect) for name in layout.order]
         order = ", ".join(layout.order)
         query = (
-            f"SELECT {layout.selected()} FROM {self.name} WHERE {layout.claimable}"
+            f"SELECT {layout.select_list()} FROM {self.name} WHERE {layout.claimable}"
             f" AND ({order}) > ({', '.join(f'%s::{type_}' for type_ in types)}){{}}{{}}"
             f" ORDER BY {order} LIMIT %s FOR UPDATE SKIP LOCKED"
         )

@@ -63,10 +63,10 @@ class Cleanup:
         self.batch_size = batch_size
         self._inbox = self._outbox = None
         if inbox is not None:
-            self._inbox = self._expired(inbox_table(inbox), "created_at")
+            self._inbox = self._delete_statement(inbox_table(inbox), "created_at")
         if outbox is not None:
             # Unpublished rows have no published_at, so no other condition is needed.
-            self._outbox = self._expired(outbox_table(outbox), "published_at")
+            self._outbox = self._delete_statement(outbox_table(outbox), "published_at")
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -124,7 +124,7 @@ class Cleanup:
     def __exit__(self, *exception: object) -> None:
         self.stop()
 
-    def _expired(self, table: Table, column: str) -> TextClause:
+    def _delete_statement(self, table: Table, column: str) -> TextClause:
         name = self.engine.dialect.identifier_preparer.format_table(table)
         template = _POSTGRESQL if dialect.is_postgresql(self.engine.dialect) else _SQLITE
         statement = text(template.format(table=name, column=column))

@@ -13,7 +13,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from conquiet.errors import ConfigError, HandlerError
-from conquiet.sql.tls import advised, verified
+from conquiet.sql.tls import add_advice, verify_server
 
 BUSY_SECONDS = 10.0
 """How long a connection waits for SQLite's write lock before it fails."""
@@ -54,7 +54,7 @@ def engine(url: str | URL, **options: Any) -> Engine:
     `sqlalchemy.create_engine`. Behind PgBouncer, `?prepare_threshold=none` in the URL switches
     prepared statements off.
     """
-    address = verified(make_url(url), options.get("connect_args"))
+    address = verify_server(make_url(url), options.get("connect_args"))
     if address.drivername in ("postgresql", "postgres"):
         address = address.set(drivername="postgresql+psycopg")
     if address.get_backend_name() == "sqlite":
@@ -204,7 +204,7 @@ def one_line(error: BaseException) -> str:
         )
     if _sqlstate(original) == _UNDEFINED_TABLE or "no such table" in reason:
         reason += " (conquiet outbox migrate creates the tables)"
-    return advised(reason)
+    return add_advice(reason)
 
 
 def is_consequence(error: BaseException) -> bool:

@@ -87,7 +87,7 @@ class TableSource(ABC):
         """Build the message of a row; an exception parks the row."""
 
     @abstractmethod
-    def named(self, row: Any) -> dict[str, str]:
+    def log_fields(self, row: Any) -> dict[str, str]:
         """Return the fields that identify a row in logs: `event_id`, `event_type` and so on."""
 
     def read(self, limit: int, timeout: float) -> Sequence[Message[bytes]]:
@@ -161,7 +161,7 @@ class TableSource(ABC):
         return messages
 
     def log(self, level: int, what: str, row: ClaimedRow, reason: object) -> None:
-        about = {**self.named(row), "attempt": row.attempts + 1}
+        about = {**self.log_fields(row), "attempt": row.attempts + 1}
         named = " ".join(f"{name}={value}" for name, value in about.items())
         logger.log(level, "%s: %s: %s", what, printable(named), printable(str(reason)), extra=about)
 
@@ -178,7 +178,7 @@ class TableSource(ABC):
             )
             claim.release()
 
-    def ended(self, claim: Claim) -> None:
+    def remove_claim(self, claim: Claim) -> None:
         with self._lock:
             self._claims.discard(claim)
 
@@ -236,7 +236,7 @@ class Claim:
 
     def _end(self) -> None:
         self._ended = True
-        self._source.ended(self)
+        self._source.remove_claim(self)
         backoff = self._source.backoff
         failures = [self._failure(row, error) for row, error in self._nacked if _costs(error)]
         unmarked = self._opened.settle(self._acked, failures)
@@ -260,7 +260,7 @@ class Claim:
         return Failure(row.id, reason, parks)
 
 
-def checked_attempts(count: int) -> int:
+def check_attempts(count: int) -> int:
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ConfigError(f"max_attempts={count!r}: must be a whole number from 1 on")
     return count
@@ -327,14 +327,14 @@ class OutboxSource(TableSource):
         super().__init__(
             dialect.as_engine(engine),
             outbox_layout(table),
-            max_attempts=checked_attempts(max_attempts),
+            max_attempts=check_attempts(max_attempts),
             ordered=ordered,
             poll=poll,
             wakeup=wakeup,
             hold=hold,
         )
 
-    def named(self, row: OutboxRow) -> dict[str, str]:
+    def log_fields(self, row: OutboxRow) -> dict[str, str]:
         return {"event_id": row.event_id, "event_type": row.event_type, "row": str(row.id)}
 
     def _message(self, row: OutboxRow, acking: Acking) -> Message[bytes]:

@@ -246,9 +246,9 @@ def ddl(
     target: Dialect = registry.load(dialect_name)()
     statements: list[str] = []
     for table in _metadata(inbox, outbox).sorted_tables:
-        statements.append(_compiled(CreateTable(table, if_not_exists=True), target))
+        statements.append(_compile(CreateTable(table, if_not_exists=True), target))
         statements.extend(
-            _compiled(CreateIndex(index, if_not_exists=True), target)
+            _compile(CreateIndex(index, if_not_exists=True), target)
             for index in _sorted_indexes(table)
         )
     return ";\n\n".join(statements) + ";\n"
@@ -321,7 +321,7 @@ def _config(
     return config
 
 
-def _compiled(element: Any, target: Dialect) -> str:
+def _compile(element: Any, target: Dialect) -> str:
     lines = str(element.compile(dialect=target)).strip().splitlines()
     return "\n".join(line.rstrip().replace("\t", "    ") for line in lines)
 

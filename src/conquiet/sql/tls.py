@@ -34,20 +34,20 @@ _REFUSED = re.compile(
 )
 
 
-def verified(url: URL, given: Mapping[str, Any] | None = None) -> URL:
+def verify_server(url: URL, given: Mapping[str, Any] | None = None) -> URL:
     """Add to a URL what libpq needs to verify the server; `given` are the driver's arguments.
 
-    >>> str(verified(make_url("postgresql://db.example/shop?sslrootcert=ca.pem")))
+    >>> str(verify_server(make_url("postgresql://db.example/shop?sslrootcert=ca.pem")))
     'postgresql://db.example/shop?sslmode=verify-full&sslrootcert=ca.pem'
-    >>> str(verified(make_url("postgresql://127.0.0.1/shop")))
+    >>> str(verify_server(make_url("postgresql://127.0.0.1/shop")))
     'postgresql://127.0.0.1/shop'
     """
-    return url.update_query_dict(_wanted(url, given or {}))
+    return url.update_query_dict(_required_parameters(url, given or {}))
 
 
-def verified_text(url: str) -> str:
+def verify_server_text(url: str) -> str:
     """Add the same to a libpq URL as text, leaving the rest of it unchanged."""
-    wanted = _wanted(make_url(url), {})
+    wanted = _required_parameters(make_url(url), {})
     if not wanted:
         return url
     plain = re.sub(rf"(?<=[?&])sslrootcert={_OF_SYSTEM}(&|$)", "", url).rstrip("?&")
@@ -76,7 +76,7 @@ def mode_of(url: URL, given: Mapping[str, Any] | None = None) -> str | None:
     return None
 
 
-def advised(reason: str) -> str:
+def add_advice(reason: str) -> str:
     """Add to libpq's error what to change if a server could not be verified."""
     if not _REFUSED.search(reason):
         return reason
@@ -86,7 +86,7 @@ def advised(reason: str) -> str:
     )
 
 
-def _wanted(url: URL, given: Mapping[str, Any]) -> dict[str, str]:
+def _required_parameters(url: URL, given: Mapping[str, Any]) -> dict[str, str]:
     if url.get_backend_name() not in ("postgresql", "postgres") or not _is_libpq(url):
         return {}
     mode = mode_of(url, given)

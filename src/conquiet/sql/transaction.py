@@ -56,7 +56,7 @@ class TransactionConnection(Connection):
     def begin(self) -> NestedTransaction:  # type: ignore[override]
         """Begin a savepoint: the transaction itself has begun."""
         if self.unit.ended:
-            raise _ended("connection")
+            raise _ended_error("connection")
         if not self.in_transaction():  # SQLAlchemy would begin another, which is never committed
             raise HandlerError(
                 "the transaction was rolled back inside, by session.rollback() or an error in a"
@@ -77,7 +77,7 @@ class TransactionConnection(Connection):
         # Called when there is no driver connection any more: the transaction is over, or its
         # connection was lost, and then SQLAlchemy raises the right error.
         if self.unit.ended:
-            raise _ended("connection")
+            raise _ended_error("connection")
         return super()._revalidate_connection()
 
 
@@ -148,7 +148,7 @@ def current(who: str) -> Unit:
             " router.use(Transaction(engine), Inbox(…), Outbox(…))"
         )
     if units[-1].ended:
-        raise _ended(who)
+        raise _ended_error(who)
     return units[-1]
 
 
@@ -157,7 +157,7 @@ def find(engine: Engine) -> Unit | None:
     for unit in reversed(UNITS.get()):
         if unit.belongs_to(engine):
             if unit.ended:
-                raise _ended("connection")
+                raise _ended_error("connection")
             return unit
     return None
 
@@ -195,7 +195,7 @@ def session(factory: sessionmaker[S]) -> AbstractContextManager[S]:
     return factory.begin() if unit is None else unit.session(factory)
 
 
-def _ended(what: str) -> TransactionEnded:
+def _ended_error(what: str) -> TransactionEnded:
     return TransactionEnded(
         f"{what}: its transaction has ended; finish all work before the handler returns, and"
         " call conquiet.sql.connection(engine) again each time"
@@ -333,13 +333,15 @@ class Transaction(transaction.Transaction):
             with dialect.translate_errors(connection):
                 unit.finish_queueing()
         if not began.is_active or connection.invalidated:
-            raise _lost_inside(unit, "was rolled back inside, by session.rollback() or an error")
+            raise _rolled_back_error(
+                unit, "was rolled back inside, by session.rollback() or an error"
+            )
         if dialect.is_aborted(connection):
-            raise _lost_inside(unit, _ABORTED)
+            raise _rolled_back_error(unit, _ABORTED)
         # psycopg sends BEGIN with the first statement: an idle connection may have had none.
         begun = unit.wrote or dialect.is_sqlite(connection.dialect)
         if begun and dialect.is_over(connection):
-            raise _lost_inside(unit, "was ended inside, by the driver or by the database")
+            raise _rolled_back_error(unit, "was ended inside, by the driver or by the database")
 
     def _give_up(self, unit: Unit, error: BaseException) -> None:
         """Roll back; raise a `StoreError` if the store caused the failure."""
@@ -358,7 +360,7 @@ class Transaction(transaction.Transaction):
         if store and isinstance(error, Exception) and not isinstance(error, StoreError):
             raise self._store_error(blamed) from error
         if dialect.is_consequence(error):
-            raise _lost_inside(unit, _ABORTED)
+            raise _rolled_back_error(unit, _ABORTED)
 
     def _release(self, connection: TransactionConnection) -> None:
         if self.read_only and dialect.is_sqlite(connection.dialect) and not connection.invalidated:
@@ -379,7 +381,7 @@ def _first_failure(unit: Unit, error: BaseException) -> BaseException:
     return unit.failure if gone else error
 
 
-def _lost_inside(unit: Unit, how: str) -> HandlerError:
+def _rolled_back_error(unit: Unit, how: str) -> HandlerError:
     cause = f": {unit.failure}" if unit.failure is not None else ""
     error = HandlerError(
         f"the transaction {how}, so a COMMIT would have committed nothing; do not catch SQL errors,"

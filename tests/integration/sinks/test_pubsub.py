@@ -283,6 +283,6 @@ def test_without_an_emulator_it_is_googles_own_address(monkeypatch: pytest.Monke
     anonymous = google.auth.credentials.AnonymousCredentials()
     monkeypatch.setattr("google.auth.default", lambda *args, **kwargs: (anonymous, "shop"))
     sink = PubSubSink("shop", "orders")
-    client = sink._connected()
+    client = sink._connect()
     assert client.transport.host == "pubsub.googleapis.com:443"
     sink.close()

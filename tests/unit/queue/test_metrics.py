@@ -40,9 +40,9 @@ def loaded_again():
 
 
 def emit_everything(stream_metrics):
-    stream_metrics.read(2, 0.1)
-    stream_metrics.acked(1)
-    stream_metrics.claimed(1)
+    stream_metrics.count_read(2, 0.1)
+    stream_metrics.count_acked(1)
+    stream_metrics.count_claimed(1)
 
 
 def test_7_names_and_labels_are_those_of_the_seed(registry):

@@ -13,10 +13,10 @@ from conquiet.acking import Acking
 from conquiet.cli.logs import ConsoleFormatter, JsonFormatter
 from conquiet.errors import SinkUnavailable, StoreError
 from conquiet.message import Message
-from conquiet.relay import logs
 from conquiet.relay.inspection import Figures
 from conquiet.relay.metrics import METRICS, RelayMetrics
 from conquiet.relay.process import WatchedRelay
+from conquiet.relay.relay import log_fields
 
 
 class Rows:
@@ -126,7 +126,7 @@ def test_a_duplicate_publish_is_told_and_counted(metrics, caplog) -> None:
 def test_a_log_line_names_event_aggregate_and_attempt() -> None:
     message = Rows().read(1, 0)[0]
     record = logging.makeLogRecord({"msg": "published", "levelname": "INFO"})
-    record.__dict__.update(logs.fields(message))
+    record.__dict__.update(log_fields(message))
     line = json.loads(JsonFormatter().format(record))
     expected = {
         "event_id": "1",

@@ -9,7 +9,7 @@ from conquiet.testing.contracts.samples import numbered
 
 def test_sending_one_by_one_ends_when_the_time_of_the_batch_is_over() -> None:
     answers = Answers(numbered(3), 60)
-    packed = answers.packed(lambda message, envelope: None)
+    packed = answers.pack_all(lambda message, envelope: None)
     sent: list[int] = []
 
     def send(one: tuple[int, object]) -> None:
@@ -19,4 +19,4 @@ def test_sending_one_by_one_ends_when_the_time_of_the_batch_is_over() -> None:
 
     answers.one_by_one(packed, send)
     assert sent == [0]
-    assert [type(answer) for answer in answers.concluded()] == [type(None), GivenBack, GivenBack]
+    assert [type(answer) for answer in answers.conclude()] == [type(None), GivenBack, GivenBack]

@@ -23,7 +23,7 @@ from conquiet import embedded
 from conquiet.config import explain
 from conquiet.errors import ConfigError
 from conquiet.redis import Topic
-from conquiet.sql.tls import verified
+from conquiet.sql.tls import verify_server
 from marketplace.demo.settings import (
     COMMANDS,
     DEAD_LETTERS,
@@ -107,7 +107,7 @@ def _own_schema(url: str) -> Iterator[str]:
     schema = f"conquiet_demo_{uuid.uuid4().hex[:8]}"
     name = sql.Identifier(schema)
     try:
-        address = verified(make_url(url).set(drivername="postgresql"))
+        address = verify_server(make_url(url).set(drivername="postgresql"))
         plain = address.render_as_string(hide_password=False)
         psycopg.connect(plain).close()
     except (psycopg.Error, SQLAlchemyError, ValueError) as error:

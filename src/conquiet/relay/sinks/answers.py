@@ -41,7 +41,7 @@ class Answers:
         """Return whether messages that are not begun must be given back."""
         return time.monotonic() > self._deadline
 
-    def packed(
+    def pack_all(
         self, check: Callable[[Message[Any], Envelope], object]
     ) -> list[tuple[int, Envelope]]:
         """Return place and envelope of each message that can be sent; the others fail."""
@@ -65,7 +65,7 @@ class Answers:
     def is_open(self, place: int) -> bool:
         return place in self._open
 
-    def interrupted(self, why: SinkUnavailable) -> None:
+    def interrupt(self, why: SinkUnavailable) -> None:
         """Set the reason for all messages without an answer; they may be tried again."""
         for place in self._open:
             self._answers[place] = why
@@ -89,7 +89,7 @@ class Answers:
             if isinstance(answer, SinkUnavailable):
                 outage = answer
 
-    def concluded(self) -> list[Error]:
+    def conclude(self) -> list[Error]:
         """Return all answers; raise `SinkUnavailable` if no sent message was answered."""
         answers = [self._answers[place] for place in self._sent]
         if answers and all(isinstance(answer, SinkUnavailable) for answer in answers):

@@ -104,7 +104,7 @@ class HttpSink:
         answers = Answers(messages, self._timeout)
         silent: list[int] = []
         stopped: SinkUnavailable | None = None
-        for place, envelope in answers.packed(lambda message, envelope: None):
+        for place, envelope in answers.pack_all(lambda message, envelope: None):
             message = messages[place]
             if stopped is not None:
                 answers.set(place, SinkUnavailable(f"{_name(message)}: not tried: {stopped}"))
@@ -124,7 +124,7 @@ class HttpSink:
                 stopped = answer if len(silent) >= _MAX_TIMEOUTS else None
             else:
                 stopped = answer
-        return answers.concluded()
+        return answers.conclude()
 
     def check(self) -> None:
         """Raise `SinkUnavailable` if the receiver cannot be reached."""
@@ -191,13 +191,13 @@ class HttpSink:
         return self._judge(message, response, text)
 
     def _all_headers(self, message: Message[Any], envelope: Envelope) -> dict[str, str]:
-        headers = {f"ce-{name}": _quoted(text) for name, text in envelope.attributes.items()}
+        headers = {f"ce-{name}": _quote(text) for name, text in envelope.attributes.items()}
         # With hyphens: servers and proxies drop headers with an underscore in the name.
         for name, text in envelope.plain.items():
-            headers[name.replace("_", "-")] = _quoted(text)
+            headers[name.replace("_", "-")] = _quote(text)
         topic = message.topic or self._topic
         if topic:
-            headers.setdefault("ce-topic", _quoted(topic))
+            headers.setdefault("ce-topic", _quote(topic))
         if envelope.content_type is not None:
             headers["content-type"] = _printable(envelope.content_type)
         return {**headers, **self._headers}
@@ -243,7 +243,7 @@ def _name(message: Message[Any]) -> str:
     return describe(message.attributes)
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     return quote(text, safe=_UNQUOTED)
 
 

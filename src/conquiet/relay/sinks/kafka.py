@@ -72,7 +72,7 @@ class KafkaSink:
         """The last error about a broker's certificate, or about our credentials."""
         self._broken = False
         self._waiting = 0
-        self._connected()  # raises for a wrong setting now, not at the first message
+        self._connect()  # raises for a wrong setting now, not at the first message
 
     @classmethod
     def from_url(cls, url: str, topic: str | None = None, timeout: float = 10.0) -> Self:
@@ -84,21 +84,21 @@ class KafkaSink:
     def publish(self, messages: Sequence[Message[Any]]) -> Sequence[Error]:
         """Return an answer per message; raise `SinkUnavailable` if there is none at all."""
         answers = Answers(messages, self._timeout)
-        packed = answers.packed(lambda message, _: topic_of(message, self._topic))
+        packed = answers.pack_all(lambda message, _: topic_of(message, self._topic))
         if not packed:
-            return answers.concluded()
+            return answers.conclude()
         refused = self._send(messages, packed, answers)
         if len(packed) > 1:
             # A broker refuses a request as a whole.
             answers.one_by_one(refused, lambda one: self._send(messages, [one], answers))
-        return answers.concluded()
+        return answers.conclude()
 
     def check(self) -> None:
         """Raise `SinkUnavailable` if no broker answers."""
         try:
-            self._connected().list_topics(timeout=self._timeout)
+            self._connect().list_topics(timeout=self._timeout)
         except self._kafka.KafkaException as error:
-            self._connected().poll(0)  # calls _on_error with the cause
+            self._connect().poll(0)  # calls _on_error with the cause
             raise SinkUnavailable(f"Kafka cannot be reached: {self._unlike or error}") from error
 
     def close(self) -> None:
@@ -109,7 +109,7 @@ class KafkaSink:
                 producer.purge()
                 producer.flush(0)
 
-    def _connected(self) -> Any:
+    def _connect(self) -> Any:
         if self._producer is None:
             try:
                 # By default librdkafka logs to stderr, ten lines a second in an outage.
@@ -123,7 +123,7 @@ class KafkaSink:
         self, messages: Sequence[Message[Any]], packed: Sequence[_Place], answers: Answers
     ) -> list[_Place]:
         """Send messages and wait for reports; return those that a broker refused."""
-        producer = self._connected()
+        producer = self._connect()
         refused: list[_Place] = []
         self._reset(producer)
         for place, envelope in packed:
@@ -152,7 +152,7 @@ class KafkaSink:
             self._await(producer)
         except self._kafka.KafkaException as error:  # fatal: this producer cannot be used again
             self._broken = True
-            answers.interrupted(SinkUnavailable(f"Kafka did not confirm it: {error}"))
+            answers.interrupt(SinkUnavailable(f"Kafka did not confirm it: {error}"))
         if self._broken:
             self.close()
         return refused

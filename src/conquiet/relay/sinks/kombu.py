@@ -92,13 +92,13 @@ class KombuSink:
     def publish(self, messages: Sequence[Message[Any]]) -> Sequence[Error]:
         """Return an answer per message; raise `SinkUnavailable` if there is none at all."""
         batch = _KombuBatch(messages, self._timeout)
-        packed = batch.answers.packed(self._check)
+        packed = batch.answers.pack_all(self._check)
         refused = self._send(batch, packed)
         if refused is not None:
             # The broker closed the channel because of one message, without naming it.
             left = [one for one in packed if batch.answers.is_open(one[0])]
             batch.answers.one_by_one(left, lambda one: self._send_alone(batch, one))
-        return batch.answers.concluded()
+        return batch.answers.conclude()
 
     def check(self) -> None:
         """Raise `SinkUnavailable` if the broker does not answer."""
@@ -174,7 +174,7 @@ class KombuSink:
 
     def _interrupt(self, batch: _KombuBatch, error: Exception) -> None:
         self.close()
-        batch.answers.interrupted(SinkUnavailable(f"the broker cannot be used: {error!r:.300}"))
+        batch.answers.interrupt(SinkUnavailable(f"the broker cannot be used: {error!r:.300}"))
 
     def _publish(
         self,
@@ -291,16 +291,16 @@ class _Link:
             self._connection.release()
 
     def _on_ack(self, tag: int, multiple: bool) -> None:
-        for each in self._settled(tag, multiple):
+        for each in self._tags_until(tag, multiple):
             # The broker returns a message without a queue, and then acks it.
             self._waiting.pop(each)(self._returned.get(self._names.pop(each)))
 
     def _on_nack(self, tag: int, multiple: bool) -> None:
-        for each in self._settled(tag, multiple):
+        for each in self._tags_until(tag, multiple):
             self._names.pop(each)
             self._waiting.pop(each)("nack")
 
-    def _settled(self, tag: int, multiple: bool) -> list[int]:
+    def _tags_until(self, tag: int, multiple: bool) -> list[int]:
         if not multiple:
             return [tag] if tag in self._waiting else []
         return [each for each in self._waiting if each <= tag]

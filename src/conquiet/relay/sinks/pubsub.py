@@ -85,7 +85,7 @@ class PubSubSink:
         """Raise `SinkUnavailable` if Pub/Sub does not answer for the topic of this sink."""
         try:
             path = self._path(self._topic or "any")
-            self._connected().get_topic(topic=path, retry=None, timeout=self._timeout)
+            self._connect().get_topic(topic=path, retry=None, timeout=self._timeout)
         except self._errors.NotFound as error:
             if self._topic:
                 raise SinkUnavailable(f"{path} does not exist: {error}") from error
@@ -101,7 +101,7 @@ class PubSubSink:
             self._client.transport.close()
             self._client = None
 
-    def _connected(self) -> Any:
+    def _connect(self) -> Any:
         if self._client is None:
             try:
                 self._client = self._pubsub.PublisherClient(transport=self._transport())
@@ -134,7 +134,7 @@ class PubSubSink:
 
     def _start(self, topic: str, key: str, envelopes: Sequence[Envelope]) -> Future[Any]:
         """Send one request; the future raises Pub/Sub's error."""
-        client = self._connected()
+        client = self._connect()
         request = self._pubsub.PublishRequest(
             topic=topic,
             messages=[
@@ -176,7 +176,7 @@ class _PubSubBatch:
         """Keys with a failed message; their later messages must wait."""
 
     def publish(self) -> Sequence[Error]:
-        packed = self._answers.packed(self._check)
+        packed = self._answers.pack_all(self._check)
         if self._sink.keeps_order:
             packed = self._without_followers(packed)
         groups = list(self._groups(packed))
@@ -191,7 +191,7 @@ class _PubSubBatch:
             if self._answers.are_late:
                 self._give_back(groups)
                 break
-        return self._answers.concluded()
+        return self._answers.conclude()
 
     def _give_back(self, groups: Sequence[tuple[str, str, list[list[_Place]]]]) -> None:
         for _, _, chunks in groups:

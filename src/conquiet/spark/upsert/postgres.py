@@ -29,7 +29,7 @@ from conquiet.spark.upsert.target import (
     staging_columns,
 )
 from conquiet.sql.schema import checked_name
-from conquiet.sql.tls import advised
+from conquiet.sql.tls import add_advice
 
 _PREFIX = "conquiet_stage"
 _DEADLOCKS = 3
@@ -244,7 +244,7 @@ class PostgresTarget:
 
 
 def _one_line(error: psycopg.Error) -> str:
-    return advised(" ".join(str(error).split()))
+    return add_advice(" ".join(str(error).split()))
 
 
 def _made(name: str) -> int:
