@@ -78,7 +78,7 @@ def test_an_offence_is_found(source, what) -> None:
 
 def test_there_is_none() -> None:
     files = sorted(SRC.rglob("*.py"))
-    assert len(files) > 300
+    assert len(files) > 200
     found = [
         f"{path.relative_to(SRC)}:{line} {name}"
         for path in files
