@@ -11,7 +11,9 @@ their application transaction.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
+import threading
 import time
 import uuid
 from typing import Any, Literal
@@ -20,6 +22,8 @@ import msgspec
 
 from conquiet.errors import ConfigError
 from conquiet.lake.tables import DataFile, Files
+
+logger = logging.getLogger("conquiet.lake")
 
 FOLDER = "_pipeline"
 _LEASE_SECONDS = 60.0
@@ -173,11 +177,13 @@ class Lock:
         self._files = files
         self._owner = uuid.uuid4().hex
         self._descriptor: int | None = None
-        self._renewed = 0.0
+        self._released = threading.Event()
 
     def acquire(self) -> None:
         if not self._files.is_local:
             self._lease()
+            self._released.clear()
+            threading.Thread(target=self._renew, daemon=True).start()
             return
         os.makedirs(self._files.uri(FOLDER), exist_ok=True)
         descriptor = os.open(self._files.uri(FOLDER, "lock"), os.O_RDWR | os.O_CREAT, 0o644)
@@ -205,18 +211,21 @@ class Lock:
         self._write_lease(time.time())
 
     def _write_lease(self, at: float) -> None:
-        self._renewed = time.monotonic()
         record = {"owner": self._owner, "at": at, "host": f"{os.uname().nodename}:{os.getpid()}"}
         self._files.put(f"{FOLDER}/lock", msgspec.json.encode(record))
 
-    def renew(self) -> None:
-        """Keep the lease; the lock of a local disk needs no renewal."""
-        if not self._files.is_local and time.monotonic() - self._renewed > _LEASE_SECONDS / 3:
-            self._lease()
+    def _renew(self) -> None:
+        """Keep the lease while a batch takes long; the lock of a local disk needs no renewal."""
+        while not self._released.wait(_LEASE_SECONDS / 4):
+            try:
+                self._lease()
+            except Exception as error:  # noqa: BLE001 - Delta refuses the commits of a second driver
+                logger.error("could not renew the lease of %s: %s", self._files.root, error)
 
     def release(self) -> None:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
         elif not self._files.is_local:
+            self._released.set()
             self._write_lease(0.0)

@@ -121,7 +121,6 @@ class Driver:
         no row passes through the JVM.
         """
         with self._busy:
-            self._lock.renew()
             found = self.journal.find(query, batch)
             if found is not None or batch <= self.journal.last_of(query):
                 return 0  # finished when this driver started
@@ -204,7 +203,6 @@ class Driver:
     def refresh(self, outbox: Outbox | None = None) -> int:
         """Bring facts, marts and queries up to silver; return the number of batches applied."""
         with self._busy:
-            self._lock.renew()
             applied = 0
             if self.journal.refresh.folded is not None:
                 applied += self._apply(self.journal.refresh.folded, outbox)
