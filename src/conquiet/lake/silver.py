@@ -64,6 +64,7 @@ NO_DAY = -1
 """The day of an entry without the attribute `time`."""
 
 _ROWS_PER_FILE = 64_000
+_FEW_ROWS = 10_000
 _BYTES_PER_FILE = 64 * 2**20
 _DICTIONARY = (
     "stream",
@@ -516,7 +517,8 @@ def write_feed(files: Files, feed: pa.Table) -> Feed | None:
     places: dict[int, int] = {}
     rows: dict[int, int] = {}
     feed = feed.combine_chunks()
-    options = pa.ipc.IpcWriteOptions(compression="lz4")
+    # Each bucket is a record batch, and compressing many small ones takes longer than all else.
+    options = pa.ipc.IpcWriteOptions(compression="lz4" if len(feed) > _FEW_ROWS else None)
     path = files.path(files.uri(FOLDER, "feed", name))
     with (
         files.fs.open_output_stream(path) as out,
