@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pyarrow as pa
@@ -421,3 +422,10 @@ def test_a_fact_that_is_added_later_asks_for_a_replay(tmp_path):
         later.run(as_table(log[10:]))
     later.replay()
     assert len(later.read("money")) == 16
+
+
+def test_a_stream_of_spark_connect_is_refused(lake):
+    pytest.importorskip("pyspark")
+    frame = SimpleNamespace(isStreaming=True, sparkSession=None)
+    with pytest.raises(ConfigError, match="no stream through Spark Connect"):
+        lake.run(frame)
