@@ -58,23 +58,7 @@ def test_every_page_is_in_the_navigation_and_every_entry_has_a_page() -> None:
 
 # --- exported names ---------------------------------------------------------------------------
 
-TO_CONVERT = {
-    "": ("catalog", "lake"),
-    "demo": ("pipeline", "sender", "servers", "verdict"),
-    "generator": ("commands", "entry", "files", "log", "outbox"),
-    "pipeline": ("jobs", "lake", "payloads", "reading", "refusal", "silver", "taking", "typed"),
-    "service": (
-        "ads",
-        "commands",
-        "licenses",
-        "media",
-        "orders",
-        "payments",
-        "rollups",
-        "routing",
-        "tables",
-    ),
-}
+TO_CONVERT = {"demo": ("sender", "servers")}
 """Modules of the marketplace that still import names which conquiet does not export."""
 
 _reference = re.compile(r"^::: ([\w.]+)", re.MULTILINE)
