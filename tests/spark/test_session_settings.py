@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from conquiet.errors import ConfigError
 from conquiet.spark.checkpoint import held, local_directory
-from conquiet.spark.settings import _choose_python, is_local, recommended, session
+from conquiet.spark.columns import CORES_VARIABLE
+from conquiet.spark.formats import executor_cores
+from conquiet.spark.log import tasks
+from conquiet.spark.settings import DriverPython, _choose_python, is_local, recommended, session
 
 _TRY = """
 import json, logging, os, sys
@@ -99,16 +104,81 @@ def test_a_running_session_is_taken_as_it_is_in_another_thread_too(spark) -> Non
 def test_the_python_of_executors_is_the_one_that_was_named(monkeypatch) -> None:
     monkeypatch.setenv("PYSPARK_PYTHON", "")  # so that it is put back afterwards
     monkeypatch.delenv("PYSPARK_PYTHON")
-    _choose_python({"spark.pyspark.python": "/opt/python"}, "spark://host:7077")
-    assert os.environ["PYSPARK_PYTHON"] == "/opt/python"
+    named, python = {"spark.pyspark.python": "/opt/bin/python3.11"}, DriverPython()
+    _choose_python(named, "spark://host:7077", python)  # Java was started by spark-submit
+    assert os.environ["PYSPARK_PYTHON"] == "/opt/bin/python3.11"
     monkeypatch.setenv("PYSPARK_PYTHON", "/usr/bin/python3")
-    _choose_python({"spark.pyspark.python": "/opt/python"}, "local[2]")
+    _choose_python(named, "local[2]", python)
     assert os.environ["PYSPARK_PYTHON"] == "/usr/bin/python3"
     monkeypatch.delenv("PYSPARK_PYTHON")
-    _choose_python({}, "spark://host:7077")  # where it may lie elsewhere
+    _choose_python({}, "spark://host:7077", python)  # where it may lie elsewhere
     assert "PYSPARK_PYTHON" not in os.environ
-    _choose_python({}, "local[2]")
+    _choose_python({}, "local[2]", python)
     assert os.environ["PYSPARK_PYTHON"] == sys.executable
+
+
+def test_the_python_of_executors_is_not_that_of_the_planner(monkeypatch) -> None:
+    """Spark runs one command on all hosts: a bare name, which each of them finds on its PATH."""
+    monkeypatch.setenv("PYSPARK_PYTHON", "")
+    monkeypatch.delenv("PYSPARK_PYTHON")
+    monkeypatch.delenv("PYSPARK_GATEWAY_PORT", raising=False)
+    before = os.environ["PATH"]
+    with DriverPython() as python:
+        path = os.environ["PATH"]
+    assert os.environ["PATH"] == before
+    named = {"spark.pyspark.python": "/opt/bin/python3.11"}
+    settings = _choose_python(named, "spark://host:7077", python)
+    assert settings["spark.executorEnv.PATH"].startswith("/opt/bin:/usr/")
+    assert os.environ["PYSPARK_PYTHON"] == "python3.11"
+    for name in ("python3", "python3.11"):
+        command = [shutil.which(name, path=path), "-c", "import sys; print(sys.prefix)"]
+        found = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert found.stdout.strip() == sys.prefix
+
+
+@dataclass
+class Context:
+    """What a SparkContext says about its cluster."""
+
+    master: str
+    conf: dict[str, str]
+    defaultParallelism: int = 2
+
+    def getConf(self):
+        return self
+
+    def getAll(self):
+        return self.conf.items()
+
+
+@pytest.mark.parametrize(
+    ("master", "conf", "cores"),
+    [
+        ("local[3]", {"spark.cores.max": "9"}, 2),
+        ("spark://host:7077", {"spark.cores.max": "12", "spark.executor.cores": "4"}, 12),
+        ("yarn", {"spark.executor.instances": "5", "spark.executor.cores": "4"}, 20),
+        (
+            "k8s://host",
+            {"spark.dynamicAllocation.maxExecutors": "3", "spark.executor.cores": "2"},
+            6,
+        ),
+    ],
+)
+def test_the_cores_of_executors_are_those_of_the_cluster(master, conf, cores) -> None:
+    assert executor_cores(Context(master, conf)) == cores
+
+
+def test_tasks_follow_the_cores_of_the_executors(monkeypatch) -> None:
+    monkeypatch.setenv(CORES_VARIABLE, "7")
+    assert tasks._cores() == 7
+    monkeypatch.delenv(CORES_VARIABLE)
+    assert tasks._cores() == os.cpu_count()
+
+
+def test_planners_get_the_cores_of_the_session(spark) -> None:
+    assert spark.sparkContext.environment[CORES_VARIABLE] == str(
+        spark.sparkContext.defaultParallelism
+    )
 
 
 def test_a_cluster_gets_nothing_that_is_right_for_one_machine_only() -> None:

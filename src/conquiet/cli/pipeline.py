@@ -206,10 +206,12 @@ def _register_package(verbs: Any, common: ArgumentParser) -> None:
             (
                 "conquiet pipeline package",
                 "conquiet pipeline package --output /shared/packages.zip --include app.py",
+                "conquiet pipeline package --python 3.11.2",
             ),
             "0 the archive is there; 1 it could not be written; 2 wrong usage or settings",
             _package,
-            "It holds the versions that are installed here, for this Python version and platform.",
+            "It holds the versions that are installed here, for this platform and minor version of"
+            " Python.",
         ),
     )
     package.add_argument(
@@ -226,6 +228,11 @@ def _register_package(verbs: Any, common: ArgumentParser) -> None:
         type=Path,
         metavar="PATH",
         help="a package's directory or a module of yours, as that of your pipeline",
+    )
+    package.add_argument(
+        "--python",
+        metavar="VERSION",
+        help="the Python of the executors, as 3.11.2: pack what that release needs (this one)",
     )
     package.add_argument(
         "--without",
@@ -445,18 +452,23 @@ def _tell(answer: dict[str, Any], sentence: str, as_json: bool) -> None:
 
 
 def _package(options: Namespace) -> int:
-    from conquiet.spark.packaging import pack, python_version, settings_for
+    from conquiet.spark.packaging import pack, settings_for
 
-    made = pack(options.output, include=options.include, without=options.without)
+    made = pack(
+        options.output, include=options.include, without=options.without, python=options.python
+    )
     if options.json:
-        about = {"path": str(made.path), "bytes": made.bytes, "python": python_version()}
+        about = {"path": str(made.path), "bytes": made.bytes, "python": made.python}
         print_json({**about, "packages": made.packages})
         return OK
     print(
         f"{made.path}: {len(made.packages)} packages, {made.bytes / 1e6:,.0f} MB, for Python",
         end=" ",
     )
-    print(f"{python_version()}; give it to executors by --archive {made.path}, or else by")
+    print(
+        f"{made.python} and later patch releases; give it to executors by"
+        f" --archive {made.path}, or else by"
+    )
     for name, value in settings_for(str(made.path)).items():
         print(f"  --conf {name}={value}")
     return OK

@@ -3,7 +3,10 @@
 Each name is imported when it is first used: a driver that only builds a session needs no Redis.
 """
 
+import json
+import sys
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -42,6 +45,24 @@ _home = {
     "upsert_into": "conquiet.spark.upsert.sink",
     "upsert_batches_into": "conquiet.spark.upsert.sink",
 }
+
+
+def _check_archive() -> None:
+    """Refuse a Python that an archive of `conquiet pipeline package` does not fit."""
+    manifest = Path(__file__).parents[2] / "conquiet-packages.json"
+    if not manifest.is_file():
+        return
+    first = json.loads(manifest.read_text())["python"]
+    here = sys.version_info[:3]
+    wanted = tuple(map(int, first.split(".")))
+    if here[:2] != wanted[:2] or here < wanted:
+        raise ImportError(
+            f"{manifest.parent} was packed for Python {first} and later patch releases, and this is"
+            f" {'.'.join(map(str, here))}: pack it again with --python {'.'.join(map(str, here))}"
+        )
+
+
+_check_archive()
 
 
 def __getattr__(name: str) -> Any:

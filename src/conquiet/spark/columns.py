@@ -11,6 +11,9 @@ from __future__ import annotations
 
 import pyarrow as pa
 
+CORES_VARIABLE = "CONQUIET_SPARK_CORES"
+"""Environment variable that passes the cores of the executors to planner processes."""
+
 MALFORMED = "_malformed"
 """The reason why an entry is no event, or null. Its fields are then in `data`, as JSON."""
 

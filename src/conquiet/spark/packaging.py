@@ -1,14 +1,17 @@
-"""An archive of conquiet and what it needs, for executors that have neither.
+"""Pack conquiet and its dependencies into an archive, for executors that have neither.
 
     spark-submit --archives conquiet-packages.zip#conquiet \
                  --conf spark.executorEnv.PYTHONPATH=./conquiet …
 
-It holds the very versions that are installed here, compiled parts included, so it fits the Python
-version and platform of this machine. Spark brings PySpark itself.
+It holds the versions that are installed here, compiled parts included, so it fits the platform of
+this machine and its minor version of Python. Some packages are needed on early patch releases only
+(redis needs async-timeout before Python 3.11.3): the archive records the first patch release that
+it fits, and `conquiet.spark` refuses an earlier one. Spark brings PySpark itself.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import zipfile
@@ -16,10 +19,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from conquiet.errors import ConfigError
 
 ARCHIVE_NAME = "conquiet-packages.zip"
+MANIFEST = "conquiet-packages.json"
 UNPACKED_AS = "conquiet"
 """The directory, beside an executor, that Spark unpacks the archive into."""
 
@@ -29,37 +34,51 @@ _UNNEEDED = frozenset(("__pycache__", "tests"))
 _FAST = 1
 """Compression: most of it is compiled code, of which more effort makes little less."""
 
-_requirement = re.compile(r"\s*([A-Za-z0-9._-]+)\s*(?:\[([^\]]*)\])?")
-_extra = re.compile(r"extra\s*==\s*['\"]([^'\"]+)['\"]")
+_LAST_PATCH = 40
+"""Patch releases of a minor version that are looked at."""
 
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """What was packed."""
+    """An archive that was made."""
 
     path: Path
+    python: str
+    """The first release of Python that it fits; later ones of the same minor version do too."""
     packages: dict[str, str]
     """Name → version."""
     bytes: int
 
 
 def settings_for(archive: str) -> dict[str, str]:
-    """The settings with which executors find what an archive holds."""
+    """Return the settings by which executors find the packages of an archive."""
     return {
         "spark.archives": f"{archive}#{UNPACKED_AS}",
         "spark.executorEnv.PYTHONPATH": f"./{UNPACKED_AS}",
     }
 
 
-def pack(target: Path, *, include: Sequence[Path] = (), without: Iterable[str] = ()) -> Archive:
-    """Pack conquiet, its dependencies and what is to be included: packages and modules of yours."""
+def pack(
+    target: Path,
+    *,
+    include: Sequence[Path] = (),
+    without: Iterable[str] = (),
+    python: str | None = None,
+) -> Archive:
+    """Pack conquiet, its dependencies, and packages and modules of yours.
+
+    `python` is the version of the executors, such as 3.11.2; a package that they need and that is
+    not installed here is an error.
+    """
     for path in include:
         if not path.exists():
             raise ConfigError(f"{path} cannot be included: there is no such file or directory")
         if path.is_file() and path.suffix != ".py":
             raise ConfigError(f"{path} cannot be included: give a package's directory or a module")
     left_out = {_normal(name) for name in without}
-    found = needed("conquiet", _EXTRAS)
+    wanted = python or this_python()
+    check_minor(wanted)
+    found = needed("conquiet", _EXTRAS, wanted)
     if strange := sorted(left_out - set(found) - _OF_SPARK):
         raise ConfigError(
             f"{strange[0]} cannot be left out: it is none of what would be packed, which is"
@@ -67,57 +86,117 @@ def pack(target: Path, *, include: Sequence[Path] = (), without: Iterable[str] =
         )
     found = {name: item for name, item in found.items() if name not in left_out}
     target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(f"{target.name}.part")  # nobody takes half an archive for a whole one
+    part = target.with_name(f"{target.name}.part")  # half an archive must not look like a whole one
+    versions = {name: item.version for name, item in sorted(found.items())}
     with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED, compresslevel=_FAST) as archive:
         written: set[str] = set()
         for item in found.values():
             _write(archive, _files(item), written)
         for path in include:
             _write(archive, _tree(path), written)
+        first = first_python(left_out)
+        archive.writestr(MANIFEST, json.dumps({"python": first, "packages": versions}))
     part.replace(target)
-    versions = {name: item.version for name, item in sorted(found.items())}
-    return Archive(target, versions, target.stat().st_size)
+    return Archive(target, first, versions, target.stat().st_size)
 
 
-def needed(name: str, extras: Iterable[str]) -> dict[str, metadata.Distribution]:
-    """A distribution and all that it requires, as far as it is installed here."""
+def this_python() -> str:
+    return ".".join(map(str, sys.version_info[:3]))
+
+
+def check_minor(python: str) -> None:
+    """Raise unless a version of Python has the minor version of this one."""
+    here = f"{sys.version_info.major}.{sys.version_info.minor}"
+    if not re.fullmatch(rf"{re.escape(here)}\.\d+", python):
+        raise ConfigError(
+            f"Python {python!r:.20}: an archive has compiled parts for Python {here}; give a"
+            f" version such as {here}.2, or make the archive with that Python"
+        )
+
+
+def first_python(left_out: Iterable[str] = ()) -> str:
+    """Return the first patch release of this Python for which no installed package is missing."""
+    major, minor = sys.version_info[:2]
+    first = _LAST_PATCH
+    for patch in reversed(range(_LAST_PATCH)):
+        _, missing = _resolve("conquiet", _EXTRAS, f"{major}.{minor}.{patch}")
+        if set(missing) - set(left_out):
+            break
+        first = patch
+    return f"{major}.{minor}.{first}"
+
+
+def needed(
+    name: str, extras: Iterable[str], python: str | None = None
+) -> dict[str, metadata.Distribution]:
+    """Return a distribution and all that it requires on a version of Python."""
+    python = python or this_python()
+    found, missing = _resolve(name, extras, python)
+    if missing:
+        package, parent = next(iter(missing.items()))
+        raise ConfigError(
+            f"{parent} needs {package} on Python {python}, and it is not installed here: pip"
+            f" install {package}, or leave it out by --without {package}"
+        )
+    return found
+
+
+def _resolve(
+    name: str, extras: Iterable[str], python: str
+) -> tuple[dict[str, metadata.Distribution], dict[str, str]]:
+    """Return the distributions, and those that only the other Python needs and that are missing.
+
+    A package that is missing for this Python too is passed over: conquiet runs without it.
+    """
     found: dict[str, metadata.Distribution] = {}
+    missing: dict[str, str] = {}
     seen: set[tuple[str, str]] = set()
-    pending = [(name, ""), *((name, extra) for extra in extras)]
+    pending = [(name, "", ""), *((name, extra, "") for extra in extras)]
     while pending:
-        item = pending.pop()
-        if item in seen:
+        name, extra, parent = pending.pop()
+        if (name, extra) in seen:
             continue
-        seen.add(item)
-        name, extra = item
+        seen.add((name, extra))
         try:
             distribution = metadata.distribution(name)
         except metadata.PackageNotFoundError:
-            continue  # for another platform or another version of Python
+            if parent:
+                missing[name] = parent
+            continue
         found[_normal(name)] = distribution
-        pending.extend(_requirements(distribution, extra))
-    return {name: found[name] for name in sorted(found)}
+        pending.extend(_requirements(distribution, extra, python))
+    return {name: found[name] for name in sorted(found)}, missing
 
 
-def _requirements(item: metadata.Distribution, extra: str) -> Iterator[tuple[str, str]]:
-    """What it requires with an extra, or without any; PySpark's own are Spark's business."""
+def _requirements(
+    item: metadata.Distribution, extra: str, python: str
+) -> Iterator[tuple[str, str, str]]:
+    """Yield name, extra, and the parent if only the other Python needs it; Spark brings PySpark."""
+    from packaging.requirements import Requirement
+
+    parent = _normal(item.metadata["Name"])
     for line in item.requires or ():
-        wanted, _, marker = line.partition(";")
-        of_extras = {_normal(name) for name in _extra.findall(marker)}
-        if of_extras != ({_normal(extra)} if extra else set()):
+        wanted = Requirement(line)
+        name = _normal(wanted.name)
+        if name in _OF_SPARK or not _applies(wanted.marker, extra, python):
             continue
-        parsed = _requirement.match(wanted)
-        if parsed is None or _normal(parsed[1]) in _OF_SPARK:
-            continue
-        name = _normal(parsed[1])
-        yield name, ""
-        for part in (parsed[2] or "").split(","):
-            if part.strip():
-                yield name, part.strip()
+        is_of_other = not _applies(wanted.marker, extra, this_python())
+        for part in ("", *wanted.extras):
+            yield name, part, parent if is_of_other else ""
+
+
+def _applies(marker: Any, extra: str, python: str) -> bool:
+    """Whether a marker holds on a version of Python, with an extra or without any."""
+    if marker is None:
+        return not extra
+    given = {"python_full_version": python, "python_version": python.rpartition(".")[0]}
+    return bool(marker.evaluate({**given, "extra": extra})) and (
+        not extra or not marker.evaluate({**given, "extra": ""})
+    )
 
 
 def _files(item: metadata.Distribution) -> Iterator[tuple[Path, str]]:
-    """The files of a distribution, and their places in an archive."""
+    """Yield the files of a distribution, and their places in an archive."""
     name = _normal(item.metadata["Name"])
     if name == "conquiet":  # may be installed in place, for development
         yield from _tree(Path(__file__).resolve().parents[1])
@@ -159,8 +238,3 @@ def _write(archive: zipfile.ZipFile, files: Iterable[tuple[Path, str]], written:
 
 def _normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
-
-
-def python_version() -> str:
-    """What the executors' Python must be."""
-    return f"{sys.version_info.major}.{sys.version_info.minor}"

@@ -5,11 +5,14 @@ Settings from an argument, from spark-defaults.conf or from spark-submit are lef
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
+import shlex
 import sys
 import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conquiet.errors import ConfigError
@@ -24,6 +27,7 @@ SETTINGS_ATTRIBUTE = "conquiet_settings"
 
 _EXECUTION = "org.apache.spark.sql.execution.streaming"
 _ROCKSDB = f"{_EXECUTION}.state.RocksDBStateStoreProvider"
+_EXECUTOR_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _MAX_SOCKET_DIRECTORY_CHARS = 50
 """The path of a Unix socket has 107 bytes at most, and Spark adds a name of its own."""
 
@@ -35,10 +39,10 @@ def session(
     remote: str | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> SparkSession:
-    """A session on `master` (`local[*]` unless Spark was told another), or of a Connect server.
+    """Return a session on `master` (by default Spark's own, or `local[*]`), or of a Connect server.
 
-    Its attribute `conquiet_settings` holds what was set here and by nobody else. A session that
-    runs already is taken as it is. The sources and sinks of conquiet are registered in it.
+    Its attribute `conquiet_settings` holds the settings that were made here. A session that is
+    already running is returned unchanged. The formats of conquiet are registered in it.
     """
     if master is not None and remote is not None:
         raise ConfigError(f"master={master!r} and remote={remote!r}: give one of them")
@@ -51,7 +55,7 @@ def session(
     from conquiet.spark.formats import register
 
     register(spark)
-    if ours or not hasattr(spark, SETTINGS_ATTRIBUTE):  # what an earlier call has set stays told
+    if ours or not hasattr(spark, SETTINGS_ATTRIBUTE):  # keep those of an earlier call
         setattr(spark, SETTINGS_ATTRIBUTE, ours)
     return spark
 
@@ -68,7 +72,7 @@ def _connected(app: str, remote: str, chosen: Settings) -> SparkSession:
             f"remote={remote!r}: Spark Connect needs packages that are missing ({error}):"
             " pip install 'pyspark[connect]'"
         ) from error
-    logger.info("Spark Connect at %s: its settings are the server's, none was changed", remote)
+    logger.info("Spark Connect at %s: the settings are those of the server", remote)
     return spark
 
 
@@ -77,18 +81,19 @@ def _started(app: str, master: str | None, chosen: Settings) -> tuple[SparkSessi
 
     running = SparkSession.getActiveSession() or SparkSession._instantiatedSession
     if running is not None and running.sparkContext._jsc is not None:
-        logger.info("a Spark session runs already and is taken as it is")
+        logger.info("a Spark session is running already, and is used unchanged")
         if chosen or master is not None:
             logger.warning("master and config are for a new session: call stop() on the old one")
         return running, {}
     if master is not None and is_local(master):
-        _cores(master)  # refuses what it cannot read, before Java is started
+        _cores(master)  # refuses an invalid master before Java is started
     # Java starts a Python of its own to look for data sources: this one, not that on the PATH.
     os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
-    known = _known(master, chosen)
+    with DriverPython() as python:
+        known = _known(master, chosen)
     where = known.get("spark.master", "local[*]")
-    _choose_python(known, where)
-    ours = {name: value for name, value in recommended(where).items() if name not in known}
+    ours = recommended(where) | _choose_python(known, where, python)
+    ours = {name: value for name, value in ours.items() if name not in known}
     builder = SparkSession.builder.master(where).config(map={**ours, **chosen})
     if "spark.app.name" not in known:
         builder = builder.appName(app)
@@ -98,30 +103,79 @@ def _started(app: str, master: str | None, chosen: Settings) -> tuple[SparkSessi
     return spark, ours
 
 
-def _choose_python(known: Settings, where: str) -> None:
-    """Executors of this machine run this Python, not the python3 on the PATH; or the one named."""
+class DriverPython:
+    """Puts this Python first on the PATH of the Java process that is started meanwhile.
+
+    Spark plans reads with a Python process on the driver, and starts it by the command that
+    executors run too. If that command is a bare name, each host finds its own Python.
+    """
+
+    def __init__(self) -> None:
+        self._directory: Path | None = None
+        self._path = ""
+
+    def __enter__(self) -> DriverPython:
+        if "PYSPARK_GATEWAY_PORT" not in os.environ:  # else spark-submit has started Java already
+            made = tempfile.TemporaryDirectory(prefix="conquiet-python-")
+            atexit.register(made.cleanup)
+            self._directory = Path(made.name)
+            self.add("python3")
+            self._path = os.environ.get("PATH", os.defpath)
+            os.environ["PATH"] = f"{made.name}{os.pathsep}{self._path}"
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._directory is not None:
+            os.environ["PATH"] = self._path
+
+    def add(self, name: str) -> bool:
+        """Make this Python known under a name; return whether Java finds it."""
+        if self._directory is None:
+            return False
+        script = self._directory / name
+        # Not a link: a virtual environment is found by the path that its Python is started by.
+        script.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+        script.chmod(0o755)
+        return True
+
+
+def _choose_python(known: Settings, where: str, python: DriverPython) -> Settings:
+    """Choose the Python of the executors; return the settings by which they find it.
+
+    On one machine it is this one, not the python3 on the PATH. On a cluster it is
+    `spark.pyspark.python`, which must not become the Python of the driver's planner.
+    """
     named = known.get("spark.pyspark.python")
-    if "PYSPARK_PYTHON" not in os.environ and (named is not None or is_local(where)):
-        os.environ["PYSPARK_PYTHON"] = named or sys.executable
-        logger.info("set PYSPARK_PYTHON=%s", os.environ["PYSPARK_PYTHON"])
+    if "PYSPARK_PYTHON" in os.environ or (named is None and not is_local(where)):
+        return {}
+    settings: Settings = {}
+    command = named or sys.executable
+    if named is not None and not is_local(where) and "spark.executorEnv.PATH" not in known:
+        directory, name = os.path.split(named)
+        if os.path.isabs(directory) and python.add(name):
+            command = name
+            settings["spark.executorEnv.PATH"] = f"{directory}:{_EXECUTOR_PATH}"
+    os.environ["PYSPARK_PYTHON"] = command
+    logger.info("set PYSPARK_PYTHON=%s", command)
+    return settings
 
 
 def _known(master: str | None, chosen: Settings) -> Settings:
-    """What is set by the caller, or else by files, by spark-submit or by the environment."""
+    """Return the settings of the caller, of files, of spark-submit and of the environment."""
     from pyspark import SparkConf, SparkContext
 
     asked = {**chosen, **({"spark.master": master} if master is not None else {})}
     start = SparkConf()
     for name, value in asked.items():
         start.set(name, value)
-    # The JVM reads spark-defaults.conf and the arguments of spark-submit; it must be started
-    # with what was asked, since the memory of a driver cannot be changed later.
+    # Java reads spark-defaults.conf and the arguments of spark-submit. It must be started with the
+    # settings of the caller, since the memory of a driver cannot be changed later.
     SparkContext._ensure_initialized(conf=start)
     return {**dict(SparkConf().getAll()), **asked}
 
 
 def recommended(master: str) -> Settings:
-    """The settings for a master: those that are safe anywhere, and those of one machine."""
+    """Return the settings for a master: those that are safe anywhere, and those of one machine."""
     settings = {
         "spark.sql.session.timeZone": "UTC",
         "spark.sql.python.filterPushdown.enabled": "true",

@@ -108,6 +108,16 @@ def where(settings: dict[str, Any], more: dict[str, str]) -> Any:
     ]
 
 
+def read_log(settings: dict[str, Any], more: dict[str, str], url: str) -> Any:
+    """Read the log: rows, tasks, and the cores that planners are given."""
+    from conquiet.spark.columns import CORES_VARIABLE
+
+    spark = _session({**settings, **more})
+    frame = spark.read.format("conquiet").options(url=url, streams="orders").load()
+    cores = spark.sparkContext.environment[CORES_VARIABLE]
+    return [frame.count(), frame.rdd.getNumPartitions(), int(cores)]
+
+
 def _session(settings: dict[str, Any]) -> Any:
     from conquiet.spark import session
 

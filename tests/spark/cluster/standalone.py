@@ -175,9 +175,11 @@ class Job:
         self.out = directory / f"{name}.out"
         self.err = directory / f"{name}.err"
         given = json.dumps({"settings": settings(cluster, directory), **arguments}, default=str)
+        environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+        environment.pop("PYSPARK_PYTHON", None)
         # Executors run the Python of spark.pyspark.python, or else that of the driver.
-        given_python = arguments.get("more", {}).get("spark.pyspark.python", sys.executable)
-        environment = {**os.environ, "PYSPARK_PYTHON": given_python, "PYTHONPATH": os.getcwd()}
+        if "spark.pyspark.python" not in arguments.get("more", {}):
+            environment["PYSPARK_PYTHON"] = sys.executable
         with self.out.open("wb") as out, self.err.open("wb") as err:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tests.spark.cluster.jobs", name, given],

@@ -160,6 +160,26 @@ def test_executors_without_conquiet_take_it_from_the_archive(
     assert Path(python).resolve() == Path(bare).resolve()
 
 
+def test_the_planner_runs_the_python_of_the_driver_and_executors_run_theirs(
+    cluster, tmp_path: Path, archive: Path, bare: str, redis_client, redis_url
+) -> None:
+    """The Python of the executors exists on the driver's machine too, without conquiet."""
+    entry = {"specversion": "1.0", "id": "1", "type": "sold", "source": "/shop", "data": "{}"}
+    for _ in range(300):
+        redis_client.xadd("orders", entry)
+    rows, tasks, cores = Job(
+        cluster, tmp_path, "read_log",
+        url=redis_url,
+        more={
+            "spark.archives": f"{archive}#conquiet",
+            "spark.executorEnv.PYTHONPATH": "./conquiet",
+            "spark.pyspark.python": bare,
+        },
+    ).result()  # fmt: skip
+    assert (rows, tasks) == (300, 1)
+    assert cores == 2  # of two workers with one each
+
+
 def test_the_command_brings_the_archive_to_executors_without_conquiet(
     cluster, tmp_path: Path, archive: Path, bare: str, redis_client, redis_url
 ) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,10 +12,11 @@ from types import SimpleNamespace
 import pyarrow.parquet
 import pytest
 
+from conquiet import spark
 from conquiet.cli import build_parser, main
 from conquiet.cli.pipeline_run import Progress, source_options, spark_settings
 from conquiet.errors import ConfigError
-from conquiet.spark.packaging import needed
+from conquiet.spark.packaging import first_python, needed, this_python
 
 START = ("--option", "startingOffsets=5-1")
 END = ("--option", "endingOffsets=9-9")
@@ -195,6 +198,53 @@ def test_what_cannot_be_included_or_left_out_is_named(
     assert "no such file" in capsys.readouterr().err
     assert main(["pipeline", "package", "--output", target, "--without", "pandsa"]) == 2
     assert "pandsa cannot be left out" in capsys.readouterr().err
+
+
+@pytest.fixture
+def async_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package that redis needs before Python 3.11.3 only, as if it were installed."""
+    about = tmp_path / "site" / "async_timeout-5.0.1.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: async-timeout\nVersion: 5.0.1\n")
+    (about / "RECORD").write_text("async_timeout.py,,\n")
+    (tmp_path / "site" / "async_timeout.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    return about
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="the marker is one of Python 3.11")
+def test_requirements_are_judged_for_the_python_of_the_executors(request) -> None:
+    assert "async-timeout" not in needed("conquiet", ["spark"], "3.11.7")
+    with pytest.raises(ConfigError, match=r"redis needs async-timeout on Python 3\.11\.2"):
+        needed("conquiet", ["spark"], "3.11.2")
+    assert first_python() == "3.11.3"
+    request.getfixturevalue("async_timeout")
+    assert "async-timeout" in needed("conquiet", ["spark"], "3.11.2")
+    assert first_python() == "3.11.0"
+
+
+@pytest.mark.parametrize("python", ["2.7.18", "3.99.1", "3", "newest"])
+def test_an_archive_for_another_minor_version_is_refused(python, tmp_path, capsys) -> None:
+    target = str(tmp_path / "packages.zip")
+    assert main(["pipeline", "package", "--output", target, "--python", python]) == 2
+    assert "an archive has compiled parts for Python" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("first", "fits"), [("3.1.0", False), ("3.99.0", False), ("here", True)])
+def test_an_archive_refuses_a_python_that_it_does_not_fit(first, fits, tmp_path) -> None:
+    package = tmp_path / "conquiet" / "spark"
+    package.mkdir(parents=True)
+    for name in ("conquiet/__init__.py", "conquiet/spark/__init__.py"):
+        source = "" if name.count("/") == 1 else Path(spark.__file__).read_text()
+        (tmp_path / name).write_text(source)
+    python = this_python() if first == "here" else first
+    (tmp_path / "conquiet-packages.json").write_text(json.dumps({"python": python}))
+    command = [sys.executable, "-c", "import conquiet.spark"]
+    tried = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, env={"PYTHONPATH": str(tmp_path)}
+    )
+    assert (tried.returncode == 0) == fits, tried.stderr
+    assert fits or f"packed for Python {first} and later" in tried.stderr
 
 
 def test_the_dependencies_of_an_extra_are_found_through_theirs() -> None:

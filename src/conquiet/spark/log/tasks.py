@@ -21,6 +21,7 @@ from pyspark.sql.datasource import InputPartition
 from conquiet.errors import StoreError
 from conquiet.redis import ids
 from conquiet.redis.wire import Wire
+from conquiet.spark.columns import CORES_VARIABLE
 from conquiet.spark.log.connection import ask
 from conquiet.spark.log.ranges import EntryRange, RangeIndex, index_ranges
 
@@ -80,8 +81,7 @@ def plan_tasks(
     known = indexes or {}
     sized = _sizes(wire, ranges, known)
     total = sum(size for _, size, _ in sized)
-    # The planner cannot see the cluster; on one machine its cores are those that will work.
-    tasks = min(ceil(total / WORTH_A_TASK), os.cpu_count() or 1)
+    tasks = min(ceil(total / WORTH_A_TASK), _cores())
     tasks = max(1, tasks, min_tasks, ceil(total / (max_entries or MOST_PER_TASK)))
     share = total / tasks
     weights: list[float] = []
@@ -92,6 +92,12 @@ def plan_tasks(
         weights.extend(part.entries or size / len(cut) for part in cut)
         parts.extend(cut)
     return _pack(list(zip(weights, _with_firsts(wire, parts), strict=True)), tasks)
+
+
+def _cores() -> int:
+    """Return the cores of the executors, or of this machine where they are not known."""
+    given = os.environ.get(CORES_VARIABLE, "")
+    return int(given) if given.isdecimal() and int(given) else os.cpu_count() or 1
 
 
 def _sizes(
