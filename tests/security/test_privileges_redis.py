@@ -133,8 +133,8 @@ def test_spark_writes(as_user, url_of, redis_client) -> None:
 def test_kombu(as_user, url_of) -> None:
     with connected(url_of("kombu"), lease=1) as connection:
         round_trip(connection)
-        lease = connection.default_channel.join("orders")
-        for work in (lease.renew, lease._reap, lease._sweep):
+        lease = connection.default_channel.consumer.subscribe("orders")
+        for work in (lease.renew, lease.reap, lease.sweep):
             work()  # in the background, a missing right would only be logged
     denied(as_user("kombu"), "XADD orders * a b", "FLUSHALL", "CONFIG GET *", "KEYS *")
 
