@@ -18,6 +18,10 @@ CALLS = {
 }
 
 
+BETWEEN_DRIVER_AND_EXECUTORS = {"lake/tasks.py pickle"}
+"""Tasks and their results, inside Spark's own pickled closures; never data of a broker or lake."""
+
+
 def _name(node: ast.expr) -> str:
     if isinstance(node, ast.Attribute):
         return f"{_name(node.value)}.{node.attr}"
@@ -83,5 +87,6 @@ def test_there_is_none() -> None:
         f"{path.relative_to(SRC)}:{line} {name}"
         for path in files
         for line, name in offences(path.read_text())
+        if f"{path.relative_to(SRC)} {name}" not in BETWEEN_DRIVER_AND_EXECUTORS
     ]
     assert found == []

@@ -198,7 +198,7 @@ def test_a_dashboard_shows_every_page_and_does_what_its_role_may(as_role, engine
         for path in PAGES:
             answer = client.get(path)
             assert answer.status_code == 200, (path, answer.text)
-            kept = "processed_messages could not be searched" in answer.text  # the inbox is not theirs
+            kept = "processed_messages was not searched" in answer.text  # the inbox is not theirs
             assert kept is path.startswith("/trace"), path
             assert answer.text.count("permission denied") == kept, path
         row = client.get("/outbox/row", params={"id": "bad"})
