@@ -45,7 +45,13 @@ def undisturbed(tmp_path_factory):
     return contents(pipeline)
 
 
-@pytest.mark.parametrize("step", range(len(STEPS)))
+@pytest.mark.parametrize(
+    "step",
+    [
+        pytest.param(step, marks=() if step % 6 == 0 else pytest.mark.slow)  # a few seconds each
+        for step in range(len(STEPS))
+    ],
+)
 def test_a_kill_after_a_step_changes_no_table(undisturbed, tmp_path, step):
     lake = str(tmp_path / "lake")
     child = subprocess.run(
