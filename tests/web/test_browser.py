@@ -268,10 +268,10 @@ def test_an_outage_is_told_on_the_live_page_and_its_end_too(chromium, make, priv
         context = chromium.new_context()
         window = Watched(context.new_page(), served.url)
         page = window.go("/streams")
-        page.wait_for_selector("td:has-text('nobody')")
+        page.wait_for_selector("td:has-text('no group')")
         private_redis.kill()
         page.wait_for_selector(".note.bad:has-text('Redis cannot be reached')")
         private_redis.restart()
-        page.wait_for_selector("td:has-text('nobody')")
+        page.wait_for_selector("td:has-text('no group')")
         context.close()
         assert window.complaints == []

@@ -158,7 +158,7 @@ def fated(fate: Fate, made):
 
 def fated_source(fate: Fate, made) -> OutboxSource:
     source = OutboxSource(made, poll=0.05)
-    rows = source._rows
+    rows = source._claimer
     claim, settle = rows.claim, rows.settle
 
     def claim_and_die(*given):
