@@ -76,7 +76,7 @@ def _session(options: Namespace, config: dict[str, str], debug: bool) -> SparkSe
 
     spark = session("conquiet pipeline", master=options.master, config=config)
     if not debug:  # `_failed` prints what ended a query, in one line
-        log4j = spark._jvm.org.apache.logging.log4j  # type: ignore[union-attr]
+        log4j = spark._jvm.org.apache.logging.log4j  # type: ignore[union-attr]  # None on Connect
         log4j.core.config.Configurator.setLevel(_ENDS_OF_QUERIES, log4j.Level.OFF)
     return spark
 

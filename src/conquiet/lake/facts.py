@@ -148,7 +148,7 @@ class _Fold:
                 for place in places:
                     event = event_of(self._judge, rows[place])
                     try:
-                        state.apply(event)  # type: ignore[attr-defined]
+                        state.apply(event)  # type: ignore[attr-defined]  # checked when declared
                     except Exception as error:
                         raise _failed(fact, event, error) from error
                 after = self._encode(state)

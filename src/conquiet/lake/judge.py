@@ -481,7 +481,7 @@ class Judge:
                         deliveries,
                         getattr(value, kind.moment) if kind.moment else None,
                     )
-                for one in _several(fact.key(event)):  # type: ignore[operator]
+                for one in _several(fact.key(event)):  # type: ignore[operator]  # a function here
                     places.append(place)
                     facts.append(number)
                     keys.append(one)
@@ -534,7 +534,7 @@ class _Kind:
         self.event_type = event_type
         self.version = version
         self.decode = msgspec.json.Decoder(struct).decode
-        self._open = msgspec.json.Decoder(_Envelope[struct]).decode  # type: ignore[valid-type]
+        self._open = msgspec.json.Decoder(_Envelope[struct]).decode  # type: ignore[valid-type]  # made at run time
         self.is_plausible = _plausible(inspect.type_info(struct))
         self.rules = [one for one in definition.rules if one.of is struct]
         self.moment = definition.moments.get(event_type)
