@@ -150,6 +150,9 @@ def _register_tables(verbs: Any, common: ArgumentParser) -> None:
         codes="0 everything agrees; 1 rows on stdout do not, or it failed; 2 wrong usage",
     )
     reconcile.add_argument("--database", metavar="URL", help="the outbox to compare the log with")
+    reconcile.add_argument(
+        "--all", action="store_true", help="count all hours again, not only those that changed"
+    )
     replay = _verb(
         verbs,
         common,
@@ -379,7 +382,7 @@ def _reconcile(options: Namespace) -> int:
     from conquiet.lake.reconcile import disagreements
 
     pipeline = find_pipeline(options.pipeline, options.to)
-    pipeline.reconcile(outbox=options.database)
+    pipeline.reconcile(outbox=options.database, all=options.all)
     wrong = 0
     with pipeline.database() as database:
         for name, row in disagreements(database):

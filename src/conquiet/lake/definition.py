@@ -29,8 +29,12 @@ Key = str | Callable[["Event"], "str | Iterable[str] | None"]
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
 _name = re.compile(r"[a-z][a-z0-9_]{0,62}")
+ROWS_QUARANTINE = "rows_quarantine"
 RESERVED = frozenset(
-    ("raw_events", "events", "events_quarantine", "redeliveries", "expectations", "touched")
+    (
+        *("raw_events", "events", "events_quarantine", "redeliveries", "expectations", "touched"),
+        ROWS_QUARANTINE,
+    )
 )
 
 
@@ -119,6 +123,18 @@ class Rule:
     of: type[msgspec.Struct]
     check: Callable[[Any], bool]
     on_fail: OnFail
+
+
+class RefusedRow(msgspec.Struct):
+    """A row of `rows_quarantine`: what a fact gives in place of a row that breaks a rule."""
+
+    table_name: str
+    row_key: str
+    """The values of the table's key, as JSON."""
+    rule: str
+    day: date | None
+    row: str
+    """The row, as JSON."""
 
 
 @dataclass
@@ -243,7 +259,8 @@ class Definitions:
 
     def expect(self, name: str, *, on_fail: OnFail = "quarantine") -> Callable[[Check], Check]:
         """Decorator: a rule over the struct or the row that the function's parameter is annotated
-        with. A row cannot be quarantined: use `"count"` or `"stop"` for rows."""
+        with. An event that breaks it goes to `events_quarantine`; a row goes to `rows_quarantine`,
+        and leaves it when an event corrects it."""
         if on_fail not in ("quarantine", "count", "stop"):
             raise ConfigError(f"on_fail={on_fail!r:.40}: quarantine, count or stop")
         _check_name(name)
@@ -255,14 +272,17 @@ class Definitions:
             hints.pop("return", None)
             of: Any = next(iter(hints.values()), None)
             rows = {one.row for one in self.definition.tables.values()}
-            if of in rows and on_fail == "quarantine":
-                raise ConfigError(f"rule {name}: rows have no quarantine; count, or stop")
             if of not in rows and of not in self.definition.structs.values():
                 raise ConfigError(
                     f"rule {name}: annotate its parameter with the struct of an event or with the"
                     f" row of a table, not {of!r:.60}"
                 )
             self.definition.rules.append(Rule(name, of, check, on_fail))
+            if of in rows and on_fail == "quarantine":
+                key = "table_name", "row_key"
+                self.definition.tables[ROWS_QUARANTINE] = Table(
+                    ROWS_QUARANTINE, RefusedRow, key, None, arrow_schema(RefusedRow)
+                )
             return check
 
         return register

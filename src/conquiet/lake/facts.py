@@ -23,7 +23,16 @@ import pyarrow.compute as pc
 import pyarrow.ipc
 
 from conquiet.errors import ConquietError
-from conquiet.lake.definition import Definition, Event, ExpectationFailed, Fact, Rule, Table
+from conquiet.lake.definition import (
+    ROWS_QUARANTINE,
+    Definition,
+    Event,
+    ExpectationFailed,
+    Fact,
+    RefusedRow,
+    Rule,
+    Table,
+)
 from conquiet.lake.journal import FOLDER, Batch, Feed, Folded, Refresh, States
 from conquiet.lake.judge import BUCKETS, Counts, Judge, event_of, holds
 from conquiet.lake.schema import Encoder
@@ -88,14 +97,14 @@ class _Fold:
         self._task = task
         self._files = task.files
         self._judge: Judge = judge_of(task.definition)
-        self._changes = _changes_of(self._judge.definition)
         self._levels = Levels(task.files, task.levels)
         self._merged = Levels(task.files, task.levels[: task.merged])
         self._facts = self._judge.facts
         self._decoders = [msgspec.msgpack.Decoder(one.state) for one in self._facts]
         self._encode = msgspec.msgpack.Encoder().encode
         self._states: dict[str, dict[int, pa.RecordBatch]] = {}
-        self._outputs = {name: _Output(one) for name, one in self._changes.items()}
+        self._outputs = _outputs(self._judge.definition)
+        self._has_refusals = RefusedRow in self._outputs
         self._counts = Counts()
         self._feeds: dict[str, Any] = {}
 
@@ -161,39 +170,43 @@ class _Fold:
 
     def _rows(self, fact: Fact, state: Any) -> list[Any]:
         try:
-            return list(state.rows())
+            rows = list(state.rows())
         except Exception as error:
             raise FactFailed(
                 f"fact {fact.name}: {type(state).__name__}.rows() raised"
                 f" {type(error).__name__}: {error}; its state: {state!r:.300}"
             ) from error
+        return [self._kind(row).judge(row) for row in rows] if self._has_refusals else rows
 
     def _change(self, old: list[Any], new: list[Any]) -> None:
         if not old:
             for row in new:
-                self._outputs[self._name(row)].add(row, 1, self._counts)
+                self._output(row).add(row, 1, self._counts)
             return
         gone = {self._place(row): row for row in old}
         for row in new:
             before = gone.pop(self._place(row), None)
             if before == row:
                 continue
-            output = self._outputs[self._name(row)]
+            output = self._output(row)
             if before is not None:
                 output.add(before, -1, self._counts)
             output.add(row, 1, self._counts)
         for row in gone.values():
-            self._outputs[self._name(row)].add(row, -1, self._counts)
+            self._output(row).add(row, -1, self._counts)
 
-    def _name(self, row: Any) -> str:
-        found = self._changes.get(type(row).__name__)
-        if found is not None and found.table.row is type(row):
-            return type(row).__name__
-        self._judge.definition.table_of(type(row))
-        raise AssertionError("table_of raises")
+    def _kind(self, row: Any) -> _Kind:
+        return self._output(row).kind
+
+    def _output(self, row: Any) -> _Output:
+        found = self._outputs.get(type(row))
+        if found is None:
+            self._judge.definition.table_of(type(row))
+            raise AssertionError("table_of raises")
+        return found
 
     def _place(self, row: Any) -> Any:
-        key = self._changes[self._name(row)].table.key
+        key = self._kind(row).table.key
         return type(row), tuple([getattr(row, one) for one in key])
 
     def finish(self) -> FoldResult:
@@ -214,14 +227,19 @@ class _Kind:
     encoder: Encoder
     rules: list[Rule]
 
+    def judge(self, row: Any) -> Any:
+        """Return a row, or what is kept of it in quarantine."""
+        for rule in self.rules:
+            if rule.on_fail == "quarantine" and not holds(rule, row):
+                key = msgspec.json.encode([getattr(row, one) for one in self.table.key]).decode()
+                text = msgspec.json.encode(row).decode()
+                return RefusedRow(self.table.name, key, rule.name, self.day(row), text)
+        return row
 
-def _changes_of(definition: Definition) -> dict[str, _Kind]:
-    return {
-        one.row.__name__: _Kind(
-            one, Encoder(one.row), [rule for rule in definition.rules if rule.of is one.row]
-        )
-        for one in definition.tables.values()
-    }
+    def day(self, row: Any) -> date | None:
+        """Return the day of a row, by which its rules are counted."""
+        value = getattr(row, self.table.partition_by or "", None)
+        return value if isinstance(value, date) else None
 
 
 @dataclass
@@ -235,6 +253,8 @@ class _Output:
     def add(self, row: Any, sign: int, counts: Counts) -> None:
         self.rows.append(row)
         self.signs.append(sign)
+        if self.kind.table.name == ROWS_QUARANTINE:
+            counts.add(row.rule, row.day, sign, sign)
         for rule in self.kind.rules:
             is_right = holds(rule, row)
             if not is_right and sign > 0 and rule.on_fail == "stop":
@@ -242,14 +262,20 @@ class _Output:
                     f"a row of {self.kind.table.name} breaks the rule {rule.name}, which stops the"
                     f" pipeline: {row!r:.300}"
                 )
-            value = getattr(row, self.kind.table.partition_by or "", None)
-            counts.add(
-                rule.name, value if isinstance(value, date) else None, sign, 0 if is_right else sign
-            )
+            counts.add(rule.name, self.kind.day(row), sign, 0 if is_right else sign)
 
     def table(self) -> pa.Table:
         rows = self.kind.encoder.table(self.rows)
         return rows.append_column(CHANGE, pa.array(self.signs, pa.int8()))
+
+
+def _outputs(definition: Definition) -> dict[type, _Output]:
+    """Return an output for each table, by the class of its rows."""
+    found = {}
+    for one in definition.tables.values():
+        rules = [rule for rule in definition.rules if rule.of is one.row]
+        found[one.row] = _Output(_Kind(one, Encoder(one.row), rules))
+    return found
 
 
 def _decoded(fact: Fact, decode: Callable[[bytes], Any], data: bytes) -> Any:

@@ -24,7 +24,7 @@ from conquiet.lake.definition import Definitions
 from conquiet.lake.journal import FOLDER, Batch, Folded, Journal, Lock, Refresh
 from conquiet.lake.query import Database, Mart, Query, forget_changes, mart
 from conquiet.lake.query import Refresh as QueryRefresh
-from conquiet.lake.reconcile import COMPLETENESS, DELIVERY, Outbox, reconciliation
+from conquiet.lake.reconcile import COMPLETENESS, DELIVERY, Outbox, Scope, reconciliation
 from conquiet.lake.replay import Quarantine, replay_days
 from conquiet.lake.report import Chart
 from conquiet.lake.source import are_files, local_paths
@@ -549,8 +549,9 @@ class Pipeline(Definitions):
         number."""
         self.charts.append(Chart(title, sql))
 
-    def reconcile(self, *, outbox: Outbox | str | None = None) -> None:
-        """Bring all tables up to silver, then count outbox, log and silver again for all hours.
+    def reconcile(self, *, outbox: Outbox | str | None = None, all: bool = False) -> None:
+        """Bring all tables up to silver, then count outbox, log and silver again: for hours that
+        are not complete or of which the outbox has more than was counted, or for `all` hours.
 
         `recon_completeness` and `outbox_delivery` hold the counts.
         """
@@ -564,7 +565,8 @@ class Pipeline(Definitions):
             store.app = f"{self.name}/reconcile"
             version = time.time_ns() // 1_000_000
             with QueryRefresh(store, {}, version, self.names, self.definition.zone) as tables:
-                for _ in tables.apply(reconciliation(tables, self.definition, outbox, all=True)):
+                scope: Scope = "all" if all else "outbox"
+                for _ in tables.apply(reconciliation(tables, self.definition, outbox, scope)):
                     pass
             forget_changes(driver.files)
 

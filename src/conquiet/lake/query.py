@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Self
@@ -45,6 +45,8 @@ class Query:
     """Columns that identify a row."""
     order_by: str | Sequence[str] = ()
     """Columns by which files are sorted before the key: a day keeps new rows together."""
+    prepare: Callable[[Database], object] | None = None
+    """Called when `touched` is made, before `sql` is run: it may make tables that `sql` reads."""
 
     def __post_init__(self) -> None:
         for name in ("group", "key", "order_by"):
@@ -147,6 +149,10 @@ class Database:
         [(found,)] = self.run(f"SELECT count(*) FROM {sql}").fetchall()
         return int(found)
 
+    def exists(self, name: str) -> bool:
+        """Return whether a table was ever written."""
+        return self._store.exists(name)
+
     def offer(self, text: str) -> None:
         """Make views of the tables that a text of SQL names."""
         for name in sorted(self.names & set(_word.findall(text.lower())) - self._views):
@@ -172,8 +178,8 @@ class Database:
                 "SELECT rule, day, sum(checked)::BIGINT AS checked, sum(failed)::BIGINT AS failed"
                 f" FROM {rows} GROUP BY ALL"
             )
-        self.offer("redeliveries")
-        if name in ("events", "events_quarantine") and "redeliveries" in self._views:
+        if name in ("events", "events_quarantine") and self._store.files("redeliveries"):
+            self.offer("redeliveries")
             return (
                 "WITH again AS (SELECT event_id AS id, sum(entries)::BIGINT AS more,"
                 " min(first_seen_at) AS earliest FROM redeliveries GROUP BY 1)"
@@ -342,6 +348,8 @@ class Refresh(Database):
         )
         self.run("CREATE OR REPLACE VIEW main.touched AS FROM work.touched")
         self._find_before(one)
+        if one.prepare is not None:
+            one.prepare(self)
         self.run(f"CREATE OR REPLACE TABLE work.found AS {one.sql}")
 
     def _find_before(self, one: Query | Mart) -> None:

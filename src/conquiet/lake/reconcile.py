@@ -1,6 +1,7 @@
 """Reconcile: whether the outbox, the log, silver and the quarantine hold the same events, by hour.
 
-Two tables of every pipeline, counted again for the hours that a batch touches:
+Two tables of every pipeline, counted again for the hours that a batch touches, and by `reconcile`
+for hours of which the outbox has more than was counted, or that were not complete:
 
     recon_completeness   counts from both ends, with the ids that are missing, foreign or lost
     outbox_delivery      events, duplicates, failed attempts, and the lag from outbox to log
@@ -14,10 +15,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from datetime import UTC, timedelta
 from fnmatch import translate
-from typing import Any
-
-import pyarrow as pa
+from typing import Any, Literal
 
 from conquiet.errors import ConfigError
 from conquiet.lake.definition import Definition
@@ -35,54 +35,119 @@ class Outbox:
     url: str
     table: str = "outbox_events"
 
-    def rows(self) -> pa.Table:
-        """Read id, created_at and attempts of every row."""
+    def count_hours(self, database: Database) -> None:
+        """Make the table `outbox_hours`: rows and attempts of each hour, counted by the outbox's
+        own database."""
+        self._read(
+            database,
+            "{hour} AS hour, count(*) AS rows, sum(attempt_count) AS attempts",
+            "GROUP BY 1",
+        )
+        database.run(
+            "CREATE OR REPLACE TABLE main.outbox_hours AS SELECT (hour || ':00:00')::TIMESTAMPTZ"
+            " AS hour, rows::BIGINT AS rows, attempts::BIGINT AS attempts FROM outbox_found"
+        )
+
+    def read_touched(self, database: Database) -> None:
+        """Make the table `outbox_rows`: id, created_at and attempts in the hours of `touched`."""
+        found = database.run("SELECT DISTINCT hour FROM touched WHERE hour IS NOT NULL").fetchall()
+        hours = sorted(row[0].astimezone(UTC) for row in found)
+        where = "WHERE false"
+        if hours:
+            listed = ", ".join(f"'{one:%Y-%m-%d %H}'" for one in hours)
+            where = (
+                f"WHERE {{hour}} IN ({listed}) AND {{time}} >= '{hours[0]:%Y-%m-%d %H}:00{{utc}}'"
+            )
+            where += f" AND {{time}} < '{hours[-1] + timedelta(hours=1):%Y-%m-%d %H}:00{{utc}}'"
+        self._read(database, "{id} AS id, created_at, attempt_count", where)
+        database.run(
+            "CREATE OR REPLACE TABLE main.outbox_rows AS SELECT id::VARCHAR AS id,"
+            " created_at::VARCHAR::TIMESTAMPTZ AS created_at, attempt_count::BIGINT AS attempts"
+            " FROM outbox_found"
+        )
+
+    def _read(self, database: Database, columns: str, rest: str) -> None:
         from conquiet.spark.database import Database as Address
         from conquiet.spark.database import connected
 
         if not _table_name.fullmatch(self.table):
             raise ConfigError(f"{self.table!r:.60} is no name of a table")
         address = Address.at(self.url)
-        id_ = "id::text" if address.is_postgresql else "id"
+        names = _POSTGRESQL if address.is_postgresql else _SQLITE
+        sql = f"SELECT {columns} FROM {self.table} {rest}".format_map(names)
         with connected(address) as connection, connection.cursor() as cursor:
-            cursor.execute(f"SELECT {id_} AS id, created_at, attempt_count FROM {self.table}")
-            return cursor.fetch_arrow_table()
+            cursor.execute(sql)
+            database.connection.register("outbox_found", cursor.fetch_arrow_table())
+
+
+_POSTGRESQL = {
+    "id": "id::text",
+    "hour": "to_char(created_at AT TIME ZONE 'UTC', 'YYYY-MM-DD HH24')",
+    "time": "created_at",
+    "utc": "+00",
+}
+_SQLITE = {
+    "id": "id",
+    "hour": "strftime('%Y-%m-%d %H', created_at)",
+    "time": "strftime('%Y-%m-%d %H:%M', created_at)",
+    "utc": "",
+}
+
+
+Scope = Literal["batches", "outbox", "all"]
 
 
 def reconciliation(
-    database: Database, definition: Definition, outbox: Outbox | None = None, *, all: bool = False
+    database: Database,
+    definition: Definition,
+    outbox: Outbox | None = None,
+    scope: Scope = "batches",
 ) -> list[Query]:
-    """Return the two tables as queries, over the hours of changed events, or over all hours.
-
-    With an outbox, its rows become a table of the database.
-    """
-    if outbox is not None:
-        database.connection.register("outbox_found", outbox.rows())
-        database.run(
-            "CREATE OR REPLACE TABLE main.outbox_rows AS SELECT id::VARCHAR AS id,"
-            " created_at::TIMESTAMPTZ AS created_at, attempt_count::BIGINT AS attempts"
-            " FROM outbox_found"
-        )
+    """Return the two tables as queries over some hours: those that batches have changed; those that
+    are not complete, or of which the outbox has more than was counted; or all."""
     database.run(
         "CREATE OR REPLACE MACRO event_hour(moment, seen) AS date_trunc('hour', CASE WHEN"
         " moment >= TIMESTAMPTZ '1970-01-01 00:00:00+00'"
         " AND moment < TIMESTAMPTZ '9999-01-01 00:00:00+00' THEN moment ELSE seen END)"
     )
     domain = _is_domain(set(definition.streams.values()))
-    raw = "raw_events" if all else "changed_raw_events"
-    touched = f"SELECT event_hour(time, entry_time) FROM {raw} WHERE {domain}"
-    if not all:  # a replay or a retry moves events of entries that are not new
+    touched = f"SELECT event_hour(time, entry_time) FROM changed_raw_events WHERE {domain}"
+    if scope == "batches":  # a replay or a retry moves events of entries that are not new
         for table in ("changed_events", "changed_events_quarantine"):
             touched += (
                 f" UNION SELECT event_hour(created_at, first_seen_at) FROM {table} WHERE {domain}"
             )
-    if outbox is not None and all:
-        touched += " UNION SELECT date_trunc('hour', created_at) FROM outbox_rows"
+    else:
+        is_first = scope == "all" or not database.exists(DELIVERY)
+        _find_hours(database, outbox, domain if is_first else None)
+        touched = "SELECT hour FROM hours_to_count"
     how: dict[str, Any] = {"group": "hour", "key": "hour", "touched": touched}
+    read = None if outbox is None else outbox.read_touched
     return [
-        Query(COMPLETENESS, sql=_completeness(domain, outbox is not None), **how),
-        Query(DELIVERY, sql=_delivery(domain, outbox is not None), **how),
+        Query(COMPLETENESS, sql=_completeness(domain, outbox is not None), prepare=read, **how),
+        Query(DELIVERY, sql=_delivery(domain, outbox is not None), prepare=read, **how),
     ]
+
+
+def _find_hours(database: Database, outbox: Outbox | None, domain: str | None) -> None:
+    """Make the table `hours_to_count`: all hours of events of a domain; without one, the hours
+    that are not complete or of which the outbox has more than was counted."""
+    if outbox is not None:
+        outbox.count_hours(database)
+    if domain is not None:
+        found = f"SELECT event_hour(time, entry_time) AS hour FROM raw_events WHERE {domain}"
+        counted = "SELECT hour FROM outbox_hours"
+    else:
+        found = f"SELECT hour FROM {COMPLETENESS} WHERE NOT complete"
+        # Fewer rows than were counted are no news: published rows are removed after a while.
+        counted = (
+            f"SELECT hour FROM outbox_hours LEFT JOIN {COMPLETENESS} USING (hour)"
+            f" LEFT JOIN {DELIVERY} USING (hour) WHERE outbox_count IS NULL"
+            " OR rows > outbox_count OR attempts > coalesce(failed_attempts, 0)"
+        )
+    database.offer(f"raw_events {COMPLETENESS} {DELIVERY}")
+    more = "" if outbox is None else f" UNION {counted}"
+    database.run(f"CREATE OR REPLACE TABLE main.hours_to_count AS {found}{more}")
 
 
 def _is_domain(patterns: set[str]) -> str:

@@ -156,7 +156,8 @@ class Files:
                 out.write(data)
             return
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        temporary = f"{path}.{os.getpid()}.tmp"
+        # One driver writes a lake: after a kill, the next write of this name replaces the rest.
+        temporary = f"{path}.tmp"
         with open(temporary, "wb") as file:
             file.write(data)
             file.flush()
@@ -339,18 +340,14 @@ class Store:
 
     def _names(self, name: str) -> list[str]:
         table = self._table(name)
-        if table is None:
-            return []
-        return [
-            unquote(one) for one in pa.table(table.get_add_actions()).column("path").to_pylist()
-        ]
+        return [] if table is None else list(map(unquote, _actions(table)["path"].to_pylist()))
 
     def ranges(self, name: str, column: str) -> list[tuple[str, Any, Any]]:
         """Return each file's URI with the least and the greatest value of a column, or None."""
         table = self._table(name)
         if table is None:
             return []
-        actions = pa.table(table.get_add_actions(flatten=True))
+        actions = _actions(table)
         empty = [None] * len(actions)
         low, high = (
             actions.column(f"{side}.{column}").to_pylist()
@@ -550,6 +547,12 @@ class Store:
                 full=True,
             )
         )
+
+
+def _actions(table: DeltaTable) -> pa.Table:
+    """Return the files of a table, with their statistics."""
+    # `pa.table` would import pandas first, which takes a quarter of a second.
+    return pa.RecordBatchReader.from_stream(table.get_add_actions(flatten=True)).read_all()
 
 
 def _keys(rows: pa.Table, key: Sequence[str]) -> pa.ChunkedArray | pa.Array:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -69,6 +71,21 @@ def test_show_answers_sql_without_the_definitions(
     events = answers(capsys, "show", "--to", str(root / "lake"), "--sql",
                      "SELECT sum(delivery_count)::BIGINT AS n FROM events")  # fmt: skip
     assert events == [{"n": sum(row["delivery_count"] for row in oracle.rows("events"))}]
+
+
+def test_show_imports_neither_spark_nor_pandas(filled) -> None:
+    """Each would take longer than all the rest of a command."""
+    command = [sys.executable, "-X", "importtime", "-m", "conquiet", "pipeline", "show"]
+    done = subprocess.run(
+        [*command, TARGET, "store_daily", "--to", str(filled[0] / "lake")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "business_day" in done.stdout
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "duckdb" in imported
+    assert not imported & {"pandas", "pyspark", "sqlalchemy"}
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +17,7 @@ from tests.unit.lake.payments import CATALOG, Captured, entries, entry, pipeline
 from conquiet.errors import ConfigError
 from conquiet.lake import ExpectationFailed, Pipeline
 from conquiet.lake.facts import FactFailed
+from conquiet.lake.tables import Files
 
 
 @pytest.fixture
@@ -182,6 +185,109 @@ def test_rules_are_counted_by_day_also_over_rows(lake):
         checked, failed = counted.get(name, (0, 0))
         counted[name] = (checked + row["checked"], failed + row["failed"])
     assert counted == {"captures_something": (18, 2), "not_free": (16, 0)}
+
+
+class Paid(msgspec.Struct):
+    payment_id: str
+    shop: str
+    day: date
+    cents: int
+
+
+def test_a_row_that_breaks_a_rule_waits_in_quarantine_for_its_correction(tmp_path):
+    made = Pipeline(CATALOG, lake=tmp_path / "lake", name="rows")
+
+    made.table(key=("payment_id", "shop"), partition_by="day")(Paid)
+
+    @made.expect("not_negative", on_fail="quarantine")
+    def not_negative(row: Paid) -> bool:
+        return row.cents >= 0
+
+    @made.expect("not_large", on_fail="count")
+    def not_large(row: Paid) -> bool:
+        return row.cents < 100
+
+    @made.fact(key="payment_id", events=["payment_corrected"])
+    class PaidState(msgspec.Struct):
+        key: str = ""
+        last: tuple[int, int] = (0, 0)
+
+        def apply(self, event):
+            self.last = max(self.last, (event.moment_us, event.data.cents))
+
+        def rows(self):
+            yield Paid(self.key, "north", date(2026, 3, 1), self.last[1])
+
+    made.mart("total", of=Paid, by=("day",), sums=("cents",), counts={"payments": None})
+
+    def corrected(payment: str, cents: int, number: int) -> dict:
+        data = {"payment_id": payment, "cents": cents}
+        return entry("payment_corrected", data, hour=number, number=number)
+
+    def counted() -> dict[str, tuple[int, int]]:
+        rows = made.read("expectations").to_pylist()
+        assert all(row["day"] == date(2026, 3, 1) for row in rows)
+        return {row["rule"]: (row["checked"], row["failed"]) for row in rows}
+
+    made.run(as_table([corrected("p1", 5, 1), corrected("p2", -7, 2)]))
+    assert made.read("paid")["payment_id"].to_pylist() == ["p1"]
+    [refused] = made.read("rows_quarantine").to_pylist()
+    assert (refused["table_name"], refused["rule"]) == ("paid", "not_negative")
+    assert json.loads(refused["row_key"]) == ["p2", "north"]
+    assert json.loads(refused["row"])["cents"] == -7
+    assert counted() == {"not_negative": (2, 1), "not_large": (1, 0)}
+    assert made.read("total").to_pylist() == [{"day": date(2026, 3, 1), "cents": 5, "payments": 1}]
+    made.run(as_table([corrected("p2", 200, 3), corrected("p1", -1, 4)]))  # one each way
+    assert made.read("paid")["payment_id"].to_pylist() == ["p2"]
+    assert [
+        json.loads(row)["cents"] for row in made.read("rows_quarantine")["row"].to_pylist()
+    ] == [-1]
+    assert counted() == {"not_negative": (2, 1), "not_large": (1, 1)}
+    assert made.read("total")["cents"].to_pylist() == [200]
+    made.replay()
+    assert counted() == {"not_negative": (2, 1), "not_large": (1, 1)}
+    assert made.read("rows_quarantine").num_rows == made.read("paid").num_rows == 1
+
+
+def test_row_classes_of_one_name_in_two_tables(tmp_path):
+    made = Pipeline(CATALOG, lake=tmp_path / "lake")
+
+    def row_class(table: str) -> type:
+        @made.table(key="payment_id", name=table)
+        class Row(msgspec.Struct):
+            payment_id: str
+
+        return Row
+
+    both = [row_class("ones"), row_class("others")]
+
+    @made.fact(key="payment_id")
+    class State(msgspec.Struct):
+        key: str = ""
+
+        def apply(self, event):
+            pass
+
+        def rows(self):
+            return [one(self.key) for one in both]
+
+    tables = made.local(entries(3))
+    assert len(tables["ones"]) == len(tables["others"]) == 3
+
+
+def test_a_kill_while_a_record_is_written_leaves_nothing_behind(tmp_path):
+    """The rest of a record is replaced by the next one of its name."""
+    write = (
+        "import os\n"
+        "from conquiet.lake.tables import Files\n"
+        "os.fsync = lambda descriptor: os.kill(os.getpid(), 9)\n"
+        f"Files({str(tmp_path)!r}).put('_pipeline/refresh.json', b'half')"
+    )
+    assert subprocess.run([sys.executable, "-c", write], check=False).returncode == -9
+    files = Files(str(tmp_path))
+    assert files.get("_pipeline/refresh.json") is None
+    files.put("_pipeline/refresh.json", b"whole")
+    assert files.list("_pipeline") == ["refresh.json"]
 
 
 def test_a_rule_that_stops_leaves_silver_as_it_was(tmp_path):
