@@ -22,13 +22,14 @@ from conquiet.events.catalog import Catalog
 from conquiet.lake import facts, silver
 from conquiet.lake.definition import Definitions
 from conquiet.lake.journal import FOLDER, Batch, Folded, Journal, Lock, Refresh
+from conquiet.lake.query import ROWS_PER_FILE as QUERY_ROWS_PER_FILE
 from conquiet.lake.query import Database, Mart, Query, forget_changes, mart
 from conquiet.lake.query import Refresh as QueryRefresh
 from conquiet.lake.reconcile import COMPLETENESS, DELIVERY, Outbox, Scope, reconciliation
 from conquiet.lake.replay import Quarantine, replay_days
 from conquiet.lake.report import Chart
 from conquiet.lake.source import are_files, local_paths
-from conquiet.lake.tables import CHANGE, Files, Store
+from conquiet.lake.tables import CHANGE, ROWS_PER_FILE, Files, Store
 from conquiet.lake.tasks import Executors, Here, Tasks, share_definition
 
 if TYPE_CHECKING:
@@ -307,11 +308,41 @@ class Driver:
         self.journal.forget()
 
     def optimize(self, hours: float) -> dict[str, int]:
+        """Put small files together, and remove files that nothing names; return how many by
+        table."""
         for name in silver.schemas(self.definition):
             if self.store.exists(name):
                 self.store.optimize(name)
+        for table in self.definition.tables.values():
+            self.store.compact(
+                table.name,
+                order_by=table.key,
+                partition_by=table.partition_by,
+                rows_per_file=ROWS_PER_FILE,
+            )
+        queries = {one.name: one.sorted_by for one in self.pipeline.queries}
+        queries |= {COMPLETENESS: ("hour",), DELIVERY: ("hour",)}
+        for name, columns in queries.items():
+            self.store.compact(
+                name, order_by=columns, partition_by=None, rows_per_file=QUERY_ROWS_PER_FILE
+            )
+        self._remove_orphans()
         found = [one for one in self.pipeline.names if self.store.exists(one)]
         return {name: self.store.vacuum(name, hours) for name in found}
+
+    def _remove_orphans(self) -> None:
+        """Remove files below `_pipeline` that a kill has left and no record names."""
+        refresh, batches = self.journal.refresh, self.journal.pending
+        folded = refresh.folded or Folded(-1, [], {})
+        named = {one.file for level in (*refresh.levels, *folded.levels) for one in level}
+        named |= {feed.file for batch in batches for feed in batch.feed}
+        for changes in (folded.changes, *(batch.changes for batch in batches)):
+            named |= {uri.rpartition("/")[2] for uris in changes.values() for uri in uris}
+        folders = [f"{FOLDER}/changes/{name}" for name in self.pipeline.names]
+        for folder in (f"{FOLDER}/states", f"{FOLDER}/feed", *folders):
+            for name in self.files.list(folder):
+                if name not in named:
+                    self.files.remove(f"{folder}/{name}")
 
     def _remove(self, uris: Iterable[str]) -> None:
         for uri in uris:
@@ -483,9 +514,10 @@ class Pipeline(Definitions):
         return Quarantine(self)
 
     def optimize(self, *, hours: float = 168.0) -> dict[str, int]:
-        """Put small files of bronze and silver together, and remove files that no version younger
-        than `hours` names; return the number of removed files by table."""
+        """Put small files of all tables together, and remove files that no version younger than
+        `hours` names; return the number of removed files by table."""
         with self.driver() as driver:
+            driver.refresh()  # it reads files of its batches, which must still be there
             return driver.optimize(hours)
 
     def local(

@@ -57,6 +57,11 @@ class Query:
     def text(self) -> str:
         return f"{self.sql} {self.touched}"
 
+    @property
+    def sorted_by(self) -> tuple[str, ...]:
+        """Columns by which the rows of a file are sorted."""
+        return (*self.order_by, *(name for name in self.key if name not in self.order_by))
+
 
 @dataclass(frozen=True)
 class Mart:
@@ -74,8 +79,8 @@ class Mart:
         return self.group
 
     @property
-    def order_by(self) -> tuple[str, ...]:
-        return ()
+    def sorted_by(self) -> tuple[str, ...]:
+        return self.group
 
     @property
     def text(self) -> str:
@@ -423,8 +428,7 @@ class Refresh(Database):
         if remove:
             kept = _joined(self.rows(remove), "ANTI", f"old.{one.name}", one.key)
             rows += f" UNION ALL BY NAME FROM {kept}"
-        order = ", ".join([*one.order_by, *(name for name in one.key if name not in one.order_by)])
-        found = self.connection.sql(f"SELECT * FROM ({rows}) ORDER BY {order}")
+        found = self.connection.sql(f"SELECT * FROM ({rows}) ORDER BY {', '.join(one.sorted_by)}")
         yield from _tables(found.to_arrow_reader(ROWS_PER_FILE))
 
 

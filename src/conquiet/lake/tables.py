@@ -62,9 +62,9 @@ class DataFile:
     stats: str
     """Delta's statistics, as JSON."""
 
-    def action(self) -> AddAction:
+    def action(self, is_change: bool) -> AddAction:
         now = int(time.time() * 1000)
-        return AddAction(self.name, self.size, {}, now, True, self.stats)
+        return AddAction(self.name, self.size, {}, now, is_change, self.stats)
 
 
 class Files:
@@ -344,6 +344,10 @@ class Store:
 
     def ranges(self, name: str, column: str) -> list[tuple[str, Any, Any]]:
         """Return each file's URI with the least and the greatest value of a column, or None."""
+        return [(uri, low, high) for uri, _, low, high in self._sizes(name, column)]
+
+    def _sizes(self, name: str, column: str) -> list[tuple[str, int, Any, Any]]:
+        """Return each file's URI, rows, and the least and greatest value of a column, or None."""
         table = self._table(name)
         if table is None:
             return []
@@ -355,10 +359,10 @@ class Store:
             else empty
             for side in ("min", "max")
         )
-        names = actions.column("path").to_pylist()
+        names, rows = (actions.column(one).to_pylist() for one in ("path", "num_records"))
         return [
-            (self.files_of_lake.uri(name, unquote(one)), least, most)
-            for one, least, most in zip(names, low, high, strict=True)
+            (self.files_of_lake.uri(name, unquote(one)), count, least, most)
+            for one, count, least, most in zip(names, rows, low, high, strict=True)
         ]
 
     def read(self, name: str, columns: Sequence[str] | None = None) -> pa.Table:
@@ -390,10 +394,12 @@ class Store:
         schema: pa.Schema,
         remove: Sequence[str] = (),
         app: str | None = None,
+        is_change: bool = True,
     ) -> bool:
         """Add files and remove others (URIs) in one commit; False if the table has this version.
 
-        The application transaction is what makes a repeated commit change nothing.
+        The application transaction is what makes a repeated commit change nothing. `is_change` is
+        false for rows that are only stored in other files.
         """
         table = self._table(name) or self._create(name, schema)
         if self.version(name, app) >= version:
@@ -401,9 +407,9 @@ class Store:
         self._add_columns(table, name, schema)
         now = int(time.time() * 1000)
         start = len(self.files_of_lake.uri(name, ""))
-        gone = [RemoveAction(uri[start:], True, now) for uri in remove]
+        gone = [RemoveAction(uri[start:], is_change, now) for uri in remove]
         table.create_write_transaction(
-            [*gone, *(one.action() for one in add)],
+            [*gone, *(one.action(is_change) for one in add)],
             "append",
             table.schema(),
             [],
@@ -446,7 +452,6 @@ class Store:
         remove: Sequence[str] = (),
         add: pa.Table | Iterable[pa.Table],
         version: int,
-        dictionary: Sequence[str] = (),
     ) -> bool:
         """Write rows as new files in place of some files, in one commit."""
         if self.version(name) >= version:
@@ -455,12 +460,18 @@ class Store:
         written: list[DataFile] = []
         for part in [add] if isinstance(add, pa.Table) else add:
             schema = schema or part.schema
-            for start in range(0, len(part), ROWS_PER_FILE):
-                rows = part.slice(start, ROWS_PER_FILE)
-                written.append(self.files_of_lake.write(name, rows, dictionary))
+            written += self._write(name, part)
         if schema is None:
             raise ConfigError(f"table {name} has neither columns nor rows yet")
         return self.commit(name, written, version, schema=schema, remove=remove)
+
+    def _write(
+        self, name: str, rows: pa.Table, rows_per_file: int = ROWS_PER_FILE
+    ) -> list[DataFile]:
+        return [
+            self.files_of_lake.write(name, rows.slice(start, rows_per_file))
+            for start in range(0, len(rows), rows_per_file)
+        ]
 
     def overwrite(
         self,
@@ -533,6 +544,41 @@ class Store:
         done: dict[str, Any] = table.optimize.compact()
         table.update_incremental()
         return done
+
+    def compact(
+        self, name: str, *, order_by: Sequence[str], partition_by: str | None, rows_per_file: int
+    ) -> int:
+        """Put small files of a table that is merged by key together, sorted; return how many.
+
+        Delta's own OPTIMIZE would mix values of `partition_by` in a file, and `merge` would have
+        to read all of it for each of them.
+        """
+        small: dict[Any, list[str]] = {}
+        for uri, rows, low, high in self._sizes(name, partition_by or order_by[0]):
+            if rows * 2 < rows_per_file:
+                value = low if partition_by and low == high else None
+                small.setdefault(value, []).append(uri)
+        remove: list[str] = []
+        add: list[DataFile] = []
+        for uris in small.values():
+            if len(uris) < 2:
+                continue
+            remove += uris
+            for _, rows in _groups(self.files_of_lake.read(uris), partition_by):
+                rows = rows.sort_by([(one, "ascending") for one in order_by])
+                add += self._write(name, rows, rows_per_file)
+        schema = self.schema(name)
+        if remove and schema is not None:
+            self.commit(
+                name,
+                add,
+                time.time_ns() // 1_000_000,
+                schema=schema,
+                remove=remove,
+                app=f"{self.app}/optimize",
+                is_change=False,
+            )
+        return len(remove)
 
     def vacuum(self, name: str, hours: float) -> int:
         """Remove files that no version younger than so many hours names; return how many."""

@@ -104,14 +104,14 @@ def test_redeliveries_are_counted_and_change_nothing(lake):
     log = entries(10)
     lake.run(as_table(log))
     before = {row["event_id"]: row["delivery_count"] for row in lake.read("events").to_pylist()}
-    rows = lake.read("payment").to_pylist()
+    rows = lake.read("payment").sort_by("payment_id").to_pylist()
     lake.run(as_table(log))
     lake.run(as_table(log[:5]))
     after = {row["event_id"]: row["delivery_count"] for row in lake.read("events").to_pylist()}
     first_five = [one["event_id"] for one in log[:5]]
     for event_id, count in before.items():
         assert after[event_id] == 2 * count + first_five.count(event_id)
-    assert lake.read("payment").to_pylist() == rows
+    assert lake.read("payment").sort_by("payment_id").to_pylist() == rows
     assert len(lake.read("raw_events")) == 2 * len(log) + 5
 
 
@@ -419,6 +419,55 @@ def test_optimize_puts_small_files_together(lake):
     assert contents(lake) == before
     lake.run(as_table(log))  # all of it again
     assert lake.read("payment").num_rows == 40
+
+
+def test_optimize_puts_small_files_of_facts_and_marts_together(lake):
+    log = entries(24)
+    for start in range(0, len(log), 6):
+        lake.run(as_table(log[start : start + 6]))
+    before = contents(lake)
+    made = ("payment", "shop_daily", "recon_completeness", "outbox_delivery")
+    files = {name: len(lake.open_store().files(name)) for name in made}
+    lake.optimize(hours=0)
+    store = lake.open_store()
+    days = {row["day"] for row in lake.read("payment").to_pylist()}
+    assert len(days) > 1
+    assert {name: len(store.files(name)) for name in made} == {
+        **dict.fromkeys(made, 1),
+        "payment": len(days),  # a file holds one day
+    }
+    assert files["payment"] > len(days)
+    assert files["shop_daily"] > 1
+    assert {low == high for _, low, high in store.ranges("payment", "day")} == {True}
+    assert contents(lake) == before
+    versions = {name: store.version(name, "payments/optimize") for name in made}
+    lake.optimize(hours=0)  # nothing left to do
+    store.refresh()
+    assert {name: store.version(name, "payments/optimize") for name in made} == versions
+    lake.run(as_table([one for one in entries(30) if one not in log]))
+    assert lake.read("payment").num_rows == 30
+
+
+def test_optimize_between_a_batch_and_its_refresh(lake):
+    log = entries(12)
+    for start in range(0, len(log), 6):
+        lake.take(log[start : start + 6])
+    lake.optimize(hours=0)  # files of the batches are put together and removed
+    assert lake.read("payment").num_rows == 12
+    assert all(lake.read("recon_completeness")["complete"].to_pylist())
+
+
+def test_optimize_removes_what_killed_tasks_have_left(lake):
+    lake.take(entries(4))
+    left = ("states/part-1.arrow", "feed/part-2.arrow", "changes/payment/part-3.parquet")
+    files = Files(lake.lake)
+    for name in left:
+        files.put(f"_pipeline/{name}", b"half of a file")
+    lake.optimize()
+    assert files.list("_pipeline/feed") == files.list("_pipeline/changes/payment") == []
+    assert "part-1.arrow" not in files.list("_pipeline/states")
+    lake.run(as_table(entries(8)))
+    assert lake.read("payment").num_rows == 8
 
 
 def test_one_driver_per_lake(lake):
