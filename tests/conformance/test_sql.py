@@ -142,7 +142,7 @@ class TestPostgresqlOutbox(OverPostgresql, OutboxContract):
 
 
 class TestPostgresqlInboxUnderSerializable(OverPostgresql, InboxContract):
-    """A conflict is a retryable error there, and in the end the same (S1)."""
+    """A conflict is a retryable error there, and in the end the same."""
 
     def transaction(self) -> Transaction:
         return Transaction(self.engine, isolation_level="SERIALIZABLE")

@@ -1,4 +1,4 @@
-"""Acking: settles once, shared acking counts messages (semantics A3, A4)."""
+"""Acking: settles once, shared acking counts messages."""
 
 from __future__ import annotations
 

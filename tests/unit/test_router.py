@@ -1,4 +1,4 @@
-"""The router: the chain, its order, and when messages are settled (A1 to A5)."""
+"""The router: the chain, its order, and when messages are settled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which handlers a message goes to, and what never reaches one (A6, matchers, the gate)."""
+"""Which handlers a message goes to, and what never reaches one (matchers, the gate)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from conquiet import Message, Router
 from conquiet.errors import ConfigError, InvalidMessage, NoHandler
 from conquiet.matcher import all_of, any_of, attribute, sources, types
 
-# --- several handlers for one type (A6) -------------------------------------------------------
+# --- several handlers for one type -------------------------------------------------------
 
 
 def test_a6_every_handler_of_a_type_runs_and_the_message_is_acked_once():

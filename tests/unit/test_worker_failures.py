@@ -1,4 +1,4 @@
-"""Nothing ends a worker (A8), and what fails is asked for again, not as fast as possible."""
+"""Nothing ends a worker, and what fails is asked for again, not as fast as possible."""
 
 from __future__ import annotations
 

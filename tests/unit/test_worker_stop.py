@@ -1,4 +1,4 @@
-"""How a worker stops (A7): softly, by a signal, by its handler, at the end of its source."""
+"""How a worker stops: softly, by a signal, by its handler, at the end of its source."""
 
 from __future__ import annotations
 

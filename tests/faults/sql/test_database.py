@@ -258,7 +258,7 @@ def test_a_full_sqlite_blames_no_message_and_work_goes_on_when_there_is_room(sql
             service.check(300, repeats=7)
 
 
-def test_S7_a_database_that_is_away_is_an_outage_for_the_relay(private_postgres):
+def test_a_database_that_is_away_is_an_outage_for_the_relay(private_postgres):
     with opened(private_postgres.url) as made, Service(made) as service:
         service.send(0, 10)
         service.check(10)

@@ -189,7 +189,7 @@ def woken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return told
 
 
-def test_S13_relays_are_woken_by_the_commit_and_not_by_a_savepoint(engine: Engine, woken) -> None:
+def test_relays_are_woken_by_the_commit_and_not_by_a_savepoint(engine: Engine, woken) -> None:
     with Session(engine) as session, session.begin():
         with session.begin_nested():
             emit(session, notification())
@@ -198,7 +198,7 @@ def test_S13_relays_are_woken_by_the_commit_and_not_by_a_savepoint(engine: Engin
     assert woken == ["outbox_events"]
 
 
-def test_S13_what_was_rolled_back_wakes_nobody(engine: Engine, woken) -> None:
+def test_what_was_rolled_back_wakes_nobody(engine: Engine, woken) -> None:
     with Session(engine) as session:
         emit(session, notification())
         session.rollback()
@@ -232,7 +232,7 @@ def test_emit_async_refuses_a_sync_session_before_it_sends_anything(engine: Engi
         assert not session.in_transaction()
 
 
-def test_S13_commits_of_an_async_session_wake_a_waiting_relay_once(postgres: Engine) -> None:
+def test_commits_of_an_async_session_wake_a_waiting_relay_once(postgres: Engine) -> None:
     async def run() -> int:
         made = asynchronous(postgres)
         with psycopg.connect(

@@ -1,4 +1,4 @@
-"""S8: claims of `outbox_events` use their indexes, whatever else the table holds."""
+"""Claims of `outbox_events` use their indexes, whatever else the table holds."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ def plan(engine: Engine, statement: str, given: Any = ()) -> tuple[set[str], set
     return indexes, kinds
 
 
-def test_S8_a_claim_reads_the_partial_index_and_sorts_nothing(engine: Engine) -> None:
+def test_a_claim_reads_the_partial_index_and_sorts_nothing(engine: Engine) -> None:
     statements = PsycopgClaimer(engine, LAYOUT, ordered=False)
     indexes, kinds = plan(engine, statements._queries[False, False], (*LAYOUT.start, 50))
     assert indexes == {"outbox_events_unpublished"}
     assert kinds.isdisjoint(SLOW_STEPS)
 
 
-def test_S8_an_ordered_claim_steps_from_aggregate_to_aggregate(engine: Engine) -> None:
+def test_an_ordered_claim_steps_from_aggregate_to_aggregate(engine: Engine) -> None:
     sql = claim.lock_keys(LAYOUT, "outbox_events", engine.dialect, beyond=">=")
     first = f"'{LAYOUT.first_key}'"
     for name, value in (("after", first), ("held", "'{}'"), ("seed", "7"), ("count", "50")):
@@ -82,14 +82,14 @@ def test_S8_an_ordered_claim_steps_from_aggregate_to_aggregate(engine: Engine) -
     assert kinds.isdisjoint(SLOW_STEPS)
 
 
-def test_S8_the_rows_of_an_aggregate_are_found_by_it(engine: Engine) -> None:
+def test_the_rows_of_an_aggregate_are_found_by_it(engine: Engine) -> None:
     statements = PsycopgClaimer(engine, LAYOUT, ordered=True)
     indexes, kinds = plan(engine, statements._of_keys_sql, ([LAYOUT.first_key] * 2, 50))
     assert indexes == {"outbox_events_by_aggregate"}
     assert kinds.isdisjoint(SLOW_STEPS)
 
 
-def test_S14_cleanup_starts_at_the_oldest(engine: Engine) -> None:
+def test_cleanup_starts_at_the_oldest(engine: Engine) -> None:
     sql = cleanup._POSTGRESQL.format(table="outbox_events", column="published_at")
     sql = sql.replace(":seconds", "604800").replace(":batch", "1000")
     indexes, kinds = plan(engine, sql)

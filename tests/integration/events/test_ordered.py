@@ -1,4 +1,4 @@
-"""S12: `outbox_events` in the order of each aggregate, by several relays."""
+"""`outbox_events` in the order of each aggregate, by several relays."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def send_again(engine: Engine) -> None:
         connection.execute(text("UPDATE outbox_events SET attempt_count = 0"))
 
 
-def test_S12_an_aggregate_is_published_by_one_relay_at_a_time(engine, open_source: Opens) -> None:
+def test_an_aggregate_is_published_by_one_relay_at_a_time(engine, open_source: Opens) -> None:
     first, second = uuid.uuid4(), uuid.uuid4()
     stored(engine, first, second, first, second)
     ours, theirs = open_source(), open_source()
@@ -61,7 +61,7 @@ def test_S12_an_aggregate_is_published_by_one_relay_at_a_time(engine, open_sourc
     assert mine.key not in {message.key for message in theirs.read(10, 0)}
 
 
-def test_S12_a_stuck_aggregate_blocks_only_itself(engine, open_source: Opens) -> None:
+def test_a_stuck_aggregate_blocks_only_itself(engine, open_source: Opens) -> None:
     stuck, free = uuid.uuid4(), uuid.uuid4()
     one, two, three, four = stored(engine, stuck, stuck, free, free)
     source = open_source(max_attempts=1)
@@ -77,9 +77,7 @@ def test_S12_a_stuck_aggregate_blocks_only_itself(engine, open_source: Opens) ->
     assert sink.ids == [three, four, one, two]
 
 
-def test_S12_nothing_overtakes_a_row_that_was_parked_out_of_order(
-    engine, open_source: Opens
-) -> None:
+def test_nothing_overtakes_a_row_that_was_parked_out_of_order(engine, open_source: Opens) -> None:
     """By a relay that kept no order: what is before it may go, what is behind it waits."""
     aggregate = uuid.uuid4()
     one, two, three = stored(engine, aggregate, aggregate, aggregate)
@@ -95,7 +93,7 @@ def test_S12_nothing_overtakes_a_row_that_was_parked_out_of_order(
     assert [message.id for message in source.read(10, 0)] == [two, three]
 
 
-def test_S12_a_row_that_cannot_be_read_holds_up_its_aggregate(engine, open_source: Opens) -> None:
+def test_a_row_that_cannot_be_read_holds_up_its_aggregate(engine, open_source: Opens) -> None:
     source = open_source()
     broken, free = uuid.uuid4(), uuid.uuid4()
     one, two, three = stored(engine, broken, broken, free)
@@ -115,7 +113,7 @@ def test_S12_a_row_that_cannot_be_read_holds_up_its_aggregate(engine, open_sourc
     assert attempts[two] == (0, None)
 
 
-def test_S12_a_resting_aggregate_rests_whole(engine, open_source: Opens) -> None:
+def test_a_resting_aggregate_rests_whole(engine, open_source: Opens) -> None:
     aggregate = uuid.uuid4()
     ids = stored(engine, aggregate, aggregate)
     source = open_source()
@@ -127,7 +125,7 @@ def test_S12_a_resting_aggregate_rests_whole(engine, open_source: Opens) -> None
     assert [message.id for message in source.read(10, 0)] == ids
 
 
-def test_S12_a_hot_aggregate_does_not_starve_the_others(engine, open_source: Opens) -> None:
+def test_a_hot_aggregate_does_not_starve_the_others(engine, open_source: Opens) -> None:
     hot, others = uuid.UUID(int=1 << 64), [uuid.uuid4() for _ in range(4)]
     stored(engine, *[hot] * 20, *others)
     source = open_source()
@@ -142,7 +140,7 @@ def test_S12_a_hot_aggregate_does_not_starve_the_others(engine, open_source: Ope
     assert seen == {str(aggregate) for aggregate in (hot, *others)}
 
 
-def test_S12_several_relays_keep_the_order_of_every_aggregate(engine: Engine) -> None:
+def test_several_relays_keep_the_order_of_every_aggregate(engine: Engine) -> None:
     aggregates = [uuid.uuid4() for _ in range(7)]
     events = [notification(aggregate_id=aggregates[number % 7]) for number in range(210)]
     with Session(engine) as session, session.begin():

@@ -429,7 +429,7 @@ def test_from_emit_through_a_relay_and_a_stream_to_a_consumer(engine: Engine, re
 # --- the rows of semantics.md that no test above is named for ---------------------------------
 
 
-def test_S5_the_claim_is_read_to_its_end_before_anything_is_published(engine: Engine) -> None:
+def test_the_claim_is_read_to_its_end_before_anything_is_published(engine: Engine) -> None:
     """While the sink works, the claim is idle: locks on PostgreSQL, nothing at all on SQLite."""
     store(engine, 3)
     found: list[str] = []
@@ -456,7 +456,7 @@ def test_S5_the_claim_is_read_to_its_end_before_anything_is_published(engine: En
 
 
 @pytest.mark.parametrize("name", ['outbox_events"; DROP TABLE x', "Events", "a.b.outbox_events"])
-def test_S15_names_that_would_need_quoting_are_refused(engine: Engine, name: str) -> None:
+def test_names_that_would_need_quoting_are_refused(engine: Engine, name: str) -> None:
     for make in (
         lambda: EventSource(engine, name),
         lambda: Cleanup(engine, inbox=None, outbox=name),
@@ -467,7 +467,7 @@ def test_S15_names_that_would_need_quoting_are_refused(engine: Engine, name: str
             make()
 
 
-def test_S13_a_commit_does_not_wait_for_its_notification(postgres: Engine) -> None:
+def test_a_commit_does_not_wait_for_its_notification(postgres: Engine) -> None:
     """The transaction sends none; a thread does, when it has committed."""
     said: list[str] = []
 

@@ -146,7 +146,7 @@ def test_5_5_errors_propagate(queue, redis_client):
 
 
 def test_5_6_what_xclaim_returned_is_returned(make_queue, pending):
-    # R4: a claimed entry never shows up in a read of new messages
+    # a claimed entry never shows up in a read of new messages
     first, second = make_queue("b-1"), make_queue("b-2")
     entry_id = first.enqueue({"n": 1})
     first.read(1_000)

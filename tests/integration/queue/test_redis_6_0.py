@@ -1,4 +1,4 @@
-"""R3: every command and option that the queue sends is known to Redis 6.0."""
+"""Every command and option that the queue sends is known to Redis 6.0."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def test_parked_events_are_shown_sent_again_and_pruned(url, start):
     assert eventually(lambda: outbox(url, "prune", "--older-than", "1s", "--yes")["removed"] == 1)
 
 
-def test_S12_relays_keep_the_order_of_each_aggregate(url, redis_url, redis_client, start):
+def test_relays_keep_the_order_of_each_aggregate(url, redis_url, redis_client, start):
     aggregates = [str(uuid4()) for _ in range(5)]
     ids = store(url, 60, aggregates)
     relays = [start(url, redis_url, *QUICK, "--ordered", "--batch-size", "7") for _ in range(2)]
@@ -138,7 +138,7 @@ def test_an_id_may_be_written_in_any_way_of_a_uuid(url):
         assert outbox(url, "show", written)["event_id"] == id_
 
 
-def test_S14_prune_takes_old_published_rows_alone_by_the_databases_clock(url):
+def test_prune_takes_old_published_rows_alone_by_the_databases_clock(url):
     waits, parked, fresh, old = store(url, 4)
     engine = make_engine(url)
     mark = "UPDATE outbox_events SET published_at = {} WHERE id = :id"

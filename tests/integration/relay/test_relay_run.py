@@ -56,11 +56,11 @@ def test_the_gauges_and_readiness_show_what_waits_and_what_is_parked(database, e
     assert sample(exposition, "conquiet_relay_parked") == 1
     assert sample(exposition, "conquiet_relay_oldest_unpublished_seconds") >= 0
     assert eventually(lambda: relay.said("outage"))
-    assert [found.attempts for found in rows(engine)] == [0, 0, 0, 10]  # S7
+    assert [found.attempts for found in rows(engine)] == [0, 0, 0, 10]  # an outage costs no attempt
     assert relay.stop() == 0
 
 
-def test_S7_an_outage_of_the_sink_costs_no_attempt_and_ends_by_itself(
+def test_an_outage_of_the_sink_costs_no_attempt_and_ends_by_itself(
     database, engine, private_redis, start
 ):
     import redis

@@ -1,4 +1,4 @@
-"""The source of a relay, on PostgreSQL and SQLite alike: claims, settling, rivals (S4, S5, S8)."""
+"""The source of a relay, on PostgreSQL and SQLite alike: claims, settling, rivals."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_close_lets_go_of_a_claim_that_comes_too_late_for_it(engine, open_source
     assert len(open_source().read(10, 0)) == 3
 
 
-def test_S4_two_relays_publish_every_row_once(engine):
+def test_two_relays_publish_every_row_once(engine):
     fill(engine, 600)
     sink = ListSink()
     relays = [
@@ -156,7 +156,7 @@ def test_S4_two_relays_publish_every_row_once(engine):
     assert len(set(sink.ids)) == 600
 
 
-def test_S4_a_claim_sees_what_others_have_committed_however_strict_the_engine_is(database_url):
+def test_a_claim_sees_what_others_have_committed_however_strict_the_engine_is(database_url):
     """With a snapshot, what another relay has just marked would be an error, or out of order."""
     with made(database_url, isolation_level="SERIALIZABLE") as strict:
         fill(strict, 1)
@@ -168,7 +168,7 @@ def test_S4_a_claim_sees_what_others_have_committed_however_strict_the_engine_is
     assert level == "read committed"
 
 
-def test_S4_a_row_in_flight_is_not_claimed_again(engine, open_source):
+def test_a_row_in_flight_is_not_claimed_again(engine, open_source):
     fill(engine, 5)
     ours, theirs = open_source(), open_source()
     assert len(ours.read(3, 0)) == 3
@@ -177,7 +177,7 @@ def test_S4_a_row_in_flight_is_not_claimed_again(engine, open_source):
         assert seen <= {"e-4", "e-5"}
 
 
-def test_S5_nothing_is_read_from_the_database_while_the_sink_works(engine, open_source):
+def test_nothing_is_read_from_the_database_while_the_sink_works(engine, open_source):
     """The rows are in memory and the cursor is closed before the first message is out."""
     fill(engine, 3)
     source = open_source()
@@ -188,7 +188,7 @@ def test_S5_nothing_is_read_from_the_database_while_the_sink_works(engine, open_
     assert statements == []
 
 
-def test_S8_a_row_that_commits_behind_the_last_claim_is_found_soon(postgres):
+def test_a_row_that_commits_behind_the_last_claim_is_found_soon(postgres):
     source = OutboxSource(postgres, wakeup=False)
     with postgres.connect() as slow:
         slow.execute(insert(OUTBOX).values(**row(1)))

@@ -110,7 +110,7 @@ def test_a_batch_of_one_that_fails_is_judged_by_itself():
     assert isinstance(source.nacked["m0"], ValueError)
 
 
-def test_S12_the_failed_head_of_a_key_pays_and_what_waits_behind_it_does_not():
+def test_the_failed_head_of_a_key_pays_and_what_waits_behind_it_does_not():
     source, sink = Settled(*messages(3, key="k")), ListSink()
     sink.bad = {"m0"}
     outcome = publish_batch(source, sink, 10, ordered=True)
@@ -119,7 +119,7 @@ def test_S12_the_failed_head_of_a_key_pays_and_what_waits_behind_it_does_not():
     assert isinstance(source.nacked["m1"], GivenBack)
 
 
-def test_S7_batches_shrink_while_nothing_goes_out_and_grow_again():
+def test_batches_shrink_while_nothing_goes_out_and_grow_again():
     sink = ListSink()
     relay = Relay(Settled(*messages(100)), sink, batch_size=100)
     sink.out = True
@@ -188,7 +188,7 @@ class Waiting:
     def close(self): ...
 
 
-def test_S7_a_sink_that_refuses_everything_costs_one_row_its_attempts_and_no_other():
+def test_a_sink_that_refuses_everything_costs_one_row_its_attempts_and_no_other():
     source, sink = Waiting(20), ListSink()
     sink.bad = set(source.waiting)
     relay = Relay(source, sink, batch_size=8)
@@ -198,7 +198,7 @@ def test_S7_a_sink_that_refuses_everything_costs_one_row_its_attempts_and_no_oth
     assert sum(outcome.outage is not None for outcome in outcomes) > 90  # each of them a pause
 
 
-def test_S7_what_fails_while_others_go_out_pays_for_itself():
+def test_what_fails_while_others_go_out_pays_for_itself():
     source, sink = Waiting(20), ListSink()
     sink.bad = {"3", "7"}
     relay = Relay(source, sink, batch_size=1)

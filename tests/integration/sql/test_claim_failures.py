@@ -1,4 +1,4 @@
-"""What becomes of rows that cannot be published or marked (S6, S7), and of their neighbours."""
+"""What becomes of rows that cannot be published or marked, and of their neighbours."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_row_that_can_never_be_published_is_parked_at_once(engine, open_source
     assert the(engine, "e-2").parked_at is None
 
 
-def test_S7_a_sink_that_will_never_take_anything_parks_one_row_and_no_more(engine, open_source):
+def test_a_sink_that_will_never_take_anything_parks_one_row_and_no_more(engine, open_source):
     fill(engine, 8)
     sink = ListSink()
     sink.bad = {f"e-{number}" for number in range(1, 9)}
@@ -64,7 +64,7 @@ def test_S7_a_sink_that_will_never_take_anything_parks_one_row_and_no_more(engin
     assert unpublished(engine) == 1
 
 
-def test_S7_a_blameless_error_costs_no_attempt(engine, open_source):
+def test_a_blameless_error_costs_no_attempt(engine, open_source):
     fill(engine, 1)
     source = open_source(max_attempts=1)
     for _ in range(3):
@@ -75,7 +75,7 @@ def test_S7_a_blameless_error_costs_no_attempt(engine, open_source):
     assert (untouched.attempts, untouched.last_error, untouched.parked_at) == (0, None, None)
 
 
-def test_S7_an_outage_pauses_the_relay_and_burns_no_attempts(engine, open_source):
+def test_an_outage_pauses_the_relay_and_burns_no_attempts(engine, open_source):
     fill(engine, 50)
     sink = ListSink()
     sink.out = True
@@ -95,7 +95,7 @@ def test_S7_an_outage_pauses_the_relay_and_burns_no_attempts(engine, open_source
     assert sink.closed
 
 
-def test_S7_a_batch_of_which_nothing_went_out_is_an_outage(engine, open_source):
+def test_a_batch_of_which_nothing_went_out_is_an_outage(engine, open_source):
     fill(engine, 5)
     sink = ListSink()
     sink.bad = {f"e-{n}" for n in range(1, 6)}
@@ -146,7 +146,7 @@ def test_an_error_without_words_is_named_by_its_kind():
     assert error_text(StoreError("gone")) == "gone"
 
 
-def test_S6_a_row_that_cannot_be_marked_costs_its_neighbours_nothing(engine, open_source):
+def test_a_row_that_cannot_be_marked_costs_its_neighbours_nothing(engine, open_source):
     fill(engine, 5)
     with engine.begin() as connection:
         for statement in REFUSE_E3[engine.dialect.name]:

@@ -1,4 +1,4 @@
-"""Claims that keep the order of every key (S12)."""
+"""Claims that keep the order of every key."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from conquiet.relay import Outcome, Relay, publish_batch
 from conquiet.sql.outbox_source import OutboxSource
 
 
-def test_S12_the_rows_of_a_key_come_in_order_and_several_at_once(engine, open_source):
+def test_the_rows_of_a_key_come_in_order_and_several_at_once(engine, open_source):
     store(engine, *(row(n, key="ab"[n % 2]) for n in range(1, 9)))
     messages = open_source(ordered=True).read(8, 0)
     for key in "ab":
@@ -33,7 +33,7 @@ def test_S12_the_rows_of_a_key_come_in_order_and_several_at_once(engine, open_so
         assert len(numbers) == 4
 
 
-def test_S12_a_key_is_published_by_one_relay_at_a_time(engine, open_source):
+def test_a_key_is_published_by_one_relay_at_a_time(engine, open_source):
     store(engine, *(row(n, key="ab"[n % 2]) for n in range(1, 9)))
     ours, theirs = open_source(ordered=True), open_source(ordered=True)
     mine = ours.read(1, 0)
@@ -42,7 +42,7 @@ def test_S12_a_key_is_published_by_one_relay_at_a_time(engine, open_source):
     assert {message.key for message in others}.isdisjoint({mine[0].key})
 
 
-def test_S12_a_stuck_key_blocks_only_itself(engine, open_source):
+def test_a_stuck_key_blocks_only_itself(engine, open_source):
     store(engine, row(1, key="stuck"), row(2, key="stuck"), row(3, key="free"), row(4))
     source = open_source(ordered=True, max_attempts=1)
     sink = ListSink()
@@ -61,7 +61,7 @@ def test_S12_a_stuck_key_blocks_only_itself(engine, open_source):
     assert sink.ids[-2:] == ["e-1", "e-2"]
 
 
-def test_S12_a_key_that_got_stuck_while_it_was_claimed_is_left_alone(postgres, monkeypatch):
+def test_a_key_that_got_stuck_while_it_was_claimed_is_left_alone(postgres, monkeypatch):
     """Its last holder parks a row and lets go between the two statements of a claim."""
     store(postgres, row(1, key="k"), row(2, key="k"), row(3, key="free"))
     source = OutboxSource(postgres, ordered=True, wakeup=False)
@@ -79,7 +79,7 @@ def test_S12_a_key_that_got_stuck_while_it_was_claimed_is_left_alone(postgres, m
     source.close()
 
 
-def test_S12_a_resting_key_rests_whole(engine, open_source):
+def test_a_resting_key_rests_whole(engine, open_source):
     store(engine, row(1, key="k"), row(2, key="k"))
     source = open_source(ordered=True)
     first, second = source.read(10, 0)
@@ -89,12 +89,12 @@ def test_S12_a_resting_key_rests_whole(engine, open_source):
     assert [message.id for message in source.read(10, 0)] == ["e-1", "e-2"]
 
 
-def test_S12_an_empty_key_is_a_key_too(engine, open_source):
+def test_an_empty_key_is_a_key_too(engine, open_source):
     store(engine, row(1, key=""), row(2, key="a"))
     assert len(open_source(ordered=True).read(10, 0)) == 2
 
 
-def test_S12_rows_without_key_are_not_starved_by_keys(engine, open_source):
+def test_rows_without_key_are_not_starved_by_keys(engine, open_source):
     store(engine, *(row(n, key=f"k{n}") for n in range(1, 21)), row(21))
     source = open_source(ordered=True)
     messages = source.read(4, 0)
@@ -106,7 +106,7 @@ def test_S12_rows_without_key_are_not_starved_by_keys(engine, open_source):
     assert "e-21" in seen
 
 
-def test_S12_every_key_gets_its_turn(engine, open_source):
+def test_every_key_gets_its_turn(engine, open_source):
     """A key that is written all the time does not keep the others from being claimed."""
     store(engine, *(row(n, key=f"k{n % 5}") for n in range(1, 51)))
     source = open_source(ordered=True)
@@ -119,7 +119,7 @@ def test_S12_every_key_gets_its_turn(engine, open_source):
     assert seen == {f"k{n}" for n in range(5)} or engine.dialect.name == "sqlite"
 
 
-def test_S12_several_relays_keep_the_order_of_every_key(engine):
+def test_several_relays_keep_the_order_of_every_key(engine):
     store(engine, *(row(n, key=f"k{n % 7}") for n in range(1, 301)))
     sink = ListSink()
     relays = [
@@ -139,7 +139,7 @@ def test_S12_several_relays_keep_the_order_of_every_key(engine):
         assert numbers == sorted(numbers)
 
 
-def test_S12_an_ordered_batch_leaves_to_the_next_what_there_is_no_time_for(engine, open_source):
+def test_an_ordered_batch_leaves_to_the_next_what_there_is_no_time_for(engine, open_source):
     fill(engine, 3, key="a")
     sink = ListSink()
     relay = Relay(open_source(ordered=True), sink, ordered=True, publish_seconds=0)
@@ -151,7 +151,7 @@ def test_S12_an_ordered_batch_leaves_to_the_next_what_there_is_no_time_for(engin
     assert {row.attempts for row in rows(engine)} == {0}
 
 
-def test_S12_a_relay_publishes_nothing_after_a_failed_row_of_the_same_key():
+def test_a_relay_publishes_nothing_after_a_failed_row_of_the_same_key():
     sink = ListSink()
     sink.bad = {"2"}
     messages = [

@@ -1,4 +1,4 @@
-"""S14: cleanup by the database's clock, in small batches, beside the work."""
+"""Cleanup by the database's clock, in small batches, beside the work."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def remembered(engine):
         return set(connection.execute(select(INBOX.c.message_id)).scalars())
 
 
-def test_S14_both_tables_keep_seven_days(engine):
+def test_both_tables_keep_seven_days(engine):
     remember(engine, 3, OLD, "old")
     remember(engine, 2, YOUNG, "young")
     fill(engine, 4, 1, published_at=OLD, created_at=OLD)
@@ -43,14 +43,14 @@ def test_S14_both_tables_keep_seven_days(engine):
     assert [found.event_id for found in rows(engine)] == ["e-5", "e-6"]
 
 
-def test_S14_a_row_that_waits_or_is_parked_is_never_removed(engine):
+def test_a_row_that_waits_or_is_parked_is_never_removed(engine):
     fill(engine, 2, 1, created_at=OLD)
     fill(engine, 2, 3, created_at=OLD, parked_at=OLD, attempts=10)
     assert Cleanup(engine, retention=1).run_once() == Removed()
     assert len(rows(engine)) == 4
 
 
-def test_S14_a_row_that_waits_is_spared_in_another_partition_too(postgres):
+def test_a_row_that_waits_is_spared_in_another_partition_too(postgres):
     """Rows of two partitions have the same place, by which a batch is deleted."""
     with postgres.begin() as connection:
         for statement in (
@@ -67,7 +67,7 @@ def test_S14_a_row_that_waits_is_spared_in_another_partition_too(postgres):
         assert connection.scalars(text("SELECT id FROM parted")).all() == [11]
 
 
-def test_S14_batches_are_transactions_of_their_own(engine):
+def test_batches_are_transactions_of_their_own(engine):
     remember(engine, 25, OLD)
     commits = []
     event.listen(engine, "commit", commits.append)
@@ -75,7 +75,7 @@ def test_S14_batches_are_transactions_of_their_own(engine):
     assert len(commits) == 4  # 10, 10, 5; and a look at the outbox
 
 
-def test_S14_a_row_that_somebody_holds_is_left_alone_and_nobody_waits(postgres):
+def test_a_row_that_somebody_holds_is_left_alone_and_nobody_waits(postgres):
     fill(postgres, 3, 1, published_at=OLD)
     with postgres.begin() as connection:
         connection.execute(text("SELECT id FROM outbox WHERE event_id = 'e-2' FOR UPDATE"))
@@ -85,7 +85,7 @@ def test_S14_a_row_that_somebody_holds_is_left_alone_and_nobody_waits(postgres):
     assert Cleanup(postgres).run_once().outbox == 1
 
 
-def test_S14_claims_go_on_while_cleanup_works(engine):
+def test_claims_go_on_while_cleanup_works(engine):
     fill(engine, 500, 1, published_at=OLD)
     fill(engine, 5, 501)
     source = OutboxSource(engine, wakeup=False)
@@ -99,7 +99,7 @@ def test_S14_claims_go_on_while_cleanup_works(engine):
     assert len(rows(engine)) == 5
 
 
-def test_S14_the_clock_of_the_application_does_not_matter(engine, monkeypatch):
+def test_the_clock_of_the_application_does_not_matter(engine, monkeypatch):
     remember(engine, 1, YOUNG)
     monkeypatch.setattr(time, "time", lambda: 4_000_000_000.0)
     assert Cleanup(engine).run_once() == Removed()

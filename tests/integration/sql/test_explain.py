@@ -1,4 +1,4 @@
-"""S8: every statement that runs all the time uses its index, whatever else the table holds."""
+"""Every statement that runs all the time uses its index, whatever else the table holds."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def kinds(steps) -> set[str]:
     return {step["Node Type"] for step in steps}
 
 
-def test_S8_a_claim_enters_the_index_of_waiting_rows_and_sorts_nothing(engine):
+def test_a_claim_enters_the_index_of_waiting_rows_and_sorts_nothing(engine):
     statements = PsycopgClaimer(engine, outbox_layout(), ordered=False)
     for held in ((), ([5, 6],)):
         steps = plan(engine, statements._queries[False, bool(held)], (7, *held, 100))
@@ -86,7 +86,7 @@ def test_S8_a_claim_enters_the_index_of_waiting_rows_and_sorts_nothing(engine):
         assert kinds(steps).isdisjoint({"Sort", "Seq Scan", "Bitmap Heap Scan"})
 
 
-def test_S8_the_mark_goes_by_the_primary_key(engine):
+def test_the_mark_goes_by_the_primary_key(engine):
     statements = PsycopgClaimer(engine, outbox_layout(), ordered=False)
     ids = list(range(1, 101))
     assert indexes(plan(engine, statements._publish_sql, (ids,))) == {"outbox_pkey"}
@@ -96,7 +96,7 @@ def test_S8_the_mark_goes_by_the_primary_key(engine):
     assert "Seq Scan" not in kinds(steps)
 
 
-def test_S8_an_ordered_claim_steps_from_key_to_key(engine):
+def test_an_ordered_claim_steps_from_key_to_key(engine):
     sql = claim.lock_keys(outbox_layout(), "outbox", engine.dialect, beyond=">=")
     for name, value in (("after", "''"), ("held", "'{}'"), ("seed", "7"), ("count", "100")):
         sql = sql.replace(f":{name}", value)
@@ -105,7 +105,7 @@ def test_S8_an_ordered_claim_steps_from_key_to_key(engine):
     assert kinds(steps).isdisjoint({"Sort", "Seq Scan", "Hash Join"})
 
 
-def test_S8_the_rows_of_a_key_are_found_by_the_key(engine):
+def test_the_rows_of_a_key_are_found_by_the_key(engine):
     statements = PsycopgClaimer(engine, outbox_layout(), ordered=True)
     steps = plan(engine, statements._of_keys_sql, (["k1", "k2"], 50))
     assert indexes(steps) == {"outbox_claimable_key", "outbox_parked"}
@@ -119,7 +119,7 @@ def test_S8_the_rows_of_a_key_are_found_by_the_key(engine):
         ("outbox", "published_at", "outbox_published_at"),
     ],
 )
-def test_S14_cleanup_starts_at_the_oldest(engine, table, column, index):
+def test_cleanup_starts_at_the_oldest(engine, table, column, index):
     sql = cleanup._POSTGRESQL.format(table=table, column=column)
     steps = plan(engine, sql.replace(":seconds", "604800").replace(":batch", "1000"))
     assert indexes(steps) == {index}
@@ -127,7 +127,7 @@ def test_S14_cleanup_starts_at_the_oldest(engine, table, column, index):
     assert kinds(steps).isdisjoint({"Sort", "Seq Scan"})
 
 
-def test_S11_a_reader_of_the_log_enters_at_its_position(engine):
+def test_a_reader_of_the_log_enters_at_its_position(engine):
     sql = log._POSTGRESQL.format(table="outbox")
     with engine.connect() as connection:
         last = connection.execute(text("SELECT max(xid::text::bigint) FROM outbox")).scalar_one()
@@ -140,7 +140,7 @@ def test_S11_a_reader_of_the_log_enters_at_its_position(engine):
     assert kinds(steps).isdisjoint({"Sort", "Seq Scan"})
 
 
-def test_S8_sqlite_claims_by_the_index_of_waiting_rows(sqlite):
+def test_sqlite_claims_by_the_index_of_waiting_rows(sqlite):
     columns = "published_at IS NULL AND parked_at IS NULL ORDER BY id LIMIT 100"
     with sqlite.connect() as connection:
         query = f"EXPLAIN QUERY PLAN SELECT id, data FROM outbox WHERE {columns}"

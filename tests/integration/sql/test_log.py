@@ -1,4 +1,4 @@
-"""S11: an outbox read as a log misses no row, whenever it commits."""
+"""An outbox read as a log misses no row, whenever it commits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def ids(messages) -> list[str]:
     return [message.id for message in messages]
 
 
-def test_S11_a_row_that_commits_late_is_not_missed(postgres):
+def test_a_row_that_commits_late_is_not_missed(postgres):
     log = OutboxLog(postgres)
     with postgres.connect() as slow:
         slow.execute(insert(OUTBOX).values(**row(1)))  # takes the smaller id …
@@ -31,7 +31,7 @@ def test_S11_a_row_that_commits_late_is_not_missed(postgres):
     assert log.horizon().holder == ""
 
 
-def test_S11_whoever_reads_while_others_write_sees_each_row_once(postgres):
+def test_whoever_reads_while_others_write_sees_each_row_once(postgres):
     log = OutboxLog(postgres)
     done = threading.Event()
 

@@ -1,4 +1,4 @@
-"""S13: a waiting relay learns of new rows at once, and nobody pays for it in a transaction."""
+"""A waiting relay learns of new rows at once, and nobody pays for it in a transaction."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def listener(postgres):
     made.close()
 
 
-def test_S13_a_waiting_read_is_woken_by_a_write(engine):
+def test_a_waiting_read_is_woken_by_a_write(engine):
     source = OutboxSource(engine, poll=30)
     source.read(1, 0.01)
     source.read(1, 0.01)
@@ -52,9 +52,7 @@ def test_S13_a_waiting_read_is_woken_by_a_write(engine):
 
 
 @pytest.mark.parametrize("outcome", ["committed", "rolled back", "not to be told"])
-def test_S13_a_transaction_that_filled_an_outbox_wakes_after_its_commit(
-    postgres, listener, outcome
-):
+def test_a_transaction_that_filled_an_outbox_wakes_after_its_commit(postgres, listener, outcome):
     transaction, outbox = Transaction(postgres), Outbox("orders", notify=outcome == "committed")
     event_ = Message(b"{}", {"id": "1", "type": "order.placed", "source": "/orders"})
     try:
@@ -68,7 +66,7 @@ def test_S13_a_transaction_that_filled_an_outbox_wakes_after_its_commit(
     assert listener.wait(5 if outcome == "committed" else 0.3) is (outcome == "committed")
 
 
-def test_S13_nobody_is_woken_before_the_commit_is_done(postgres, listener):
+def test_nobody_is_woken_before_the_commit_is_done(postgres, listener):
     woken = []
     event.listen(postgres, "commit", lambda connection: woken.append(listener.wait(0.2)))
     with Transaction(postgres).scope([]):
@@ -77,7 +75,7 @@ def test_S13_nobody_is_woken_before_the_commit_is_done(postgres, listener):
     assert listener.wait(5)
 
 
-def test_S13_a_hundred_writes_are_a_few_notifications(postgres, listener):
+def test_a_hundred_writes_are_a_few_notifications(postgres, listener):
     notifier = Notifier(postgres, interval=0.2)
     began = time.monotonic()
     for _ in range(100):
@@ -87,7 +85,7 @@ def test_S13_a_hundred_writes_are_a_few_notifications(postgres, listener):
     assert 1 <= notifier.sent <= 2 + (time.monotonic() - began) / 0.2
 
 
-def test_S13_the_writer_pays_a_flag_and_no_statement(postgres):
+def test_the_writer_pays_a_flag_and_no_statement(postgres):
     statements = []
     event.listen(postgres, "before_cursor_execute", lambda *a: statements.append(a[2]))
     began = time.perf_counter()
@@ -97,14 +95,14 @@ def test_S13_the_writer_pays_a_flag_and_no_statement(postgres):
     assert statements == []
 
 
-def test_S13_polling_finds_what_was_not_announced(engine):
+def test_polling_finds_what_was_not_announced(engine):
     source = OutboxSource(engine, poll=0.05, wakeup=False)
     threading.Timer(0.1, lambda: fill(engine, 1)).start()
     assert len(source.read(10, 10)) == 1
     source.close()
 
 
-def test_S13_wakeup_can_be_switched_off(postgres, sqlite):
+def test_wakeup_can_be_switched_off(postgres, sqlite):
     assert isinstance(notification.wakeup_of(postgres, enabled=False), Timer)
     assert isinstance(notification.wakeup_of(sqlite, enabled=False), Timer)
     with postgres.connect() as connection:

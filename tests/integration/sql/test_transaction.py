@@ -1,4 +1,4 @@
-"""Transaction: what is committed and what is not (S2), and its options."""
+"""Transaction: what is committed and what is not, and its options."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from conquiet.errors import ConfigError, HandlerError, StoreError
 from conquiet.sql import Transaction, connection, session
 from conquiet.sql import engine as make_engine
 
-# --- S2: what is swallowed is not committed ---------------------------------------------------
+# --- what is swallowed is not committed ---------------------------------------------------
 
 
 def test_a_swallowed_sql_error_is_found_before_commit_S2(postgres: Engine) -> None:

@@ -113,7 +113,7 @@ def test_an_empty_outbox_is_an_empty_batch(url, engine):
     assert read(url) == []
 
 
-def test_S11_a_batch_ends_below_a_transaction_that_still_runs(postgres, database_url):
+def test_a_batch_ends_below_a_transaction_that_still_runs(postgres, database_url):
     with postgres.connect() as slow:
         Outbox("orders").add(slow, [message(1)])
         fill(postgres, [2])

@@ -52,7 +52,7 @@ def forget(engine, *numbers: int) -> None:
 # --- by the reader, as Spark calls it --------------------------------------------------------
 
 
-def test_S11_a_row_that_commits_late_is_not_missed(stream, database_url, postgres):
+def test_a_row_that_commits_late_is_not_missed(stream, database_url, postgres):
     reader = stream(database_url)
     start = reader.initialOffset()
     with postgres.connect() as slow:

@@ -86,7 +86,7 @@ def test_inbox_and_outbox_outside_a_transaction_say_what_is_missing(middleware):
 
 
 def test_a_commit_whose_reply_was_lost_takes_effect_once():
-    """R9: the outcome is unknown, so the batch runs again, and the inbox knows it."""
+    """The outcome is unknown, so the batch runs again, and the inbox knows it."""
     store, router = Store(), Router()
     router.use(Transaction(store), Inbox("billing"), Outbox("orders"))
 
