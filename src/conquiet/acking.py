@@ -4,15 +4,21 @@
        └─────nack──▶ nacked         (final)
 
 A `Settler`, such as the source of a message, takes the settlements. It settles many messages in one
-call, so a batch costs one round trip.
+call, so a batch costs one round trip. Inside a transaction `ack` and `nack` wait for the commit; a
+rollback discards them.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from enum import Enum
 from typing import Any, Protocol, TypeVar
+
+logger = logging.getLogger("conquiet.acking")
 
 Error = Exception | None
 T = TypeVar("T")
@@ -35,17 +41,21 @@ class Settler(Protocol):
 class Acking:
     """Settles one message once; the first call wins, later ones do nothing.
 
+    In a handler inside a transaction, the settlement reaches the source after the commit, and not
+    at all after a rollback; until then the message is pending.
+
     >>> acking = Acking.calling(lambda: print("acked"), lambda error: print("nacked", error))
     >>> acking.ack(), acking.nack(None), acking.state.value
     acked
     (True, False, 'acked')
     """
 
-    __slots__ = ("_lock", "_settler", "error", "state", "token")
+    __slots__ = ("_deferral", "_lock", "_settler", "error", "state", "token")
 
     def __init__(self, settler: Settler, token: Any = None) -> None:
         self._settler = settler
         self._lock = threading.Lock()
+        self._deferral: _Deferral | None = None
         self.token = token
         self.state = State.PENDING
         self.error: Error = None
@@ -75,13 +85,19 @@ class Acking:
         """Ack the message: it took effect. Return False if it was settled before."""
         if self.settled:
             return False
-        return settle((self,)) == 1
+        deferral = self._deferral or _DEFERRAL.get()
+        if deferral is None:
+            return settle((self,)) == 1
+        return deferral.add(self, True, None)
 
     def nack(self, error: Error = None) -> bool:
         """Nack the message, also with `None`. Return False if it was settled before."""
         if self.settled:
             return False
-        return settle((), ((self, error),)) == 1
+        deferral = self._deferral or _DEFERRAL.get()
+        if deferral is None:
+            return settle((), ((self, error),)) == 1
+        return deferral.add(self, False, error)
 
     def _become(self, state: State, error: Error) -> bool:
         with self._lock:
@@ -144,6 +160,81 @@ def _collect(
         group[0].append(acking.token)
     else:
         group[1].append((acking.token, error))
+
+
+class _Deferral:
+    """Collects the settlements that are made inside one transaction, until it ends.
+
+    open ──commit──▶ ended          settles what was collected
+      └──rollback──▶ ended          discards it: the next attempt, or the router, settles
+    """
+
+    def __init__(self, ackings: Sequence[Acking], outer: _Deferral | None) -> None:
+        self._ackings = ackings
+        self._outer = outer
+        self._lock = threading.Lock()
+        self._collected: dict[Acking, tuple[bool, Error]] = {}
+        self._ended = False
+        for acking in ackings:  # for threads of a handler, which do not see its context
+            acking._deferral = self
+
+    def add(self, acking: Acking, good: bool, error: Error) -> bool:
+        """Collect a settlement; return False if the message has one."""
+        with self._lock:
+            if not self._ended:
+                if acking in self._collected:
+                    return False
+                self._collected[acking] = (good, error)
+                return True
+        return settle((acking,)) == 1 if good else settle((), ((acking, error),)) == 1
+
+    def commit(self) -> None:
+        """Settle what was collected, or leave that to the transaction around this one."""
+        collected = self.end()
+        if self._outer is not None:
+            for acking, (good, error) in collected.items():
+                self._outer.add(acking, good, error)
+            return
+        try:
+            settle(
+                [acking for acking, (good, _) in collected.items() if good],
+                [(acking, error) for acking, (good, error) in collected.items() if not good],
+            )
+        except Exception:
+            # The effects are committed; the source redelivers, and the inbox skips duplicates.
+            logger.exception("could not settle messages; they will be delivered again")
+
+    def end(self) -> dict[Acking, tuple[bool, Error]]:
+        """Collect no more; return what was collected."""
+        with self._lock:
+            self._ended = True
+        for acking in self._ackings:
+            acking._deferral = self._outer
+        return self._collected
+
+
+_DEFERRAL: ContextVar[_Deferral | None] = ContextVar("conquiet.deferral", default=None)
+"""The deferral of the transaction around the running code."""
+
+
+@contextmanager
+def defer_settlements(ackings: Sequence[Acking]) -> Iterator[None]:
+    """Let settlements inside the block wait for its end; an exception discards them.
+
+    `ackings` are those of the transaction's messages. Their settlements wait whichever thread makes
+    them; those of other messages wait if they are made in the context of the block.
+    """
+    outer = _DEFERRAL.get()
+    deferral = _Deferral(ackings, outer)
+    token = _DEFERRAL.set(deferral)
+    try:
+        yield
+    except BaseException:
+        deferral.end()
+        raise
+    finally:
+        _DEFERRAL.reset(token)
+    deferral.commit()
 
 
 class _Share:

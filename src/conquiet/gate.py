@@ -17,17 +17,21 @@ from conquiet.message import Message, check_kinds, describe
 class FailedKeys:
     """Remembers the keys that failed in one batch, so that later messages of them wait.
 
-    Only messages with an `order_key` count; an ordered worker sets it.
+    Only messages with an `order_key` count; an ordered worker sets it. Shares of one message do not
+    wait for each other: each has a handler of its own.
     """
 
     __slots__ = ("_failed",)
 
     def __init__(self) -> None:
-        self._failed: set[str] = set()
+        self._failed: dict[str, Message[Any]] = {}
 
     def blocking_error(self, message: Message[Any]) -> GivenBack | None:
         """Return why a message must wait if an earlier one of its key failed, else None."""
-        if message.order_key is None or message.order_key not in self._failed:
+        if message.order_key is None:
+            return None
+        failed = self._failed.get(message.order_key)
+        if failed is None or failed is message.origin:
             return None
         return GivenBack(f"an earlier message of key {message.order_key!r:.80} failed; it waits")
 
@@ -38,9 +42,9 @@ class FailedKeys:
             raise error
 
     def add(self, message: Message[Any]) -> None:
-        """Remember the key of a failed message."""
+        """Remember the key of a failed message, and which was the first to fail."""
         if message.order_key is not None:
-            self._failed.add(message.order_key)
+            self._failed.setdefault(message.order_key, message.origin)
 
 
 Admit = Callable[[Message[Any]], None]

@@ -227,6 +227,8 @@ class _Returned:
         return time.monotonic() - self._since > _SECONDS_TO_WAIT_FOR_A_KEY
 
     def before_all(self, identity: str) -> None:
+        if identity in self._identities:  # another share of the message, which comes back once
+            self._identities.remove(identity)
         self._identities.appendleft(identity)
         self._since = time.monotonic()
 

@@ -34,6 +34,7 @@ class Message(Generic[T]):
 
     __slots__ = (
         "_locals",
+        "_origin",
         "acking",
         "attributes",
         "data",
@@ -59,6 +60,7 @@ class Message(Generic[T]):
         self.topic = topic
         self.deliveries = deliveries
         self._locals: dict[str, Any] | None = None
+        self._origin: Message[T] | None = None
         # The router sets the handler and the data decoded for it; an ordered worker sets the key
         # whose order must hold.
         self.handler: Handler | None = None
@@ -142,6 +144,11 @@ class Message(Generic[T]):
             twin._locals = dict(self._locals)
         return twin
 
+    @property
+    def origin(self) -> Message[T]:
+        """Return the message that this is a share of; the message itself if it is none."""
+        return self if self._origin is None else self._origin
+
     def shares(self, count: int) -> list[Message[T]]:
         """Copy the message for several handlers, each copy with a share of its acking."""
         ackings = self.acking.split(count) if self.acking is not None else [None] * count
@@ -149,6 +156,7 @@ class Message(Generic[T]):
         for acking in ackings:
             twin = self.copy()
             twin.acking = acking
+            twin._origin = self.origin
             twin.topic, twin.deliveries, twin.order_key = (
                 self.topic,
                 self.deliveries,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 
 from conquiet.acking import Acking, Error, settle
-from conquiet.errors import ConfigError, ConquietError, GivenBack, HandlerError
+from conquiet.errors import Blameless, ConfigError, ConquietError, GivenBack, HandlerError
 from conquiet.gate import FailedKeys, Gate
 from conquiet.handler import SKIPPED, Handler, Kind, LoopThread, Outputs, Process, Result
 from conquiet.matcher import Matcher
@@ -292,18 +292,35 @@ class Router:
             message = batch[start]
             handler = message.handler
             assert handler is not None, "the gate admits only messages with a handler"
-            end = _run_end(batch, start) if handler.is_batch else start + 1
+            if message.order_key is not None:
+                blocked = failed_keys.blocking_error(message)
+                if blocked is not None:
+                    results.append(blocked)
+                    start += 1
+                    continue
+            end = _run_end(batch, start, failed_keys) if handler.is_batch else start + 1
             try:
-                if message.order_key is not None:
-                    failed_keys.check(message)
                 results.extend(handler.run(batch[start:end], self.loop.run))
             except Exception as error:
                 if atomic:
                     raise
-                results.extend([error] * (end - start))
-                for failed in batch[start:end]:
-                    failed_keys.add(failed)
+                if end - start > 1 and not isinstance(error, Blameless):
+                    results.extend(self._handle_each(batch[start:end], failed_keys))
+                else:
+                    results.extend([error] * (end - start))
+                    for failed in batch[start:end]:
+                        failed_keys.add(failed)
             start = end
+        return results
+
+    def _handle_each(self, batch: Batch, failed_keys: FailedKeys) -> Sequence[Result]:
+        """Run the messages of a failed batch handler one by one, which shows whose error it is."""
+        results: list[Result] = []
+        for message in batch:
+            result = failed_keys.blocking_error(message) or self._handle((message,))[0]
+            if isinstance(result, Exception):
+                failed_keys.add(message)
+            results.append(result)
         return results
 
 
@@ -317,10 +334,15 @@ def _matches(handler: Handler, message: Message[Any]) -> bool:
         return False
 
 
-def _run_end(batch: Batch, start: int) -> int:
+def _run_end(batch: Batch, start: int, failed_keys: FailedKeys) -> int:
     """Return the end of the messages that a batch handler takes in one call."""
     end = start + 1
-    while end < len(batch) and batch[end].handler is batch[start].handler:
+    handler = batch[start].handler
+    while (
+        end < len(batch)
+        and batch[end].handler is handler
+        and failed_keys.blocking_error(batch[end]) is None
+    ):
         end += 1
     return end
 

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
+from conquiet.acking import defer_settlements
 from conquiet.errors import StoreError
 from conquiet.gate import FailedKeys
 from conquiet.handler import Process, Result
@@ -58,9 +59,10 @@ class Transaction(ABC):
         return process
 
     def _commit(self, next: Process, batch: Sequence[Message[Any]]) -> Sequence[Result]:
+        ackings = [message.acking for message in batch if message.acking is not None]
         for attempt in range(1, self.max_store_attempts + 1):
             try:
-                with self.scope(batch):
+                with defer_settlements(ackings), self.scope(batch):
                     return _atomically(next, batch)
             except StoreError:
                 if attempt == self.max_store_attempts:

@@ -9,10 +9,10 @@ from typing import Any, ClassVar, TypedDict
 import msgspec
 import pydantic
 import pytest
-from tests.unit.chains import Ledger, OrderPlaced, PlaceOrder
+from tests.unit.chains import Ledger, OrderPlaced, PlaceOrder, router_with
 
 from conquiet import Message, Router
-from conquiet.errors import ConfigError, HandlerError
+from conquiet.errors import ConfigError, GivenBack, HandlerError, StoreError
 from conquiet.event import type_name
 from conquiet.handler import Handler, Kind
 
@@ -190,6 +190,55 @@ def test_async_handlers_run_on_the_routers_loop():
     router.close()
 
 
+def poisoned(calls: list[list[int]]) -> Any:
+    """A batch handler that fails on the order 1."""
+
+    def handle(orders: list[PlaceOrder]) -> None:
+        calls.append([order.id for order in orders])
+        if any(order.id == 1 for order in orders):
+            raise ValueError("poison")
+
+    return handle
+
+
+def test_a_batch_handler_that_fails_runs_its_messages_one_by_one():
+    ledger, calls = Ledger(), []
+    router_with(poisoned(calls)).process(ledger.batch(4))
+    assert calls == [[0, 1, 2, 3], [0], [1], [2], [3]]
+    assert ledger.acked == ["0", "2", "3"]
+    assert str(ledger.nacked["1"]) == "poison"
+
+
+def test_a_batch_handler_that_fails_lets_no_message_overtake_the_failed_one_of_its_key():
+    ledger, calls = Ledger(), []
+    batch = ledger.batch(6)
+    for number in (1, 3, 5):
+        batch[number].order_key = "k"
+    batch.insert(5, ledger.message("other", b"", type="other.type"))
+    router = router_with(poisoned(calls))
+    router.event(type="other.type")(ignore)
+    router.process(batch)
+    assert calls == [[0, 1, 2, 3, 4], [0], [1], [2], [4]]
+    assert ledger.acked == ["0", "2", "4", "other"]
+    assert isinstance(ledger.nacked["3"], GivenBack)
+    assert isinstance(ledger.nacked["5"], GivenBack)
+
+
+def test_a_batch_handler_whose_store_is_away_is_not_called_for_each_message():
+    ledger, calls = Ledger(), []
+
+    def handle(orders: list[PlaceOrder]) -> None:
+        calls.append(len(orders))
+        raise StoreError("away")
+
+    router_with(handle).process(ledger.batch(4))
+    assert calls == [4]
+    assert len(ledger.nacked) == 4
+
+
+def ignore(data: bytes) -> None: ...
+
+
 def test_a_batch_handler_gets_consecutive_messages_in_one_call():
     calls: list[list[int]] = []
     router = Router()
@@ -209,7 +258,7 @@ def test_a_batch_handler_gets_consecutive_messages_in_one_call():
     assert [[output.data.id for output in result] for result in results] == [[0], [1], [], [3]]
 
 
-@pytest.mark.parametrize("wrong", [[], [OrderPlaced(1)], OrderPlaced(1), 7])
+@pytest.mark.parametrize("wrong", [[], [OrderPlaced(1), OrderPlaced(2)], OrderPlaced(1), 7])
 def test_a_batch_handler_must_answer_for_every_message(wrong):
     router = Router()
 
@@ -217,7 +266,7 @@ def test_a_batch_handler_must_answer_for_every_message(wrong):
     def place(orders: list[PlaceOrder]) -> Any:
         return wrong
 
-    results = router.process(Ledger().batch(2))
+    results = router.process(Ledger().batch(3))
     assert all("return one item per message" in str(result) for result in results)
 
 

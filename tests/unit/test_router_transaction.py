@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from tests.unit.chains import (
     succeed,
 )
 
-from conquiet import Message
+from conquiet import Message, Router
 from conquiet.errors import ConfigError, GivenBack, HandlerError, PermanentError, StoreError
 
 
@@ -66,6 +67,152 @@ def test_a_router_inside_a_transaction_does_not_ack_before_the_commit():
     router_with(pass_on, transaction).process([outer.message(1)])
     assert inner.acked == []
     assert "ack before the commit" in str(outer.nacked["1"])
+
+
+# --- settlements in a handler wait for the commit ---------------------------------------------
+
+
+def acking_by(settle: Any, transaction: ListTransaction, **options: Any) -> Router:
+    """A router whose handler settles its message inside the transaction."""
+
+    def handle(order: PlaceOrder, message: Message) -> None:
+        settle(message)
+
+    return router_with(handle, transaction, **options)
+
+
+@pytest.mark.parametrize("ack", ["manual", "on_success"])
+def test_an_ack_in_a_handler_waits_for_the_commit(ack):
+    ledger = Ledger()
+    router = acking_by(Message.ack, ListTransaction(ledger.trace), ack=ack)
+    router.process(ledger.batch(2))
+    assert ledger.trace == [("begin", 2), "commit", ("ack", "0"), ("ack", "1")]
+
+
+def test_a_nack_in_a_handler_waits_for_the_commit():
+    ledger = Ledger()
+    router = acking_by(
+        lambda message: message.nack(ValueError("mine")),
+        ListTransaction(ledger.trace),
+        ack="manual",
+    )
+    router.process([ledger.message(1)])
+    assert ledger.trace == [("begin", 1), "commit", ("nack", "1")]
+    assert str(ledger.nacked["1"]) == "mine"
+
+
+@pytest.mark.parametrize("ack", ["manual", "on_success"])
+def test_a_message_that_was_acked_in_a_transaction_that_fails_is_nacked(ack):
+    ledger, transaction = Ledger(), ListTransaction()
+    transaction.failures = 99
+    acking_by(Message.ack, transaction, ack=ack).process([ledger.message(1)])
+    assert ledger.acked == []
+    assert isinstance(ledger.nacked["1"], StoreError)
+
+
+def test_a_handler_that_acks_and_fails_is_nacked():
+    ledger = Ledger()
+
+    def ack_and_fail(message: Message[Any]) -> None:
+        assert message.ack() is True
+        assert message.ack() is False
+        raise ValueError("too early")
+
+    acking_by(ack_and_fail, ListTransaction(), ack="manual").process(ledger.batch(2))
+    assert ledger.acked == []
+    assert [str(error) for error in ledger.nacked.values()] == ["too early"] * 2
+
+
+def test_an_attempt_that_was_rolled_back_leaves_no_settlement_to_the_next():
+    ledger, transaction = Ledger(), ListTransaction()
+    transaction.failures = 1
+    answers = [lambda message: message.nack(ValueError("first")), Message.ack]
+    router = acking_by(lambda message: answers.pop(0)(message), transaction, ack="manual")
+    router.process([ledger.message(1)])
+    assert (ledger.acked, ledger.nacked) == (["1"], {})
+
+
+def test_a_thread_of_a_handler_waits_for_the_commit_too():
+    ledger = Ledger()
+
+    def ack_elsewhere(message: Message[Any]) -> None:
+        with ThreadPoolExecutor(1) as executor:  # it does not copy the context
+            assert executor.submit(message.ack).result(10) is True
+
+    router = acking_by(ack_elsewhere, ListTransaction(ledger.trace), ack="manual")
+    router.process([ledger.message(1)])
+    assert ledger.trace == [("begin", 1), "commit", ("ack", "1")]
+
+
+def test_an_async_handler_waits_for_the_commit_too():
+    ledger = Ledger()
+
+    async def handle(order: PlaceOrder, message: Message) -> None:
+        message.ack()
+
+    router = router_with(handle, ListTransaction(ledger.trace), ack="manual")
+    router.process([ledger.message(1)])
+    router.close()
+    assert ledger.trace == [("begin", 1), "commit", ("ack", "1")]
+
+
+def test_a_handler_that_acks_earlier_messages_acks_them_after_its_commit():
+    ledger = Ledger()
+    kept: list[Message[Any]] = []
+
+    def ack_all_at_the_second(message: Message[Any]) -> None:
+        kept.append(message)
+        if len(kept) == 2:
+            for earlier in kept:
+                earlier.ack()
+
+    router = acking_by(ack_all_at_the_second, ListTransaction(ledger.trace), ack="manual")
+    router.process([ledger.message(1)])
+    router.process([ledger.message(2)])
+    assert ledger.trace[-3:] == ["commit", ("ack", "1"), ("ack", "2")]
+
+
+def test_in_a_transaction_inside_another_settlements_wait_for_the_outer_commit():
+    ledger = Ledger()
+    inner = ListTransaction(ledger.trace)
+
+    def handle(order: PlaceOrder, message: Message) -> None:
+        message.ack()
+
+    router_with(handle, ListTransaction(ledger.trace), inner, ack="manual").process(
+        [ledger.message(1)]
+    )
+    assert ledger.trace[-3:] == ["commit", "commit", ("ack", "1")]
+
+
+def test_a_settlement_after_the_commit_that_fails_runs_nothing_again(caplog):
+    class Away(Ledger):
+        def settle(self, acked, nacked):
+            raise ConnectionError("away")
+
+    transaction = ListTransaction()
+    acking_by(Message.ack, transaction, ack="manual").process([Away().message(1)])
+    assert transaction.trace == [("begin", 1), "commit"]
+    assert "will be delivered again" in caplog.text
+
+
+def test_after_a_rollback_a_middleware_outside_may_settle():
+    ledger = Ledger()
+
+    def forgive(next: Any) -> Any:
+        def process(batch: Any) -> Any:
+            next(batch)
+            for message in batch:
+                assert message.ack() is True
+            return [()] * len(batch)
+
+        return process
+
+    def fail(order: PlaceOrder) -> None:
+        raise ValueError
+
+    router_with(fail, forgive, ListTransaction(), ack="manual").process([ledger.message(1)])
+    assert ledger.acked == ["1"]
 
 
 def test_inside_a_transaction_the_first_failure_ends_the_batch():

@@ -6,10 +6,14 @@ from typing import Any
 
 import pytest
 from tests.unit.chains import Ledger, ListInbox, ListTransaction, PlaceOrder, router_with, succeed
+from tests.unit.workers import drained, start
+from tests.waiting import eventually
 
 from conquiet import Message, Router
-from conquiet.errors import ConfigError, InvalidMessage, NoHandler
+from conquiet.errors import ConfigError, GivenBack, InvalidMessage, NoHandler, StoreError
 from conquiet.matcher import all_of, any_of, attribute, sources, types
+from conquiet.memory import Log
+from conquiet.middleware import DeadLetter, Retry
 
 # --- several handlers for one type -------------------------------------------------------
 
@@ -55,6 +59,131 @@ def test_a6_each_handler_has_its_own_inbox_name_so_only_the_failed_one_runs_agai
     router.process([ledger.message(1)])
     assert ran == ["ship"]
     assert ledger.acked == ["1"]
+
+
+def two_handlers(*middlewares: Any, bill: Any, ship: Any) -> Router:
+    """A router of two handlers, which do what these functions of the message do."""
+    router = Router()
+    router.use(*middlewares)
+
+    @router.raw(name="bill")
+    def run_bill(message: Message) -> None:
+        bill(message)
+
+    @router.raw(name="ship")
+    def run_ship(message: Message) -> None:
+        ship(message)
+
+    return router
+
+
+def fail(message: Message[Any]) -> None:
+    raise ValueError(message.id)
+
+
+def keyed(ledger: Ledger, *numbers: int) -> list[Message[Any]]:
+    batch = [ledger.message(number) for number in numbers]
+    for message in batch:
+        message.order_key = "k"
+    return batch
+
+
+@pytest.mark.parametrize("with_transaction", [False, True])
+def test_a_handler_that_fails_does_not_keep_the_other_one_from_its_message(with_transaction):
+    ledger, shipped = Ledger(), []
+    chain = [ListTransaction()] if with_transaction else []
+    router = two_handlers(*chain, bill=fail, ship=lambda message: shipped.append(message.id))
+    router.process(keyed(ledger, 1, 2))
+    assert shipped[-1] == "1" and "2" not in shipped  # the second waits for the first
+    assert isinstance(ledger.nacked["1"], ValueError)
+    assert isinstance(ledger.nacked["2"], GivenBack)
+
+
+def test_a_retry_of_one_handler_does_not_wait_for_the_other():
+    ledger, tries = Ledger(), []
+
+    def at_last(message: Message[Any]) -> None:
+        tries.append(message.id)
+        if len(tries) < 3:
+            raise ValueError(message.id)
+
+    def hopeless(message: Message[Any]) -> None:
+        raise InvalidMessage("never")
+
+    retry = Retry(max_attempts=3, first=0)
+    two_handlers(retry, bill=hopeless, ship=at_last).process(keyed(ledger, 1))
+    assert tries == ["1", "1", "1"]
+
+
+def test_data_that_one_handler_refuses_reaches_the_other_one():
+    ledger, seen = Ledger(), []
+    router = Router()
+
+    @router.event(type="place.order")
+    def strict(order: PlaceOrder) -> None: ...
+
+    @router.event(type="place.order")
+    def lenient(data: dict) -> None:
+        seen.append(data)
+
+    [message] = keyed(ledger, 1)
+    message.data = b'{"id": "x"}'
+    router.process([message])
+    assert seen == [{"id": "x"}]
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("error", [ValueError("for ever"), InvalidMessage("for ever")])
+def test_a_message_that_is_dead_for_one_handler_is_one_dead_letter(workers, ordered, error):
+    log, dead, shipped = Log(), Log(), []
+    messages = [Ledger().message(number, subject="k") for number in range(3)]
+    log.sink("orders").publish(messages)
+
+    def fail_first(message: Message[Any]) -> None:
+        if message.id == "0":
+            raise error
+
+    def ship_later(message: Message[Any]) -> None:
+        if message.id == "0" and message.deliveries < 3:
+            raise ConnectionError("no truck")
+        shipped.append(message.id)
+
+    letters = DeadLetter(dead.sink(), max_attempts=4)
+    router = two_handlers(letters, bill=fail_first, ship=ship_later)
+    worker = start(workers, log.source("g", ordered=ordered), router, ordered=ordered)
+    eventually(lambda: drained(log))
+    [letter] = dead.replay()
+    assert letter.attributes["deadhandler"] == "bill"
+    assert set(shipped) == {"0", "1", "2"}
+    assert worker.health().ok
+
+
+def test_a_store_that_is_away_for_one_handler_does_not_bury_the_other_ones_message_again():
+    dead, ledger = Log(), Ledger()
+
+    def away(message: Message[Any]) -> None:
+        raise StoreError("away")
+
+    router = two_handlers(DeadLetter(dead.sink(), max_attempts=1), bill=fail, ship=away)
+    for _ in range(3):
+        router.process([ledger.message(1)])
+    assert len(dead) == 0
+    assert isinstance(ledger.nacked["1"], (StoreError, ValueError))
+
+
+def test_a_failure_of_two_handlers_holds_their_key_no_longer_than_until_it_is_handled(workers):
+    log, done = Log(), []
+    log.sink("orders").publish([Ledger().message(number, subject="k") for number in range(3)])
+
+    def first_time(message: Message[Any]) -> None:
+        if message.deliveries == 1 and message.id == "0":
+            raise ValueError("the first time")
+        done.append(message.id)
+
+    router = two_handlers(bill=first_time, ship=first_time)
+    start(workers, log.source("g"), router, ordered=True, batch_size=1)
+    eventually(lambda: drained(log), timeout=20)
+    assert done == ["0", "0", "1", "1", "2", "2"]
 
 
 def test_two_handlers_of_one_name_are_refused():

@@ -50,8 +50,9 @@ class DeadLetter:
     """Publishes failed messages to a sink, and acks them when the sink has confirmed.
 
     A message with a `PermanentError` is dead at once; with any other error after `max_attempts`
-    deliveries; with a `Blameless` one never. If the sink fails, the message is nacked, and its
-    next delivery tries again.
+    deliveries; with a `Blameless` one never. A message with several handlers is dead when none of
+    those that failed can be retried. If the sink fails, the message is nacked, and its next
+    delivery tries again.
     """
 
     stage = Stage.DEAD_LETTER
@@ -81,10 +82,22 @@ class DeadLetter:
                 results = next(batch)
             except Exception as error:  # noqa: BLE001 - an error of the chain fails the whole batch
                 results = [error] * len(batch)
-            dead = {
+            failed = {
                 index: result
                 for index, result in enumerate(results)
-                if isinstance(result, Exception) and self._is_hopeless(batch[index], result)
+                if isinstance(result, Exception)
+            }
+            # A message that comes back for one of its handlers comes back for all of them, so the
+            # shares of it that are hopeless wait: they would be published with each delivery.
+            returning = {
+                id(batch[index].origin)
+                for index, error in failed.items()
+                if not self._is_hopeless(batch[index], error)
+            }
+            dead = {
+                index: error
+                for index, error in failed.items()
+                if id(batch[index].origin) not in returning
             }
             if not dead:
                 return results

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from conquiet.errors import Blameless, ConfigError, GivenBack, NoHandler, PermanentError
+from conquiet.gate import FailedKeys
 from conquiet.handler import Process, Result
 from conquiet.message import Message, describe
 from conquiet.shutdown import pause
@@ -109,16 +110,15 @@ class Retry:
         """Count the failures of the last attempt; return the indexes to retry."""
         again: list[int] = []
         retried: set[str | None] = set()
-        blocked: set[str] = set()
+        given_up = FailedKeys()
         for index in tried:
             message, result = batch[index], results[index]
-            if not isinstance(result, Exception):
+            if not isinstance(result, Exception) or given_up.blocking_error(message) is not None:
                 continue
             key = message.order_key
             waits = isinstance(result, GivenBack) and key is not None and key in retried
-            if key in blocked or not (waits or self._may_retry(message, result, failures, index)):
-                if key is not None:
-                    blocked.add(key)
+            if not (waits or self._may_retry(message, result, failures, index)):
+                given_up.add(message)
                 continue
             again.append(index)
             if key is not None:

@@ -126,6 +126,22 @@ class TransactionContract(StorageContract):
         self.router().process([item])
         assert at_ack == [1]
 
+    def test_an_ack_in_a_handler_waits_for_the_commit(self) -> None:
+        at_ack: list[int] = []
+        [item] = numbered(1)
+        item.acking = Acking.calling(
+            lambda: at_ack.append(elsewhere(lambda: self.noted("m-0"))), lambda error: None
+        )
+        self.router(run=lambda message: message.ack() and None).process([item])
+        assert at_ack == [1]
+
+    def test_an_ack_in_a_handler_that_fails_is_discarded(self) -> None:
+        delivered = deliver(
+            self.router(run=lambda message: message.ack() and None), *numbered(2, "bad")
+        )
+        assert len(delivered.nacked) == 2
+        assert self.effects("bad-0", "bad-1") == [0, 0]
+
     def test_a_failed_handler_leaves_no_effect_and_is_nacked(self) -> None:
         delivered = deliver(self.router(), *numbered(1, "bad"))
         assert isinstance(delivered.errors[0], HandlerFailed)
