@@ -27,6 +27,10 @@ class NoHandler(ConquietError):
     """No handler takes this message; not permanent, since the next release may."""
 
 
+class UnknownType(NoHandler, PermanentError):
+    """No handler takes this message, and `Router(unknown="dead")` makes that permanent."""
+
+
 class NotFound(ConquietError):
     """A stream, a row, a dead letter, a queue or a consumer group of this name does not exist."""
 

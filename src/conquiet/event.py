@@ -5,11 +5,15 @@ from __future__ import annotations
 import re
 from dataclasses import is_dataclass
 from typing import Any
+from uuid import UUID, uuid5
 
 import msgspec
 
 from conquiet.codec import SPEC_VERSION
 from conquiet.message import Attributes, Message, new_id, now_text
+
+_OUTPUTS = UUID("5a3a27c5-5b35-4a6e-9a58-1e5b7a3b7f0d")
+"""The namespace of ids that follow from an input."""
 
 
 def type_name(kind: type) -> str:
@@ -31,11 +35,21 @@ def is_event_class(kind: type) -> bool:
     return issubclass(kind, msgspec.Struct) or is_dataclass(kind) or hasattr(kind, "model_fields")
 
 
-def new_attributes(type: str, source: str) -> Attributes:
-    """Return the attributes of a new event with JSON data."""
+def derived_id(cause: Message[Any], handler: str, place: int) -> str | None:
+    """Return the id of the output at this place, the same with each delivery of its cause.
+
+    Return None if the cause has no id.
+    """
+    if not cause.id:
+        return None
+    return str(uuid5(_OUTPUTS, f"{cause.identity}\n{handler}\n{place}"))
+
+
+def new_attributes(type: str, source: str, id: str | None = None) -> Attributes:
+    """Return the attributes of a new event with JSON data, and with a new id if it has none."""
     return {
         "specversion": SPEC_VERSION,
-        "id": new_id(),
+        "id": id or new_id(),
         "type": type,
         "source": source,
         "time": now_text(),
@@ -43,15 +57,15 @@ def new_attributes(type: str, source: str) -> Attributes:
     }
 
 
-def complete(given: Message[Any], source: str) -> Message[Any]:
-    """Copy a message and add the attributes that it lacks.
+def complete(given: Message[Any], source: str, id: str | None = None) -> Message[Any]:
+    """Copy a message and add the attributes that it lacks; `id` is for one without id.
 
     Attributes that are set are kept; an empty value counts as not set. The type stays empty if
     neither the attributes nor the class of the data has one.
     """
     data = given.data
     kind = type_name(type(data)) if is_event_class(type(data)) else ""
-    attributes = new_attributes(kind, source)
+    attributes = new_attributes(kind, source, id)
     if isinstance(data, bytes):
         del attributes["datacontenttype"]  # bytes may have any content type
     for name, value in given.attributes.items():

@@ -6,12 +6,25 @@ of an ordered worker fails, later ones of its key are refused too.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
-from conquiet.errors import ConquietError, GivenBack, HandlerError, InvalidMessage, NoHandler
-from conquiet.handler import Handler, Process, Result
+from conquiet.errors import (
+    ConquietError,
+    GivenBack,
+    HandlerError,
+    InvalidMessage,
+    NoHandler,
+    UnknownType,
+)
+from conquiet.handler import SKIPPED, Handler, Process, Result
 from conquiet.message import Message, check_kinds, describe
+
+logger = logging.getLogger("conquiet.router")
+
+Unknown = Literal["nack", "dead", "ack"]
+"""What a router does with a message that no handler takes."""
 
 
 class FailedKeys:
@@ -55,20 +68,29 @@ class Gate:
     """Admits messages that have a handler, an allowed size and data that the handler decodes."""
 
     def __init__(
-        self, handlers: Sequence[Handler], max_data_bytes: int, admissions: Sequence[Admit]
+        self,
+        handlers: Sequence[Handler],
+        max_data_bytes: int,
+        unknown: Unknown,
+        admissions: Sequence[Admit],
     ) -> None:
         self._handlers = handlers
         self._max_data_bytes = max_data_bytes
+        self._unknown = unknown
         self._admissions = admissions
 
     def __call__(self, next: Process) -> Process:
         def gate(batch: Sequence[Message[Any]]) -> Sequence[Result]:
-            refused: dict[int, Exception] = {}
+            refused: dict[int, Result] = {}
             failed_keys = FailedKeys()
             for index, message in enumerate(batch):
                 try:
                     if message.order_key is not None:
                         failed_keys.check(message)
+                    if message.handler is None and self._unknown == "ack" and message.type:
+                        logger.debug("ack, no handler: %s", describe(message.attributes))
+                        refused[index] = SKIPPED
+                        continue
                     self._admit(message)
                 except Exception as error:  # noqa: BLE001 - becomes this message's result
                     failed_keys.add(message)
@@ -106,14 +128,16 @@ class Gate:
                 f"{describe(message.attributes)}: no type, so no handler can be found;"
                 " let the producer set the attribute 'type'"
             )
+        kind = UnknownType if self._unknown == "dead" else NoHandler
         same = [handler for handler in self._handlers if handler.type == message.type]
         if same:
             names = ", ".join(handler.name for handler in same)
-            return NoHandler(f"{describe(message.attributes)}: the matchers of {names} refused it")
+            return kind(f"{describe(message.attributes)}: the matchers of {names} refused it")
         known = sorted({handler.type for handler in self._handlers if handler.type})
-        return NoHandler(
+        return kind(
             f"{describe(message.attributes)}: no handler for this type; known are:"
-            f" {', '.join(known)[:300] or '(none)'}. Register one, or a catch-all by @router.raw()"
+            f" {', '.join(known)[:300] or '(none)'}. Register one, or one for all other types by"
+            " @router.fallback(), or pass them over by Router(unknown='ack')"
         )
 
 

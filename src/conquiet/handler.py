@@ -24,7 +24,7 @@ import msgspec
 
 from conquiet.codec import Decode, decoder
 from conquiet.errors import ConfigError, DeadlineExceeded, HandlerError, Interrupt
-from conquiet.event import complete, is_event_class, new_attributes, type_name
+from conquiet.event import complete, derived_id, is_event_class, new_attributes, type_name
 from conquiet.matcher import Matcher
 from conquiet.message import Message, describe
 
@@ -87,7 +87,9 @@ class Handler:
         hints = _hints(function, self.name)
         self.takes, self.is_batch = _input(function, hints, self.name)
         self._wants_message = _wants_message(function, self.name)
-        self.is_async = inspect.iscoroutinefunction(_unwrap(function))
+        # A guess until the first call: a plain decorator may return the coroutine of the function
+        # that it wraps, or its result.
+        self.is_async = inspect.iscoroutinefunction(inspect.unwrap(_unwrap(function)))
         self._decode = _decode_for(kind, self.takes, self.name)
         self.type = type or self._type_from_class()
         self._emits = _emitted_types(hints.get("return"), kind, self.name)
@@ -102,12 +104,21 @@ class Handler:
         """Decode a message's data for this handler; raise `InvalidMessage` if it is wrong."""
         return self._decode(message)
 
-    def run(self, messages: Sequence[Message[Any]], run_async: RunAsync) -> Sequence[Result]:
-        """Run a batch handler with all messages, any other with the first."""
+    def run(
+        self,
+        messages: Sequence[Message[Any]],
+        run_async: RunAsync,
+        *,
+        derives_ids: bool = False,
+    ) -> Sequence[Result]:
+        """Run a batch handler with all messages, any other with the first.
+
+        With `derives_ids`, the ids of outputs follow from the input, this handler and their place.
+        """
         around = AROUND.get()
         if not around:
-            return self._call(messages, run_async)
-        call: Callable[[], Sequence[Result]] = partial(self._call, messages, run_async)
+            return self._call(messages, run_async, derives_ids)
+        call: Callable[[], Sequence[Result]] = partial(self._call, messages, run_async, derives_ids)
         for outer in reversed(around):
             call = partial(outer, messages, call)
         token = AROUND.set(())  # a router inside the handler sets its own
@@ -116,9 +127,11 @@ class Handler:
         finally:
             AROUND.reset(token)
 
-    def _call(self, messages: Sequence[Message[Any]], run_async: RunAsync) -> Sequence[Result]:
+    def _call(
+        self, messages: Sequence[Message[Any]], run_async: RunAsync, derives_ids: bool
+    ) -> Sequence[Result]:
         try:
-            return self._results(messages, run_async)
+            return self._results(messages, run_async, derives_ids)
         except (Exception, Interrupt):
             raise
         except BaseException as error:
@@ -130,22 +143,26 @@ class Handler:
                 f" on {describe(messages[0].attributes)}"
             ) from error
 
-    def _results(self, messages: Sequence[Message[Any]], run_async: RunAsync) -> Sequence[Result]:
+    def _results(
+        self, messages: Sequence[Message[Any]], run_async: RunAsync, derives_ids: bool
+    ) -> Sequence[Result]:
         values = [message.decoded for message in messages]
         arguments: list[Any] = [values if self.is_batch else values[0]]
         if self._wants_message:
             arguments.append(list(messages) if self.is_batch else messages[0])
         returned = self.function(*arguments)
-        if self.is_async:
-            returned = run_async(returned)
+        if returned is not None or self.is_async:
+            self.is_async = isinstance(returned, Coroutine)
+            if self.is_async:
+                returned = run_async(returned)
         if returned is None:
             return [NOTHING] * len(messages)
         if not self.is_batch:
-            return [self._outputs(returned, messages[0])]
-        return self._outputs_of_batch(returned, messages)
+            return [self._outputs(returned, messages[0], derives_ids)]
+        return self._outputs_of_batch(returned, messages, derives_ids)
 
     def _outputs_of_batch(
-        self, returned: Any, messages: Sequence[Message[Any]]
+        self, returned: Any, messages: Sequence[Message[Any]], derives_ids: bool
     ) -> Sequence[Result]:
         if not isinstance(returned, (list, tuple)) or len(returned) != len(messages):
             got = f"{len(returned)} items" if hasattr(returned, "__len__") else repr(returned)
@@ -155,11 +172,11 @@ class Handler:
                 " return one item per message, in order: an event, a list of events or None"
             )
         return [
-            NOTHING if part is None else self._outputs(part, message)
+            NOTHING if part is None else self._outputs(part, message, derives_ids)
             for part, message in zip(returned, messages, strict=True)
         ]
 
-    def _outputs(self, returned: Any, message: Message[Any]) -> Outputs:
+    def _outputs(self, returned: Any, message: Message[Any], derives_ids: bool) -> Outputs:
         if self.kind is Kind.EVENT:
             raise HandlerError(
                 f"event handler {self.name} returned {type(returned).__name__} for"
@@ -169,20 +186,24 @@ class Handler:
         many = isinstance(returned, Iterable) and not isinstance(
             returned, (msgspec.Struct, dict, str, bytes, Message)
         )
-        if many and not is_event_class(type(returned)):
-            return [self._output(item, message) for item in returned]
-        return [self._output(returned, message)]
+        items = returned if many and not is_event_class(type(returned)) else (returned,)
+        if not derives_ids:
+            return [self._output(item, message, None) for item in items]
+        return [
+            self._output(item, message, derived_id(message, self.name, place))
+            for place, item in enumerate(items)
+        ]
 
-    def _output(self, item: Any, message: Message[Any]) -> Message[Any]:
+    def _output(self, item: Any, message: Message[Any], id: str | None) -> Message[Any]:
         if isinstance(item, Message):
-            return self._complete(item, message)
+            return self._complete(item, message, id)
         if self.kind is Kind.RAW:
             raise self._wrong(item, message, "a raw handler returns Message objects")
         kind = type(item)
         name = self._event_types.get(kind)
         if name is None:
             name = self._event_types[kind] = self._event_type(item, message)
-        return Message(item, new_attributes(name, self.source))
+        return Message(item, new_attributes(name, self.source, id))
 
     def _event_type(self, item: Any, message: Message[Any]) -> str:
         if is_event_class(type(item)):
@@ -202,13 +223,13 @@ class Handler:
             f" for {describe(message.attributes)}; {rule}"
         )
 
-    def _complete(self, given: Message[Any], message: Message[Any]) -> Message[Any]:
+    def _complete(self, given: Message[Any], message: Message[Any], id: str | None) -> Message[Any]:
         """Copy an output and add missing attributes; those set by the handler are kept.
 
         Always a copy: an input keeps its acking and its topic, and an object that is returned
         several times becomes several events, each with its own id.
         """
-        output = complete(given, self.source)
+        output = complete(given, self.source, id)
         if not output.attributes["type"]:
             raise self._wrong(
                 given, message, "it needs a type: set attributes['type'], or give it an event"
@@ -345,7 +366,7 @@ _SECONDS_TO_CANCEL = 5.0
 
 
 class LoopThread:
-    """Runs one event loop for all threads of a worker, started on first use.
+    """Runs one event loop for all threads of a router's workers, started on first use.
 
     Async clients belong to the loop that they were created on, so all handlers share one. A
     coroutine runs in a copy of the caller's context and sees its ambient transaction.
@@ -353,6 +374,7 @@ class LoopThread:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._users: set[object] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
@@ -381,6 +403,19 @@ class LoopThread:
                 if until is not None:  # its clean-up may need the transaction
                     wait((done,), _SECONDS_TO_CANCEL)
             raise
+
+    def enter(self, user: object) -> None:
+        """Keep the loop running until this user, and all others, leave."""
+        with self._lock:
+            self._users.add(user)
+
+    def leave(self, user: object) -> None:
+        """Close the loop if this was its last user."""
+        with self._lock:
+            was_last = self._users == {user}
+            self._users.discard(user)
+        if was_last:
+            self.close()
 
     def close(self) -> None:
         """Cancel running coroutines and end the thread."""

@@ -427,8 +427,8 @@ def _open_redis_source(url: str, options: SourceOptions) -> Source:
         open_redis(place.url, place.origin),
         place.topic,
         place.group,
-        max_attempts=options.max_attempts,
         dead_letters=place.dead_letters,
+        **({} if options.max_attempts is None else {"max_attempts": options.max_attempts}),
     )
 
 

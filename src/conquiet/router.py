@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 from conquiet.acking import Acking, Error, settle
 from conquiet.errors import Blameless, ConfigError, ConquietError, GivenBack, HandlerError
-from conquiet.gate import FailedKeys, Gate
+from conquiet.gate import FailedKeys, Gate, Unknown
 from conquiet.handler import SKIPPED, Handler, Kind, LoopThread, Outputs, Process, Result
 from conquiet.matcher import Matcher
 from conquiet.message import Message, describe, printable
@@ -65,21 +65,34 @@ class Router:
     `ack` chooses when a message is acked: `on_success`, when its handlers and the commit
     succeeded; `forward`, when all its outputs are acked; `manual`, by the handler. A failed message
     is always nacked.
+
+    `unknown` is for messages that no handler takes: `nack`, so that they are delivered again, since
+    the next release may know them; `dead`, a dead letter at once; `ack`, to pass them over on a
+    stream that other services share. A `fallback` handles them instead.
     """
 
     def __init__(
-        self, *, ack: AckStrategy = "on_success", max_data_bytes: int = MAX_DATA_BYTES
+        self,
+        *,
+        ack: AckStrategy = "on_success",
+        unknown: Unknown = "nack",
+        max_data_bytes: int = MAX_DATA_BYTES,
     ) -> None:
         if ack not in get_args(AckStrategy):
             raise ConfigError(f"ack={ack!r}: choose one of {', '.join(get_args(AckStrategy))}")
+        if unknown not in get_args(Unknown):
+            raise ConfigError(f"unknown={unknown!r}: choose one of {', '.join(get_args(Unknown))}")
         if max_data_bytes < 1:
             raise ConfigError(f"max_data_bytes={max_data_bytes}: must be at least 1")
         self.ack: AckStrategy = ack
+        self.unknown: Unknown = unknown
         self.max_data_bytes = max_data_bytes
         self.loop = LoopThread()
         self._handlers: list[Handler] = []
+        self._fallbacks: list[Handler] = []
         self._middlewares: list[Middleware] = []
         self._routes: dict[str, list[Handler]] = {}
+        self._derives_ids = True
         self._chain: Process | None = None
         self._lock = threading.Lock()
 
@@ -130,7 +143,10 @@ class Router:
         name: str | None = None,
         source: str = "",
     ) -> Callable[[F], F]:
-        """Register a handler of whole messages; without type or match it takes them all."""
+        """Register a handler of whole messages; without type or match it takes them all.
+
+        It runs beside the other handlers of a message; see `fallback` for one that does not.
+        """
 
         def register(function: F) -> F:
             self.add(Handler(function, Kind.RAW, source=source, type=type, name=name, match=match))
@@ -138,15 +154,29 @@ class Router:
 
         return register
 
+    def fallback(self, *, name: str | None = None, source: str = "") -> Callable[[F], F]:
+        """Register a handler of whole messages; it takes those that no other handler takes."""
+
+        def register(function: F) -> F:
+            if self._fallbacks:
+                raise ConfigError(f"a router has one fallback, and it is {self._fallbacks[0].name}")
+            self._add(Handler(function, Kind.RAW, source=source, name=name), self._fallbacks)
+            return function
+
+        return register
+
     def add(self, handler: Handler) -> None:
         """Add a handler that was created by hand."""
+        self._add(handler, self._handlers)
+
+    def _add(self, handler: Handler, handlers: list[Handler]) -> None:
         self._refuse_when_started()
-        if any(handler.name == other.name for other in self._handlers):
+        if any(handler.name == other.name for other in self.handlers):
             raise ConfigError(
                 f"two handlers are called {handler.name}; the inbox distinguishes them by name:"
                 " give one of them name='…'"
             )
-        self._handlers.append(handler)
+        handlers.append(handler)
 
     def _refuse_when_started(self) -> None:
         if self._chain is not None:
@@ -154,7 +184,13 @@ class Router:
 
     @property
     def handlers(self) -> Sequence[Handler]:
-        return tuple(self._handlers)
+        return (*self._handlers, *self._fallbacks)
+
+    @property
+    def stages(self) -> frozenset[Stage]:
+        """Return the stages of the router's middlewares."""
+        stages = map(stage_of, self._middlewares)
+        return frozenset(stage for stage in stages if stage is not None)
 
     def start(self, publish: Middleware | None = None) -> Process:
         """Check and build the chain; called by a worker, or for the first message.
@@ -164,6 +200,8 @@ class Router:
         with self._lock:
             if self._chain is None:
                 self._check()
+                # An outbox stores each output once, and its rows sort by new ids.
+                self._derives_ids = Stage.OUTBOX not in self.stages
                 self._chain = self._build(self._middlewares)
             if publish is None:
                 return self._chain
@@ -220,14 +258,19 @@ class Router:
         return self.ack == "on_success" or not outputs
 
     def close(self) -> None:
-        """End the event loop of async handlers."""
+        """End the event loop of async handlers; the last worker does so when it stops."""
         self.loop.close()
 
     def _check(self) -> None:
+        if not self.handlers:
+            raise ConfigError(
+                "the router has no handlers, so that every message would fail; register one, as by"
+                " @router.event(), or import the module that does"
+            )
         check_order(self._middlewares)
-        stages = {stage_of(item) for item in self._middlewares}
+        stages = self.stages
         if stages & {Stage.INBOX, Stage.CLAIM} and Stage.OUTBOX not in stages:
-            for handler in self._handlers:
+            for handler in self.handlers:
                 if handler.declares_outputs:
                     raise ConfigError(
                         f"handler {handler.name} returns events, but the chain has an inbox and no"
@@ -246,7 +289,8 @@ class Router:
         for item in reversed(middlewares[gate_at:]):
             chain = item(chain)
         admissions = [item.admit for item in middlewares if hasattr(item, "admit")]
-        chain = Gate(self._handlers, self.max_data_bytes, admissions)(chain)
+        gate = Gate(self._handlers, self.max_data_bytes, self.unknown, admissions)
+        chain = gate(chain)
         for item in reversed(middlewares[:gate_at]):
             chain = item(chain)
         return chain
@@ -279,8 +323,9 @@ class Router:
                 self._routes[kind] = handlers
         for handler in handlers:
             if handler.match is not None:
-                return [item for item in handlers if _matches(item, message)]
-        return handlers
+                handlers = [item for item in handlers if _matches(item, message)]
+                break
+        return handlers or self._fallbacks
 
     def _handle(self, batch: Batch) -> Sequence[Result]:
         """Run each message's handler, in order: the innermost step of the chain."""
@@ -300,7 +345,9 @@ class Router:
                     continue
             end = _run_end(batch, start, failed_keys) if handler.is_batch else start + 1
             try:
-                results.extend(handler.run(batch[start:end], self.loop.run))
+                results.extend(
+                    handler.run(batch[start:end], self.loop.run, derives_ids=self._derives_ids)
+                )
             except Exception as error:
                 if atomic:
                     raise

@@ -9,6 +9,7 @@ not acked, cost no attempt, and are delivered again by their source.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
@@ -18,7 +19,7 @@ from typing import Any, Literal
 
 from conquiet.acking import Error
 from conquiet.backoff import Backoff
-from conquiet.errors import Blameless, ConfigError, GivenBack, HandlerError
+from conquiet.errors import Blameless, ConfigError, ConquietError, GivenBack, HandlerError
 from conquiet.handler import NOTHING, Process, Result
 from conquiet.intake import AnyOrder, ByKey, InFlight, Intake, KeyOf, give_back
 from conquiet.message import Message, describe
@@ -120,8 +121,10 @@ class Worker:
         """Work until SIGTERM, SIGINT or `stop()`; return whether all in flight was finished.
 
         A second signal ends the grace time at once. Signals are handled only in the main thread;
-        their former handlers are restored.
+        their former handlers are restored. Inside an event loop it is refused, since it would block
+        the loop: use `start()` there, and `await asyncio.to_thread(worker.stop)` at the end.
         """
+        _refuse_in_event_loop()
         with Signals() as signals:
             self.start()
             while not signals.count and not self._stopping.wait(_LOOK_SECONDS):
@@ -134,7 +137,8 @@ class Worker:
             if self._state != "starting":
                 raise ConfigError("a worker can be started once; create a new one")
             # A wrong chain is refused here, before any read.
-            self._chain = self.router.start(Publish(self.sink))
+            self._chain = self.router.start(Publish(self.sink, self.router))
+            self.router.loop.enter(self)
             self._state = "running"
         for thread in (*self._threads, self._keeper):
             thread.start()
@@ -160,12 +164,13 @@ class Worker:
         if former == "running":
             self._wait_for_threads(grace, hurry)
         self._intake.give_back()
-        for item in (self.source, self.sink, self.router):
+        for item in (self.source, self.sink):
             try:
                 if item is not None:
                     item.close()
             except Exception:
                 logger.exception("could not close %r", item)
+        self.router.loop.leave(self)  # other workers may use it
         self._state = "stopped"
         self._finished.set()
         return not self._abandoned
@@ -219,11 +224,17 @@ class Worker:
                 batch = self._intake.read(number, self.batch_size, _READ_SECONDS, self.batch_wait)
             except EndOfSource:
                 break
-            except Exception as error:  # noqa: BLE001 - a failed read is retried
+            except Exception as error:  # a failed read is retried
                 wait = reads.next()
                 self._failures_in_a_row += 1
                 self._last_error = repr(error)
-                logger.warning("could not read, retry in %.1f s: %r", wait, error)
+                logger.warning(
+                    "could not read, retry in %.1f s: %r",
+                    wait,
+                    error,
+                    # Others than these are bugs of the source, which need their traceback.
+                    exc_info=None if isinstance(error, (ConquietError, OSError)) else error,
+                )
                 self._stopping.wait(wait)
                 continue
             reads.reset()
@@ -306,13 +317,18 @@ class Publish:
     """Middleware: publishes outputs; an input fails if its outputs were not confirmed.
 
     A worker adds it to its router's chain: inside retry and dead letter, which handle its errors,
-    and outside the transaction, which has committed before.
+    and outside the transaction, which has committed before. Without a sink it refuses outputs that
+    no outbox has stored: at start where handlers declare them, else inside the transaction, so that
+    the handler's effects are rolled back.
     """
 
-    stage = Stage.PUBLISH
-
-    def __init__(self, sink: Sink | None) -> None:
+    def __init__(self, sink: Sink | None, router: Router) -> None:
         self.sink = sink
+        self.stage = Stage.PUBLISH
+        if sink is None:
+            _refuse_outputs(router)
+            if Stage.TRANSACTION in router.stages:
+                self.stage = Stage.INBOX
 
     def __call__(self, next: Process) -> Process:
         def process(batch: Sequence[Message[Any]]) -> Sequence[Result]:
@@ -343,6 +359,19 @@ class Publish:
         return [error] * len(outputs)
 
 
+def _refuse_outputs(router: Router) -> None:
+    """Raise if a handler declares outputs that would have no destination."""
+    if router.stages & {Stage.OUTBOX, Stage.PUBLISH}:
+        return
+    for handler in router.handlers:
+        if handler.declares_outputs:
+            raise ConfigError(
+                f"handler {handler.name} returns events, and they have no destination: give the"
+                " worker a sink, or the router an outbox. A middleware of your own that publishes"
+                " them declares stage = Stage.PUBLISH"
+            )
+
+
 def _outcome(outputs: Sequence[Message[Any]], answers: Any) -> Result:
     """Return no outputs if all were published, else the first error."""
     errors = [error for error in (next(answers) for _ in outputs) if error is not None]
@@ -368,6 +397,17 @@ def _is_new_poison(handled: Handled) -> bool:
     """Return whether all messages failed by their own fault and for the first time."""
     return all(message.deliveries == 1 for message in handled.messages) and not any(
         isinstance(result, Blameless) for result in handled.results
+    )
+
+
+def _refuse_in_event_loop() -> None:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    raise ConfigError(
+        "worker.run() would block the event loop that it is called in; use worker.start(), and at"
+        " the end: await asyncio.to_thread(worker.stop)"
     )
 
 

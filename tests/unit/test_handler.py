@@ -190,6 +190,37 @@ def test_async_handlers_run_on_the_routers_loop():
     router.close()
 
 
+def test_a_plain_decorator_around_an_async_handler_is_awaited():
+    def noted(function: Any) -> Any:
+        @functools.wraps(function)
+        def wrapper(*arguments: Any) -> Any:
+            return function(*arguments)  # the coroutine, not its result
+
+        return wrapper
+
+    @noted
+    async def place(order: PlaceOrder) -> list[OrderPlaced]:
+        await asyncio.sleep(0)
+        return [OrderPlaced(order.id)]
+
+    assert outputs_of(place)[0].data == OrderPlaced(7)
+
+
+def test_a_plain_decorator_that_runs_an_async_handler_itself_is_sync():
+    def awaited(function: Any) -> Any:
+        @functools.wraps(function)
+        def wrapper(*arguments: Any) -> Any:
+            return asyncio.run(function(*arguments))
+
+        return wrapper
+
+    @awaited
+    async def place(order: PlaceOrder) -> list[OrderPlaced]:
+        return [OrderPlaced(order.id)]
+
+    assert outputs_of(place)[0].data == OrderPlaced(7)
+
+
 def poisoned(calls: list[list[int]]) -> Any:
     """A batch handler that fails on the order 1."""
 

@@ -16,7 +16,7 @@ from tests.unit.chains import (
     succeed,
 )
 
-from conquiet import ConquietError, Message, Router
+from conquiet import ConquietError, Message, Router, Worker
 from conquiet.errors import (
     ConfigError,
     GivenBack,
@@ -28,6 +28,7 @@ from conquiet.errors import (
 )
 from conquiet.handler import Process
 from conquiet.matcher import sources
+from conquiet.memory import Log
 from conquiet.stage import Stage
 
 
@@ -243,6 +244,13 @@ def test_a5_a_wrong_order_is_refused_at_start_with_the_right_one_shown(chain, ri
 def test_an_inbox_without_a_transaction_is_refused_at_start():
     with pytest.raises(ConfigError, match="the chain has none"):
         router_with(succeed, ListInbox(ListTransaction())).start()
+
+
+def test_a_router_without_handlers_is_refused_at_start():
+    with pytest.raises(ConfigError, match="the router has no handlers"):
+        Router().start()
+    with pytest.raises(ConfigError, match="the router has no handlers"):
+        Worker(Log().source("g"), Router()).start()
 
 
 def test_nothing_can_be_registered_after_the_start():

@@ -10,7 +10,14 @@ from tests.unit.workers import drained, start
 from tests.waiting import eventually
 
 from conquiet import Message, Router
-from conquiet.errors import ConfigError, GivenBack, InvalidMessage, NoHandler, StoreError
+from conquiet.errors import (
+    ConfigError,
+    GivenBack,
+    InvalidMessage,
+    NoHandler,
+    PermanentError,
+    StoreError,
+)
 from conquiet.matcher import all_of, any_of, attribute, sources, types
 from conquiet.memory import Log
 from conquiet.middleware import DeadLetter, Retry
@@ -94,7 +101,8 @@ def test_a_handler_that_fails_does_not_keep_the_other_one_from_its_message(with_
     chain = [ListTransaction()] if with_transaction else []
     router = two_handlers(*chain, bill=fail, ship=lambda message: shipped.append(message.id))
     router.process(keyed(ledger, 1, 2))
-    assert shipped[-1] == "1" and "2" not in shipped  # the second waits for the first
+    assert shipped[-1] == "1"
+    assert "2" not in shipped  # it waits for the first
     assert isinstance(ledger.nacked["1"], ValueError)
     assert isinstance(ledger.nacked["2"], GivenBack)
 
@@ -243,6 +251,83 @@ def test_a_matcher_that_fails_refuses_its_message_and_no_other(caplog):
     assert ledger.acked == ["2"]
     assert isinstance(ledger.nacked["1"], NoHandler)
     assert "the matcher of succeed failed" in caplog.text
+
+
+# --- what no handler takes --------------------------------------------------------------------
+
+
+def test_unknown_types_can_be_passed_over():
+    ledger = Ledger()
+    router = router_with(succeed, unknown="ack", ack="manual")
+    router.process([ledger.message(1, type="other.thing"), ledger.message(2, type=None)])
+    assert ledger.acked == ["1"]
+    assert isinstance(ledger.nacked["2"], InvalidMessage)  # without a type it is broken
+
+
+def test_a_message_that_all_matchers_refuse_is_unknown_too():
+    ledger = Ledger()
+    router = Router(unknown="ack")
+    router.event(match=sources("/eu/*"))(succeed)
+    router.process([ledger.message(1, source="/us/1")])
+    assert ledger.acked == ["1"]
+
+
+def test_unknown_types_can_be_dead_letters_at_once():
+    ledger, dead = Ledger(), Log()
+    router = router_with(succeed, DeadLetter(dead.sink()), unknown="dead")
+    router.process([ledger.message(1, type="other.thing"), ledger.message(2)])
+    [letter] = dead.replay()
+    assert letter.id == "1"
+    assert "UnknownType" in letter.attributes["deadreason"]
+    assert sorted(ledger.acked) == ["1", "2"]
+
+
+def test_unknown_types_are_nacked_by_default():
+    ledger = Ledger()
+    [result] = router_with(succeed).process([ledger.message(1, type="other.thing")])
+    assert isinstance(result, NoHandler)
+    assert not isinstance(result, PermanentError)
+    assert "@router.fallback()" in str(result)
+
+
+def test_an_unknown_choice_is_refused():
+    with pytest.raises(ConfigError, match="choose one of nack, dead, ack"):
+        Router(unknown="skip")
+
+
+def test_a_fallback_runs_only_if_no_other_handler_takes_a_message():
+    ledger, known, rest = Ledger(), [], []
+    router = Router()
+
+    @router.event(match=sources("/test"))
+    def place(order: PlaceOrder) -> None:
+        known.append(order.id)
+
+    @router.fallback()
+    def others(message: Message) -> None:
+        rest.append(message.id)
+
+    router.process(
+        [
+            ledger.message(1),
+            ledger.message(2, type="other.thing"),
+            ledger.message(3, source="/elsewhere"),
+        ]
+    )
+    assert (known, rest) == ([1], ["2", "3"])
+    assert ledger.acked == ["1", "2", "3"]
+
+
+def test_a_router_has_one_fallback_whose_name_is_its_own():
+    def others(message: Message) -> None: ...
+
+    router = Router()
+    router.raw(name="others")(others)
+    with pytest.raises(ConfigError, match="two handlers are called others"):
+        router.fallback()(others)
+    router.fallback(name="rest")(others)
+    with pytest.raises(ConfigError, match="a router has one fallback, and it is rest"):
+        router.fallback(name="more")(others)
 
 
 # --- bad input at the gate --------------------------------------------------------------------

@@ -8,15 +8,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from tests.unit.chains import OrderPlaced, PlaceOrder
+from tests.unit.chains import OrderPlaced, PlaceOrder, place_two, router_with
 from tests.unit.workers import blocking_router, drained, log_of, order, recording, refusing, start
 from tests.waiting import eventually
 
 from conquiet import Message, Router, Worker
 from conquiet.errors import ConfigError
 from conquiet.intake import ByKey, InFlight
-from conquiet.memory import Log
-from conquiet.middleware import DeadLetter
+from conquiet.memory import Log, Outbox, Store, Transaction
+from conquiet.middleware import DeadLetter, per_message
+from conquiet.stage import Stage
+from conquiet.testing import deliver, message
 
 
 def test_messages_flow_from_the_source_through_the_router(workers):
@@ -68,19 +70,113 @@ def test_an_output_that_fails_gives_back_only_its_own_input(workers, ack):
     assert answers == [[0, 1, 2], [1]]
 
 
-def test_outputs_without_a_sink_are_an_error_that_names_the_fix(workers):
-    log = log_of(1)
+def test_a_worker_without_destination_for_declared_outputs_is_refused_at_start():
+    worker = Worker(log_of(1).source("g"), router_with(place_two))
+    with pytest.raises(ConfigError, match=r"place_two returns events.*a sink.*an outbox"):
+        worker.start()
+
+
+def test_outputs_may_have_a_destination_of_ones_own(workers):
+    log, kept = log_of(1), []
+
+    @per_message(stage=Stage.PUBLISH)
+    def keep(message: Message) -> Any:
+        kept.extend((yield))
+        return []
+
+    start(workers, log.source("g"), router_with(place_two, keep))
+    eventually(lambda: drained(log))
+    assert len(kept) == 2
+
+
+@pytest.mark.parametrize("in_transaction", [False, True])
+def test_outputs_that_no_hint_declares_need_a_sink_and_their_effects_are_rolled_back(
+    workers, in_transaction
+):
+    log, letters, store = log_of(2), Log(), Store()
+
+    def place(order: PlaceOrder):
+        store.add("effects")
+        return OrderPlaced(order.id) if order.id == 0 else None
+
     router = Router()
+    router.use(DeadLetter(letters.sink(), max_attempts=3))
+    if in_transaction:
+        router.use(Transaction(store))
+    router.command(source="/orders")(place)
+    start(workers, log.source("g"), router)
+    eventually(lambda: drained(log))
+    [letter] = letters.replay()
+    assert "give the worker a sink, or the router an outbox" in letter.attributes["deadreason"]
+    assert store.get("effects") == (1 if in_transaction else 4)
 
-    @router.command(source="/orders")
-    def place(order: PlaceOrder) -> list[OrderPlaced]:
-        return [OrderPlaced(order.id)]
 
-    worker = start(workers, log.source("g"), router)
-    eventually(
-        lambda: "give the worker a sink, or the router an outbox" in worker.health().last_error
-    )
-    assert not drained(log)
+def ids_of(router: Router, *, deliveries: int = 2) -> list[list[str]]:
+    """The ids of the outputs of one message, per delivery."""
+    return [
+        [output.id for output in deliver(router, message(PlaceOrder(1), id="m-1")).outputs]
+        for _ in range(deliveries)
+    ]
+
+
+def test_without_an_outbox_ids_of_outputs_stay_with_each_delivery():
+    [first, second] = ids_of(router_with(place_two))
+    assert first == second
+    assert len(set(first)) == 2
+
+
+def test_ids_of_outputs_differ_by_input_and_handler():
+    router = router_with(place_two)
+    router.command(source="/orders", name="other")(place_two)
+    batch = [message(PlaceOrder(1), id=name) for name in ("m-1", "m-2")]
+    batch += [message(PlaceOrder(1), id="m-1", source="/elsewhere")]
+    ids = [output.id for output in deliver(router, *batch).outputs]
+    assert len(set(ids)) == len(ids) == 12
+
+
+def test_ids_of_outputs_of_a_batch_handler_stay_too_and_those_that_are_given_are_kept():
+    def place(orders: list[PlaceOrder]) -> list[list[Message]]:
+        given = Message(OrderPlaced(1), {"id": "mine"})
+        return [[given, Message(OrderPlaced(1))] for _ in orders]
+
+    [first, second] = ids_of(router_with(place))
+    assert first == second
+    assert first[0] == "mine" != first[1]
+
+
+def test_an_output_of_a_message_without_id_has_a_new_id():
+    router = router_with(place_two)
+    nameless = [message(PlaceOrder(1), id=None) for _ in range(2)]
+    for item in nameless:
+        item.attributes.pop("id", None)
+    ids = [output.id for output in deliver(router, *nameless).outputs]
+    assert len(set(ids)) == 4
+
+
+def test_with_an_outbox_ids_of_outputs_are_new_and_increase():
+    store = Store()
+    router = router_with(place_two, Transaction(store), Outbox("orders"))
+    deliver(router, message(PlaceOrder(1), id="m-1"), message(PlaceOrder(1), id="m-1"))
+    ids = [event.id for event in store.outbox()]
+    assert ids == sorted(ids)
+    assert len(set(ids)) == 4
+
+
+def test_a_redelivery_publishes_its_outputs_under_the_same_ids(workers):
+    log, events = log_of(1), Log()
+    sink = events.sink("orders")
+    publish, answers = sink.publish, [[None, ConnectionError("lost")]]
+
+    def lose_a_reply(messages: Sequence[Message[Any]]) -> Sequence[Exception | None]:
+        confirmed = publish(messages)
+        return answers.pop() if answers else confirmed
+
+    sink.publish = lose_a_reply
+    start(workers, log.source("g"), router_with(place_two), sink)
+    eventually(lambda: drained(log))
+    ids = [event.id for event in events.replay()]
+    assert len(ids) == 4
+    assert ids[:2] == ids[2:]
 
 
 def test_what_cannot_be_published_goes_to_the_dead_letters(workers):

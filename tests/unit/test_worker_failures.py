@@ -124,6 +124,23 @@ def test_a_source_that_fails_is_asked_again(workers):
     assert worker.health().failures_in_a_row == 0
 
 
+@pytest.mark.parametrize(
+    ("error", "has_traceback"),
+    [(TypeError("a bug"), True), (ConnectionError("away"), False), (StoreError("away"), False)],
+)
+def test_a_bug_in_a_source_is_logged_with_its_traceback(workers, caplog, error, has_traceback):
+    class Broken:
+        def read(self, limit: int, timeout: float) -> list[Message[Any]]:
+            raise error
+
+        def close(self) -> None: ...
+
+    worker = start(workers, Broken(), recording([]))
+    eventually(lambda: worker.health().failures_in_a_row)
+    eventually(lambda: "could not read" in caplog.text)
+    assert ("in read\n" in caplog.text) is has_traceback
+
+
 def test_new_poison_does_not_slow_down_what_comes_after_it(workers):
     class Poison:
         def read(self, limit: int, timeout: float) -> list[Message[Any]]:

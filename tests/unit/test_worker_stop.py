@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -173,6 +174,61 @@ def test_source_and_sink_are_closed_at_a_stop_even_if_one_of_them_fails():
     worker.start()
     assert worker.stop()
     assert closed == ["source", "sink"]
+
+
+# --- event loops ------------------------------------------------------------------------------
+
+
+def test_a_worker_that_stops_leaves_the_event_loop_to_others_of_its_router(workers):
+    running, release, done = threading.Event(), threading.Event(), []
+    router = Router()
+
+    @router.event()
+    async def wait(order: PlaceOrder, message: Message) -> None:
+        running.set()
+        while not release.is_set():
+            await asyncio.sleep(0.001)
+        done.append(message.deliveries)
+
+    busy, idle = log_of(1), Log()
+    start(workers, busy.source("g"), router)
+    other = start(workers, idle.source("g"), router)
+    assert running.wait(10)
+    assert other.stop()
+    release.set()
+    eventually(lambda: drained(busy))
+    assert done == [1]
+
+
+def test_the_last_worker_of_a_router_ends_the_event_loop():
+    seen: list[threading.Thread] = []
+    router = Router()
+
+    @router.event()
+    async def note(order: PlaceOrder) -> None:
+        seen.append(threading.current_thread())
+
+    two = [Worker(log.source("g"), router) for log in (log_of(1), log_of(1))]
+    for worker in two:
+        worker.start()
+    eventually(lambda: len(seen) == 2)
+    assert seen[0] is seen[1]
+    for worker in two:
+        assert seen[0].is_alive()
+        worker.stop()
+    assert not seen[0].is_alive()
+
+
+def test_a_worker_does_not_block_an_event_loop():
+    worker = Worker(Log().source("g"), recording([]))
+
+    async def main() -> None:
+        with pytest.raises(ConfigError, match=r"worker\.start\(\).*to_thread\(worker\.stop\)"):
+            worker.run()
+        worker.start()
+        assert await asyncio.to_thread(worker.stop)
+
+    asyncio.run(main())
 
 
 # --- signals ----------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ examples:
 
 A message that keeps failing, and a line that is no CloudEvent, goes to the dead letters: the
 file given, else stderr. So do, at a stop, lines that were read from a pipe or file and not
-handled. A Redis Stream keeps a failed message and delivers it again; --max-attempts limits that.
+handled. A Redis Stream keeps a failed message and delivers it again, up to --max-attempts times.
 
 The first SIGTERM or Ctrl-C lets messages in flight finish. A second one abandons them.
 
@@ -102,7 +102,7 @@ def register(commands: Any, common: ArgumentParser) -> None:
         "--max-attempts",
         type=count,
         metavar="N",
-        help="deliveries before a message is a dead letter (3; no limit on Redis)",
+        help="deliveries before a message is a dead letter (3; 25 on Redis)",
     )
     run.add_argument(
         "--grace-seconds",

@@ -18,12 +18,12 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from datetime import timedelta
 from functools import wraps
 from importlib.resources import files
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, cast, overload
 from uuid import UUID
 
 import redis
@@ -214,7 +214,8 @@ class Claim(NamedTuple):
         return f"<Claim {self.key}>"
 
 
-Function = Callable[..., Any]
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Guard:
@@ -294,7 +295,15 @@ class Guard:
         # Shielded: a cancelled task must still settle its claim.
         await asyncio.shield(asyncio.to_thread(self.__exit__, kind, error, trace))
 
-    def __call__(self, function: Function) -> Function:
+    @overload
+    def __call__(
+        self, function: Callable[P, Coroutine[Any, Any, T]]
+    ) -> Callable[P, Coroutine[Any, Any, T | None]]: ...
+
+    @overload
+    def __call__(self, function: Callable[P, T]) -> Callable[P, T | None]: ...
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         if inspect.iscoroutinefunction(function):
 
             @wraps(function)

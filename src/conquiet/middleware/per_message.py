@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import update_wrapper
-from typing import Any, TypeAlias, overload
+from typing import Any, TypeAlias, cast, overload
 
 from conquiet.errors import Blameless, ConfigError, HandlerError
 from conquiet.gate import FailedKeys
@@ -20,7 +20,8 @@ logger = logging.getLogger("conquiet.middleware")
 Steps: TypeAlias = Generator[None, Outputs, Outputs | None]
 """Code before the rest of the chain, a bare `yield`, code after it."""
 
-Function: TypeAlias = Callable[[Message[Any]], Steps]
+Function: TypeAlias = Callable[[Message[Any]], Steps | Iterator[None]]
+"""A generator function; one that uses no value of its `yield` may be hinted `Iterator[None]`."""
 
 
 class PerMessage:
@@ -68,7 +69,7 @@ class PerMessage:
                 results[index] = blocked
                 continue
             try:
-                steps = self.function(message)
+                steps = cast(Steps, self.function(message))
                 steps.send(None)  # type: ignore[arg-type]
                 running.append((index, steps))
             except StopIteration as stop:

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from conquiet.errors import ConfigError, ConquietError
 from conquiet.shutdown import Signals
-from conquiet.worker import Health, Worker
+from conquiet.worker import Health, Publish, Worker
 
 logger = logging.getLogger("conquiet.processes")
 
@@ -111,7 +111,8 @@ def _make_worker(settings: dict[str, Any]) -> Worker:
         if not isinstance(worker, Worker):
             raise ConfigError(f"{settings['target']} returned {worker!r:.80}, not a Worker")
         worker.on_stuck = _ending(worker.on_stuck)
-        worker.router.start()  # raises if the chain cannot work
+        # Raises if the chain cannot work.
+        worker.router.start(Publish(worker.sink, worker.router))
     except ConquietError as error:
         logger.error("%s", error)
         sys.exit(CANNOT_WORK)

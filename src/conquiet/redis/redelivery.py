@@ -1,7 +1,7 @@
 """Redelivery: nacked entries pause here, then are delivered again or go to the dead letters.
 
 nack ──▶ pauses ──the pause is over, the entry still ours──▶ delivered again, at its place
-  │ max_attempts reached, or a transaction was applied in part ──▶ dead letter, then XACK
+  │ max_attempts reached, or a permanent error ──▶ dead letter, then XACK
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from typing import Any, NamedTuple
 import redis
 
 from conquiet.acking import Error
-from conquiet.errors import Blameless, GivenBack, InvalidMessage
+from conquiet.errors import Blameless, GivenBack, InvalidMessage, PermanentError
 from conquiet.message import Message, printable
 from conquiet.redis.consumer import Consumer, Delivery
 from conquiet.redis.dead_letter import to_dead_letter
 from conquiet.redis.entry import UndecodableEntry, from_fields
-from conquiet.redis.transaction import PartialExecError
 from conquiet.redis.wire import Wire
 
 logger = logging.getLogger("conquiet.redis")
@@ -130,7 +129,7 @@ class Redelivery:
             self._consumer.uncount(free)
 
     def _is_hopeless(self, delivery: Delivery, error: Error) -> bool:
-        if isinstance(error, PartialExecError):  # the inbox says done: it would not run again
+        if isinstance(error, PermanentError):
             return True
         return self._max_attempts is not None and delivery.deliveries >= self._max_attempts
 
@@ -146,7 +145,8 @@ class Redelivery:
         why = UndecodableEntry(delivery.stream.name, delivery.id.decode(), str(error))
         why.__cause__ = error
         logger.warning("delivery=%d: %s", delivery.deliveries, printable(str(why)))
-        if delivery.deliveries >= (self._max_attempts or _UNDECODABLE_ATTEMPTS):
+        limit = min(self._max_attempts or _UNDECODABLE_ATTEMPTS, _UNDECODABLE_ATTEMPTS)
+        if delivery.deliveries >= limit:
             self._bury(delivery, delivery.deliveries, why)
         else:
             self._add(delivery, delivery.deliveries + 1)

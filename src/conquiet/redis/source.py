@@ -30,6 +30,9 @@ from conquiet.redis.wire import Wire, may_pass
 
 logger = logging.getLogger("conquiet.redis")
 
+MAX_ATTEMPTS = 25
+"""With the default pauses, a message that fails is retried for about a minute and a half."""
+
 _REPLAY_PAGE = 500
 
 Positioned: TypeAlias = tuple[tuple[int, int], Message[Any]]
@@ -52,8 +55,9 @@ class StreamSource:
     `lease` is how long an entry may stay with a dead consumer; a worker renews it while a handler
     runs. `batch_size` bounds one read, `max_in_flight` the entries that are read and not settled,
     `block` the time that one command waits. After `max_attempts` deliveries a failing entry goes to
-    the stream `dead_letters`; by default only entries that are no CloudEvents go there, and those
-    whose transaction was applied in part. `delete` is for outboxes: acked entries are deleted.
+    the stream `dead_letters`, by default the name of its stream and `:dead`; with a permanent error
+    at once. `max_attempts=None` sets no limit: only entries with a permanent error go there, and
+    those that are no CloudEvents. `delete` is for outboxes: acked entries are deleted.
 
     A nacked message pauses `backoff` seconds, then twice as long, up to `max_backoff`. Later
     messages of its `key` (`Message.key`, unless you pass a function) wait behind it.
@@ -72,7 +76,7 @@ class StreamSource:
         block: float | None = None,
         batch_size: int | None = None,
         max_in_flight: int = 10_000,
-        max_attempts: int | None = None,
+        max_attempts: int | None = MAX_ATTEMPTS,
         dead_letters: str | None = None,
         backoff: float = 0.05,
         max_backoff: float = 5.0,

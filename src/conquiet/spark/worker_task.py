@@ -105,7 +105,7 @@ class _Part:
         self._work = work
         self._router = router
         self._sinks = [make() for make in (work.make_sink, work.make_dead_letters) if make]
-        chain = router.start(Publish(self._sinks[0] if work.make_sink else None))
+        chain = router.start(Publish(self._sinks[0] if work.make_sink else None, router))
         self._letters = _letters_of(router)
         if work.make_dead_letters is not None:
             self._letters = DeadLetter(self._sinks[-1], max_attempts=work.max_attempts)

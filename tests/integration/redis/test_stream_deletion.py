@@ -9,7 +9,7 @@ from tests.integration.redis.conftest import GROUP, STREAM, ids
 from tests.integration.redis.reading import SHORT, read
 from tests.waiting import eventually
 
-from conquiet.errors import StoreError
+from conquiet.errors import NoHandler, StoreError, UnknownType
 from conquiet.redis import StreamSource, outbox_source
 
 # --- what is acked ----------------------------------------------------------------------------
@@ -137,6 +137,44 @@ def test_what_failed_too_often_goes_to_the_dead_letters_with_its_error(
     assert letters[0].attributes["deadreason"] == "ValueError: no stock"
     assert letters[0].attributes["deadattempts"] == "2"
     assert letters[0].data == b"0"
+
+
+def test_a_message_that_fails_for_ever_goes_to_the_dead_letters_by_default(
+    source, publish, pending
+):
+    publish(2)
+    one = source(backoff=0.001, max_backoff=0.001)
+    tries = 0
+    while not one.dead:
+        for message in one.read(10, 0.1):
+            if message.id == "m-1":
+                message.ack()
+                continue
+            tries = message.deliveries
+            message.nack(NoHandler("no handler for this type"))
+    assert tries == 25
+    assert pending() == []
+
+
+def test_without_a_limit_it_is_delivered_again_and_again(source, publish):
+    publish(1)
+    one = source(backoff=0.001, max_backoff=0.001, max_attempts=None)
+    for deliveries in range(1, 31):
+        [message] = read(one, 1)
+        assert message.deliveries == deliveries
+        message.nack(ValueError("no stock"))
+    assert not one.dead
+
+
+def test_a_permanent_error_is_a_dead_letter_at_once(source, publish, redis_client, pending):
+    publish(1)
+    one = source()
+    [message] = read(one, 1)
+    message.nack(UnknownType("no handler for this type"))
+    assert one.dead == 1
+    assert pending() == []
+    [letter] = StreamSource(redis_client, f"{STREAM}:dead", "g").replay()
+    assert letter.attributes["deadattempts"] == "1"
 
 
 def test_what_kills_its_consumers_goes_to_the_dead_letters(source, publish):
