@@ -6,13 +6,16 @@ callback blocks it.
 
 from __future__ import annotations
 
+import _thread
 import logging
 import math
 import os
+import sys
 import threading
 import time
 import weakref
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 logger = logging.getLogger("conquiet.lease")
 
@@ -41,66 +44,83 @@ class LeaseKeeper:
     A forked child starts without leases, since they and their connections belong to the parent;
     its first `add` starts a thread of its own.
 
+    With `native`, the thread is one of the operating system also where gevent replaces threads by
+    greenlets, which a handler that does not yield would stop. The leases must then use connections
+    that no greenlet uses: a socket of gevent belongs to the thread that opened it.
+
     Invariants, all guarded by one lock: a lease has a due time if and only if it is registered;
     the due time of a lease whose `renew` is running is infinite unless `hurry` lowered it; the
     thread wakes no later than the earliest due time.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, native: bool = False) -> None:
         self.name = name
+        self._native = native
         self._reset()
         _keepers.add(self)
 
     def _reset(self) -> None:
-        self._changed = threading.Condition()
+        new_lock: Callable[[], Any] = native_lock if self._native else threading.Lock
+        self._lock = new_lock()
+        self._sleep = new_lock()  # held, except for a moment when the thread shall wake
+        self._sleep.acquire()
         self._due: dict[Renewable, float] = {}
         self._every: dict[Renewable, float] = {}
         self._wakes_at = math.inf
-        self._thread: threading.Thread | None = None
+        self._thread: threading.Thread | _NativeThread | None = None
 
     def add(self, lease: Renewable, every: float) -> None:
         """Renew a lease for the first time in `every` seconds, and that long after an error.
 
         A lease that is registered already keeps the sooner of its two due times.
         """
-        with self._changed:
+        with self._lock:
             self._every[lease] = min(every, self._every.get(lease, math.inf))
             self._advance(lease, time.monotonic() + every)
             # A thread that is not alive ended at the interpreter's exit or was lost in a fork.
-            if self._thread is None or not self._thread.is_alive():
-                self._wakes_at = 0.0
-                self._thread = threading.Thread(target=self._keep, name=self.name, daemon=True)
-                self._thread.start()
+            if self._thread is not None and self._thread.is_alive():
+                return
+            self._wakes_at = 0.0
+            if self._native and _has_greenlets_for_threads():
+                thread: threading.Thread | _NativeThread = _NativeThread(self._keep)
+            else:
+                thread = threading.Thread(target=self._keep, name=self.name, daemon=True)
+            self._thread = thread
+        thread.start()
 
     def remove(self, lease: Renewable) -> None:
         """Stop renewing a lease; a call of its `renew` that is running is not waited for.
 
         Takes a lock, so a finalizer must not call it: let `renew` return None instead.
         """
-        with self._changed:
-            self._due.pop(lease, None)
-            self._every.pop(lease, None)
+        with self._lock:
+            self._remove(lease)
+
+    def _remove(self, lease: Renewable) -> None:
+        self._due.pop(lease, None)
+        self._every.pop(lease, None)
 
     def hurry(self, lease: Renewable, within: float = 0.0) -> None:
         """Call `renew` of a registered lease within so many seconds; cheap if it is due by then."""
         at = time.monotonic() + within
-        with self._changed:
+        with self._lock:
             if lease in self._due:
                 self._advance(lease, at)
 
     def __contains__(self, lease: object) -> bool:
-        with self._changed:
+        with self._lock:
             return lease in self._due
 
     def __len__(self) -> int:
-        with self._changed:
+        with self._lock:
             return len(self._due)
 
     def _advance(self, lease: Renewable, at: float) -> None:
         self._due[lease] = min(at, self._due.get(lease, math.inf))
         if at < self._wakes_at:
             self._wakes_at = at
-            self._changed.notify()
+            if self._sleep.locked():
+                self._sleep.release()
 
     # --- the thread -------------------------------------------------------------------------
 
@@ -111,8 +131,9 @@ class LeaseKeeper:
 
     def _wait(self) -> list[Renewable]:
         """Wait for leases that are due; return none when there is nothing left to keep."""
-        with self._changed:
-            while True:
+        has_waited = False
+        while True:
+            with self._lock:
                 now = time.monotonic()
                 due = [lease for lease, at in self._due.items() if at <= now]
                 if due:
@@ -120,32 +141,79 @@ class LeaseKeeper:
                         self._due[lease] = math.inf
                     self._wakes_at = 0.0  # awake: nothing needs to be notified
                     return due
-                earliest = min(self._due.values(), default=math.inf)
-                self._wakes_at = min(earliest, now + _LINGER_SECONDS)
-                self._changed.wait(self._wakes_at - now)
-                if not self._due:
+                if has_waited and not self._due:
                     self._thread = None
                     return []
+                earliest = min(self._due.values(), default=math.inf)
+                self._wakes_at = min(earliest, now + _LINGER_SECONDS)
+                seconds = self._wakes_at - now
+            self._sleep.acquire(timeout=seconds)
+            has_waited = True
 
     def _renew(self, lease: Renewable) -> None:
         seconds: float | None
         try:
             seconds = lease.renew()
         except Exception as error:  # noqa: BLE001 - the leases of others must be renewed
-            with self._changed:
+            with self._lock:
                 seconds = self._every.get(lease)
             if seconds is not None:
                 logger.warning(
                     "%s: could not renew %r, trying again in %.3g s: %r",
                     *(self.name, lease, seconds, error),
                 )
-        with self._changed:
+        with self._lock:
             if lease not in self._due:
                 return
             if seconds is not None:
                 self._due[lease] = min(self._due[lease], time.monotonic() + seconds)
             elif self._due[lease] == math.inf:  # else work came while it decided to end
-                self.remove(lease)
+                self._remove(lease)
+
+
+def native_lock() -> Any:
+    """Create a lock of threads, also where gevent replaces locks by its own.
+
+    Hold it for moments only: a greenlet that waits for it blocks all others of its thread.
+    """
+    return _originals()[0]()
+
+
+def _originals() -> Any:
+    """Return the functions that create locks and start threads, as they were before gevent."""
+    names = ["allocate_lock", "start_new_thread"]
+    monkey: Any = sys.modules.get("gevent.monkey")
+    if monkey is None:
+        return [getattr(_thread, name) for name in names]
+    return monkey.get_original("_thread", names)
+
+
+def _has_greenlets_for_threads() -> bool:
+    monkey: Any = sys.modules.get("gevent.monkey")
+    return monkey is not None and bool(monkey.is_module_patched("threading"))
+
+
+class _NativeThread:
+    """Run a function in a thread of the operating system although gevent replaced threads."""
+
+    def __init__(self, target: Callable[[], None]) -> None:
+        self._target = target
+        self._is_alive = True
+
+    def start(self) -> None:
+        _originals()[1](self._run, ())
+
+    def is_alive(self) -> bool:
+        return self._is_alive
+
+    def _run(self) -> None:
+        try:
+            self._target()
+        finally:
+            self._is_alive = False
+            import gevent  # type: ignore[import-untyped]  # it ships none that mypy finds
+
+            gevent.get_hub().destroy(destroy_loop=True)  # that of this thread, for its sockets
 
 
 _keepers: weakref.WeakSet[LeaseKeeper] = weakref.WeakSet()

@@ -168,7 +168,7 @@ def test_a_forked_child_forgets_the_parents_leases_and_keeps_its_own(keeper):
     parents = Lease()
     keeper.add(parents, 0.01)
     eventually(lambda: parents.times)
-    with keeper._changed:  # the child must not wait for a lock of the parent
+    with keeper._lock:  # the child must not wait for a lock of the parent
         child = os.fork()
     if child == 0:
         code = 1

@@ -12,7 +12,7 @@ Kombu has no entry point for transports. `inspection` looks into queues and clea
 from kombu.transport import TRANSPORT_ALIASES
 
 from conquiet.kombu import inspection
-from conquiet.kombu.connection import ServerTooOld
+from conquiet.kombu.connection import ClusterUnsupported, ServerTooOld
 from conquiet.kombu.options import OptionError
 from conquiet.kombu.transport import AlternateError, SentinelTransport, Transport
 
@@ -22,6 +22,7 @@ TRANSPORT_ALIASES["sentinel-streams"] = "conquiet.kombu:SentinelTransport"
 
 __all__ = [
     "AlternateError",
+    "ClusterUnsupported",
     "OptionError",
     "SentinelTransport",
     "ServerTooOld",

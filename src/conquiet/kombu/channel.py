@@ -11,6 +11,7 @@ import os
 import secrets
 import socket
 import ssl
+import sys
 import time
 import weakref
 from collections.abc import Iterator
@@ -28,7 +29,14 @@ from kombu.utils.url import url_to_parts
 from kombu.utils.uuid import uuid
 from redis import sentinel
 
-from conquiet.kombu.connection import UNREACHABLE, Commands, background_client, close_idle
+from conquiet.kombu.connection import (
+    REPLY_TIMEOUT,
+    UNREACHABLE,
+    Commands,
+    background_client,
+    bound,
+    close_idle,
+)
 from conquiet.kombu.consumer import Consumer
 from conquiet.kombu.layout import Keys, place_of
 from conquiet.kombu.lease import Lease
@@ -67,8 +75,11 @@ class QoS(lists.QoS):  # type: ignore[misc]  # Kombu has no types
         return slow_start if allowed is None else min(allowed, MOST_AT_ONCE)
 
     def ack(self, delivery_tag: str) -> None:
-        self.channel.settle(delivery_tag)
+        confirm = self.channel.confirm_acks
+        if confirm is None:
+            confirm = _acks_early(self._delivered.get(delivery_tag))
         self._quick_ack(delivery_tag)
+        self.channel.settle(delivery_tag, confirm)
 
     def reject(self, delivery_tag: str, requeue: bool = False) -> None:
         if requeue:
@@ -101,6 +112,15 @@ class QoS(lists.QoS):  # type: ignore[misc]  # Kombu has no types
         self._dirty.clear()
 
 
+def _acks_early(message: Any) -> bool:
+    """Return whether a Celery worker acks a message before its task runs, not thereafter."""
+    state: Any = sys.modules.get("celery.worker.state")
+    if state is None or message is None:
+        return False
+    request = state.requests.get(message.headers.get("id"))
+    return request is not None and not request.task.acks_late
+
+
 class Channel(lists.Channel):  # type: ignore[misc]  # Kombu has no types
     """Implement Kombu's channel with streams in place of lists."""
 
@@ -110,6 +130,7 @@ class Channel(lists.Channel):  # type: ignore[misc]  # Kombu has no types
     delivery_limit = 0
     consumer_id: str | None = None
     autoclaim_interval: float | None = None
+    confirm_acks: bool | None = None
     prefetch_count = 0
     _closing: bool
 
@@ -118,6 +139,7 @@ class Channel(lists.Channel):  # type: ignore[misc]  # Kombu has no types
         "delivery_limit",
         "consumer_id",
         "autoclaim_interval",
+        "confirm_acks",
         "prefetch_count",
     )
 
@@ -165,7 +187,7 @@ class Channel(lists.Channel):  # type: ignore[misc]  # Kombu has no types
         def open_lease() -> Lease:
             client = leases.client(self._background_client)
             args = (client, self.keys, name, settlement)
-            return Lease(*args, self.lease_seconds, self.autoclaim_interval)
+            return Lease(*args, self.lease_seconds, self.autoclaim_interval, leases.pulse)
 
         self._client_id: int | None = None
         self.consumer = Consumer(
@@ -194,6 +216,8 @@ class Channel(lists.Channel):  # type: ignore[misc]  # Kombu has no types
             settlement,
             qos=lambda: self.qos,
             new_message=lambda payload: self.Message(payload, channel=self),
+            confirm_lease=self.confirm_lease,
+            pulse=leases.pulse,
             subscribers=subscribers,
         )
 
@@ -216,6 +240,7 @@ class Channel(lists.Channel):  # type: ignore[misc]  # Kombu has no types
         if wants_tls and not isinstance(conninfo.ssl, dict):
             conninfo.ssl = {"ssl_cert_reqs": ssl.CERT_REQUIRED}
         params: dict[str, Any] = super()._connparams(asynchronous=asynchronous)
+        bound(params)
         return params
 
     def _disconnect_pools(self) -> None:
@@ -336,8 +361,7 @@ class Channel(lists.Channel):  # type: ignore[misc]  # Kombu has no types
         if not self.delivery.subscribers:
             self._end_read()
         self.reader.give_back(queue)
-        self.consumer.unsubscribe(queue)
-        if queue in self.topology.auto_delete:
+        if self.consumer.unsubscribe(queue) and queue in self.topology.auto_delete:
             self._delete_unused(queue)
         return result
 
@@ -350,11 +374,18 @@ class Channel(lists.Channel):  # type: ignore[misc]  # Kombu has no types
     def basic_get(self, queue: str, no_ack: bool = False, **kwargs: Any) -> Any:
         return self.delivery.get(queue, no_ack)
 
-    def settle(self, delivery_tag: str) -> None:
-        """Ack a message, also if another consumer has it by now: the work is done."""
+    def settle(self, delivery_tag: str, confirm: bool = False) -> None:
+        """Ack a message, also if another consumer has it by now: the work is done.
+
+        With `confirm` return when Redis has the ack; so does a channel that reads no queue.
+        """
         self.settlement.ack(*place_of(delivery_tag))
-        if self.closed:
+        if self.consumer.lease is None:
+            self.settlement.send(self.commands.client)
+        elif self.closed:
             self.consumer.settle_after_close()
+        elif confirm:
+            self.settlement.send(self.commands.client)
 
     def requeue(self, delivery_tag: str) -> None:
         """Move a message to the end of its queue."""
@@ -370,6 +401,25 @@ class Channel(lists.Channel):  # type: ignore[misc]  # Kombu has no types
         self.qos.reject(message.delivery_tag, requeue=True)
 
     # --- read: Kombu's poller sends in one step and parses in another -------------------------
+
+    def confirm_lease(self) -> None:
+        """Check after a pause longer than the lease which messages are still ours.
+
+        Raise `redis.ConnectionError` if the application has some that others got: Celery connects
+        again, and forgets what it has prefetched and not started.
+        """
+        lease = self.consumer.lease
+        if lease is None or not lease.is_in_doubt:
+            return
+        lease.renew(self.commands.client)
+        if lease.has_lapsed:
+            lost = self.reader.drop_taken()
+            lease.has_lapsed = False
+            if lost:
+                raise redis.ConnectionError(
+                    f"the lease of {self.consumer.name} ended during a pause, and other consumers "
+                    f"got {lost} of its messages"
+                )
 
     def _in_event_loop(self) -> bool:
         """Return False in a call of `drain_events`."""
@@ -453,21 +503,30 @@ class Channel(lists.Channel):  # type: ignore[misc]  # Kombu has no types
 
     def _end_read(self) -> None:
         """End the read under way, since there is no subscriber, and give back what it brings."""
-        if not self._in_poll:
+        connection = self._in_poll
+        if not connection:
             return
-        if self.reader.is_blocking and self._client_id:
-            try:
-                self.commands.client.client_unblock(self._client_id)
-            except redis.RedisError:  # not allowed; then it ends by itself, within the block time
-                logger.debug("CLIENT UNBLOCK failed", exc_info=True)
         try:
-            if self._in_poll.can_read(timeout=LONGEST_BLOCK + 1):
+            if connection.can_read(timeout=self._unblock_read()):
                 self._receive_reply()
             else:  # half-open: the server counts the entries in it as ours, and takes them back
-                self._in_poll.disconnect()
+                connection.disconnect()
         except (*self.connection_errors, redis.ResponseError):
             logger.debug("the connection was lost during a read", exc_info=True)
         self.reader.give_back_all()
+
+    def _unblock_read(self) -> float:
+        """End the read in Redis, and return the seconds in which the reply must come."""
+        client_id = self._client_id if self.reader.is_blocking else None
+        try:
+            # Over another connection, and also if nothing blocks: it shows that the server answers.
+            self.leases.reach(lambda client: client.client_unblock(client_id or 0))
+        except UNREACHABLE:
+            return 0.0
+        except redis.RedisError:  # not allowed; then it ends by itself, within the block time
+            logger.debug("CLIENT UNBLOCK failed", exc_info=True)
+            return LONGEST_BLOCK + 1
+        return REPLY_TIMEOUT / 2
 
     # Fanout queues are streams like the others, so Kombu's PUB/SUB is not used.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,13 +15,24 @@ OLDEST_SERVER = (6, 2)
 
 UNREACHABLE = (redis.ConnectionError, redis.TimeoutError, OSError)
 
-# Seconds that the background client waits at most, however long the application lets commands wait:
-# it must notice a dead connection in time to renew a lease over another one.
+REPLY_TIMEOUT = 10.0
+"""Seconds that a command waits for its reply, unless the application sets `socket_timeout`.
+
+A peer that falls silent without closing the connection would block the caller for ever. Reads that
+block in Redis are awaited by polling their socket, so that this does not limit them.
+"""
+
+# Seconds that the clients of leases wait at most, however long the application lets commands wait:
+# they must notice a dead connection in time to renew a lease over another one.
 _BACKGROUND_TIMEOUT = 5.0
 
 
 class ServerTooOld(ConfigError):
     """The server lacks commands that the transport needs."""
+
+
+class ClusterUnsupported(ConfigError):
+    """The server is a node of a Redis Cluster."""
 
 
 class Commands:
@@ -58,23 +70,32 @@ def close_idle(pool: Any) -> None:
         close_idle(sentinel.connection_pool)
 
 
+def bound(params: dict[str, Any], longest: float = math.inf) -> None:
+    """Limit how long connections with these parameters wait for a reply, and for the server."""
+    for name in ("socket_timeout", "socket_connect_timeout"):
+        if name in params:  # a unix socket has no second one
+            params[name] = min(params[name] or REPLY_TIMEOUT, longest)
+
+
 def background_client(pool: Any, lease_seconds: float) -> Any:
-    """Create the client of the thread that renews leases; it outlives the channel."""
-    params = pool.connection_kwargs
-    longest = max(min(_BACKGROUND_TIMEOUT, lease_seconds / 10), 0.5)
-    params["socket_timeout"] = min(params.get("socket_timeout") or longest, longest)
-    if "socket_connect_timeout" in params:  # a unix socket has none
-        given = params["socket_connect_timeout"] or longest
-        params["socket_connect_timeout"] = min(given, longest)
+    """Create a client for leases; it outlives the channel."""
+    bound(pool.connection_kwargs, max(min(_BACKGROUND_TIMEOUT, lease_seconds / 10), 0.5))
     return redis.Redis(connection_pool=pool)
 
 
 def check_server(client: Any) -> None:
-    """Refuse a server that is too old; one that hides its version is accepted."""
+    """Refuse a server that cannot be used; one that hides what it is is accepted."""
     try:
-        found = client.info("server").get("redis_version", "")
+        server = client.info("server")
     except redis.exceptions.NoPermissionError:
         return
+    if "cluster" in (server.get("redis_mode"), server.get("server_mode")):  # the second of Valkey
+        raise ClusterUnsupported(
+            "the server is a node of a Redis Cluster, which spreads keys that one script of this "
+            "transport needs together: use a server without cluster mode, or Sentinel by "
+            "sentinel-streams://"
+        )
+    found = server.get("redis_version", "")
     version = tuple(int(part) for part in str(found).split(".")[:2] if part.isdigit())
     if version and version < OLDEST_SERVER:
         raise ServerTooOld(

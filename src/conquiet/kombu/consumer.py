@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import redis
 
 from conquiet.kombu import scripts
 from conquiet.kombu.connection import UNREACHABLE, Commands
 from conquiet.kombu.layout import GROUP, Keys, QueueSettings
-from conquiet.kombu.lease import Lease, Leases
+from conquiet.kombu.lease import Lease, Leases, Silence
 from conquiet.kombu.settlement import Settlement
 from conquiet.kombu.topology import Topology
 
@@ -84,6 +85,7 @@ class Consumer:
             lease = self.lease = self._open_lease()
             weakref.finalize(self, lease.end).atexit = False
         if queue not in self._subscribed:
+            lease.serves_loop = True
             settings = self._commands.call(
                 scripts.subscribe,
                 [self._keys.leases, self._keys.queues, self._keys.stream(queue, 0)],
@@ -96,41 +98,51 @@ class Consumer:
             self._subscribed.add(queue)
         return lease
 
-    def unsubscribe(self, queue: str) -> None:
-        """Leave the group of a queue; its streams stay known while messages are unacked."""
+    def unsubscribe(self, queue: str) -> bool:
+        """Leave the group of a queue; its streams stay known while messages are unacked.
+
+        Return False if Redis did not answer.
+        """
         self._subscribed.discard(queue)
-        streams = self._keys.streams(queue)
-        if self.lease:
-            self.lease.let_expire(streams)
+        lease, streams = self.lease, self._keys.streams(queue)
+        if lease is None:
+            return True
+        lease.let_expire(streams)
+        lease.serves_loop = bool(self._subscribed)
+
+        def leave_group(client: Any) -> Any:
+            self._settlement.send(client)
+            return scripts.unsubscribe.call(client, streams, [GROUP, self.name])
+
         try:
-            self._send()
-            holds_some = self._commands.call(scripts.unsubscribe, streams, [GROUP, self.name])
+            holds_some = self._leases.reach(leave_group)
         except UNREACHABLE as error:
             logger.debug("%s could not unsubscribe from %r: %s", self.name, queue, error)
-            return
-        if holds_some:
-            return
-        for stream in streams:
-            self.streams.pop(stream, None)
-        if self.lease:
-            self.lease.discard(streams)
-
-    def _send(self) -> None:
-        if self._settlement and self.lease:
-            self._settlement.send(self.lease.client)
+            return False
+        if not holds_some:
+            for stream in streams:
+                self.streams.pop(stream, None)
+            lease.discard(streams)
+        return True
 
     # --- end --------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """Return everything that the server counts as ours, an unread reply included."""
+        """Return everything that the server counts as ours, an unread reply included.
+
+        If Redis does not answer, a thread tries again until it does.
+        """
         lease = self.lease
         if lease is None:
             return
         try:
-            self._settlement.leave(lease.client, self.streams)
+            self._leases.reach(lambda client: self._settlement.leave(client, self.streams))
         except (redis.RedisError, OSError) as error:
-            logger.warning(
-                "%s could not give back its messages: %s; they come back when its lease ends",
+            lease.leave_later(self.streams)
+            logger.log(
+                logging.DEBUG if isinstance(error, Silence) else logging.WARNING,
+                "%s could not give back its messages: %s; it tries again until Redis answers, and "
+                "they come back at the latest when its lease ends",
                 self.name,
                 error,
             )
@@ -140,7 +152,7 @@ class Consumer:
     def settle_after_close(self) -> None:
         """Send an ack that was recorded after `leave`; a thread tries again if Redis is away."""
         try:
-            self._send()
+            self._leases.reach(self._settlement.send)
         except (redis.RedisError, OSError) as error:
             logger.warning(
                 "%s could not ack after its channel was closed: %s; it tries again until Redis "
@@ -151,4 +163,4 @@ class Consumer:
             if self.lease is not None:
                 self._leases.remove(self.lease)
         else:
-            self._leases.close_unused()
+            self._leases.close_idle()

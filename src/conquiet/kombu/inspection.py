@@ -16,6 +16,7 @@ import redis
 
 from conquiet.kombu import scripts
 from conquiet.kombu.layout import BACK, GROUP, Keys, QueueSettings
+from conquiet.kombu.topology import forget_expired
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +122,7 @@ def forget_expired_queues(client: Any, prefix: str = "") -> list[str]:
 
     Consumers do so as well, but keep the names for a day, so that late messages are dropped.
     """
-    keys = Keys(prefix)
-    every = [keys.queues, keys.exchanges, keys.gone]
-    return sorted(_text(name) for name in scripts.sweep.call(client, every, [keys.namespace, 0, 0]))
+    return sorted(forget_expired(client, Keys(prefix), 0))
 
 
 def dead_letters(client: Any, queue: str, prefix: str = "", limit: int = 100) -> list[DeadLetter]:

@@ -57,6 +57,8 @@ class QueueSettings(NamedTuple):
     '60000||100'
     >>> QueueSettings.decode(b"60000||100").max_length
     100
+
+    A queue that was used and never declared has an empty value in the hash `queues`.
     """
 
     expires_ms: int | None = None
@@ -64,9 +66,8 @@ class QueueSettings(NamedTuple):
     max_length: int | None = None
 
     def encode(self) -> str:
-        """Write the value of a queue in the hash `queues`; it is empty if there are no limits."""
-        text = "|".join("" if limit is None else str(limit) for limit in self)
-        return "" if text == "||" else text
+        """Write the value of a queue in the hash `queues`."""
+        return "|".join("" if limit is None else str(limit) for limit in self)
 
     @classmethod
     def decode(cls, value: str | bytes) -> QueueSettings:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +47,12 @@ OURS = (
         "ours",
         "seconds between looks for the messages of dead processes (a tenth of `lease`)",
     ),
+    Option(
+        "confirm_acks",
+        "ours",
+        "true: an ack returns when Redis has it; false: it travels with the next fetch, or within "
+        "20 ms (true for Celery tasks that are acked before they run, else false)",
+    ),
     Option("prefetch_count", "ours", "the prefetch count of a channel until `basic_qos` sets one"),
 )
 
@@ -59,8 +66,8 @@ KEPT = (
     Option("queue_order_strategy", "kept", "round_robin, sorted or priority"),
     Option("fanout_patterns", "kept", "false: a fanout exchange ignores routing keys"),
     Option("polling_interval", "kept", "seconds that a read blocks, 10 at most"),
-    Option("socket_timeout", "kept", "as in Kombu"),
-    Option("socket_connect_timeout", "kept", "as in Kombu"),
+    Option("socket_timeout", "kept", "as in Kombu, but 10 seconds unless it is set"),
+    Option("socket_connect_timeout", "kept", "as in Kombu, but 10 seconds unless it is set"),
     Option("socket_keepalive", "kept", "as in Kombu"),
     Option("socket_keepalive_options", "kept", "as in Kombu"),
     Option("max_connections", "kept", "as in Kombu"),
@@ -79,7 +86,7 @@ NOTHING = (
     Option(
         "visibility_timeout",
         "nothing",
-        "a message is never given to others while its process lives; see `lease`",
+        "a message is never given to others while its process lives; a warning says to set `lease`",
     ),
     Option("ack_emulation", "nothing", "acks are those of Redis, and cannot be switched off"),
     Option("unacked_key", "nothing", "unacked messages are pending entries of their stream"),
@@ -119,10 +126,23 @@ def check(options: Mapping[str, Any]) -> None:
             raise OptionError(
                 f"the transport option {option.name} is not supported: {option.meaning}"
             )
+    if options.get("visibility_timeout") is not None:
+        warnings.warn(
+            "the transport option visibility_timeout means nothing with redis-streams://, where a "
+            "message is never given to others while its process lives, however long its task "
+            "takes: remove it, and set lease, in seconds (60), for how soon the messages of a "
+            "killed process come back",
+            stacklevel=2,
+        )
     _require(options, "lease", lambda value: 1 <= value < math.inf, "at least 1 second")
     _require(options, "autoclaim_interval", lambda value: value > 0, "more than 0 seconds")
     _require(options, "delivery_limit", _is_count, "a whole number, 0 for no limit")
     _require(options, "prefetch_count", _is_count, "a whole number, 0 for no limit")
+    if not isinstance(options.get("confirm_acks"), bool | None):
+        raise OptionError(
+            f"the transport option confirm_acks is {options['confirm_acks']!r}; it must be true or "
+            f"false"
+        )
     _check_priorities(options.get("priority_steps"))
     name = options.get("consumer_id")
     if name is not None and (not isinstance(name, str) or not name or name.startswith("~")):

@@ -9,7 +9,7 @@ from kombu.utils.json import dumps
 
 from conquiet.kombu import scripts
 from conquiet.kombu.connection import Commands
-from conquiet.kombu.layout import BACK, GROUP, Keys
+from conquiet.kombu.layout import BACK, GROUP, Keys, QueueSettings
 from conquiet.kombu.topology import Topology
 
 
@@ -111,7 +111,7 @@ class Publisher:
             pipe.hsetnx(self._keys.queues, queue, "")
             pipe.hget(self._keys.queues, queue)
             _, settings = pipe.execute()
-        if settings:
+        if QueueSettings.decode(settings) != QueueSettings():
             return False
         self._plain.add(queue)
         return True

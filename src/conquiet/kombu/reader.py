@@ -25,6 +25,7 @@ from conquiet.kombu.layout import (
     place_of,
     tag_of,
 )
+from conquiet.kombu.lease import Pulse
 from conquiet.kombu.settlement import Acks, Settlement, encode_acks
 from conquiet.kombu.topology import Topology
 
@@ -222,6 +223,26 @@ class Reader:
         self._settlement.give_back_strays(execute, self._consumer.streams, self._held())
         self.has_strays = False
 
+    def drop_taken(self) -> int:
+        """Drop buffered entries that other consumers took over while our lease had ended.
+
+        Return how many of those that were handed over they have, which cannot be taken back.
+        """
+        handed = [place_of(tag) for tag in list(self._qos()._delivered)]
+        places = [entry.place for entry in self._buffer] + handed
+        taken = self._settlement.find_taken(self._commands.client, places)
+        kept = deque(entry for entry in self._buffer if entry.place not in taken)
+        dropped, self._buffer = len(self._buffer) - len(kept), kept
+        lost = sum(place in taken for place in handed)
+        logger.warning(
+            "%s was silent for longer than its lease: of its messages other consumers got %d that "
+            "were buffered, and are dropped here, and %d that the application has",
+            self._consumer.name,
+            dropped,
+            lost,
+        )
+        return lost
+
     def _held(self) -> Iterator[Place]:
         yield from self._settlement.places()
         yield from (entry.place for entry in self._buffer)
@@ -296,9 +317,13 @@ class Delivery:
         *,
         qos: Callable[[], Any],
         new_message: Callable[[Any], Any],
+        confirm_lease: Callable[[], None],
+        pulse: Pulse,
         subscribers: dict[str, list[Subscriber]] | None = None,
     ) -> None:
         self.subscribers: dict[str, list[Subscriber]] = subscribers or {}
+        self._confirm_lease = confirm_lease
+        self._pulse = pulse
         self._reader = reader
         self._settlement = settlement
         self._qos = qos
@@ -338,6 +363,7 @@ class Delivery:
 
     def hand_over(self) -> int:
         """Call back the subscriber of the next message; return 0 if there is no message."""
+        self._confirm_lease()
         while self._reader:
             entry = self._reader.pop()
             subscribers = self.subscribers.get(entry.queue)
@@ -348,7 +374,11 @@ class Delivery:
             if message is None:
                 continue
             self._own(entry, message, subscribers[-1].no_ack)
-            subscribers[-1].callback(message)
+            self._pulse.begin()
+            try:
+                subscribers[-1].callback(message)
+            finally:
+                self._pulse.end()
             return 1
         return 0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -10,6 +9,7 @@ from typing import Any
 
 from conquiet.kombu import scripts
 from conquiet.kombu.layout import BACK, GROUP, Keys, Place
+from conquiet.lease import native_lock
 
 # Redis' Lua can pass on some thousand values at once.
 _MOST_AT_ONCE = 1000
@@ -37,7 +37,7 @@ class Settlement:
         self._hurry = hurry
         self._acks: deque[Place] = deque()
         self._rest: deque[tuple[str, str, str | None]] = deque()
-        self._lock = threading.Lock()
+        self._lock = native_lock()
 
     def __bool__(self) -> bool:
         return bool(self._acks or self._rest)
@@ -149,6 +149,16 @@ class Settlement:
         for stream in streams:
             args: list[Any] = [GROUP, self._consumer, BACK, *entries.get(stream, ())]
             execute(*scripts.strays.whole([stream], args))
+
+    def find_taken(self, client: Any, places: Iterable[Place]) -> set[Place]:
+        """Find those entries that other consumers took over, or have finished since."""
+        taken: set[Place] = set()
+        for stream, entries in _by_stream(places).items():
+            for at in range(0, len(entries), scripts.AT_ONCE):
+                some = entries[at : at + scripts.AT_ONCE]
+                reply = scripts.taken.call(client, [stream], [GROUP, self._consumer, *some])
+                taken.update((stream, entry.decode()) for entry in reply)
+        return taken
 
     def leave(self, client: Any, streams: Iterable[str]) -> None:
         """Send everything, return what is still pending with the consumer, and remove it."""

@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 _LIMITS = (("x-expires", 1), ("x-message-ttl", 0), ("x-max-length", 0))
 
+_NAMES_AT_ONCE = 200
+
 Binding = tuple[str, str | None, str]
 """Routing key, pattern, queue."""
 
@@ -56,12 +58,16 @@ class Topology:
     # --- queues -----------------------------------------------------------------------------
 
     def declare(self, queue: str, arguments: Any = None, auto_delete: bool = False) -> None:
-        if auto_delete:
-            self.auto_delete.add(queue)
+        """Declare a queue; raise `ChannelError` 406 if it was declared with other limits."""
         limits = (_limit(queue, arguments or {}, name, least) for name, least in _LIMITS)
         settings = QueueSettings(*limits)
+        current = self._declare(queue, settings)
+        if current:
+            raise _inequivalent(queue, settings, QueueSettings.decode(current))
+        self.declared[queue] = settings
         self.remember_expires(queue, settings.expires_ms)
-        self._declare(queue, settings)
+        if auto_delete:
+            self.auto_delete.add(queue)
 
     def remember_expires(self, queue: str, milliseconds: int | None) -> None:
         if milliseconds:
@@ -69,20 +75,19 @@ class Topology:
         else:
             self.expires_ms.pop(queue, None)
 
-    def _declare(self, queue: str, settings: QueueSettings) -> None:
-        self.declared[queue] = settings
-        expires = "" if settings.expires_ms is None else str(settings.expires_ms)
-        self._commands.call(
+    def _declare(self, queue: str, settings: QueueSettings | None) -> Any:
+        expires = "" if settings is None else settings.expires_ms or ""
+        return self._commands.call(
             scripts.declare,
             [self._keys.queues, *self._keys.streams(queue)],
-            [GROUP, queue, settings.encode(), expires],
+            [GROUP, queue, settings.encode() if settings else "", expires],
         )
 
     def restore(self, queue: str) -> None:
         """Declare and bind a consumed queue again if it was deleted, or the database flushed."""
         if self._commands.client.hexists(self._keys.queues, queue):
             return
-        self._declare(queue, self.declared.get(queue, QueueSettings()))
+        self._declare(queue, self.declared.get(queue))
         for exchange, routing_key, arguments in list(self._state.queue_bindings(queue)):
             self._store(exchange, self._bind(exchange, routing_key, queue, arguments))
 
@@ -204,6 +209,31 @@ class Topology:
         )
 
 
+def forget_expired(client: Any, keys: Keys, kept_ms: int, every_ms: int = 0) -> list[str]:
+    """Remove the bindings of queues whose x-expires has passed, and later their names.
+
+    Return the names. In slices, so that other clients get their turn however many there are; once
+    in `every_ms`, however many consumers call it.
+    """
+    expired, forgotten = 0, []
+    cursor: Any = "0"
+    while True:
+        args = [keys.namespace, kept_ms, every_ms, cursor, _NAMES_AT_ONCE]
+        cursor, found, *gone = scripts.sweep.call(client, [keys.queues, keys.gone], args)
+        expired += found
+        forgotten += [name if isinstance(name, str) else name.decode() for name in gone]
+        if int(cursor) == 0:
+            break
+    for exchange in client.smembers(keys.exchanges) if expired else ():
+        name = exchange if isinstance(exchange, str) else exchange.decode()
+        table = [keys.queues, keys.exchanges, keys.bindings(name)]
+        cursor = scripts.unbind.call(client, table, [keys.namespace, name, 0, _NAMES_AT_ONCE])
+        while int(cursor):
+            args = [keys.namespace, name, cursor, _NAMES_AT_ONCE]
+            cursor = scripts.unbind.call(client, table, args)
+    return forgotten
+
+
 def encode_binding(routing_key: str | None, pattern: str | None, queue: str) -> str:
     return json.dumps([routing_key or "", pattern or "", queue])
 
@@ -228,6 +258,27 @@ def _unknown_exchange() -> dict[str, Any]:
         "arguments": {},
         "table": [],
     }
+
+
+def _inequivalent(queue: str, wanted: QueueSettings, current: QueueSettings) -> ChannelError:
+    """Describe the first limit in which two declarations of a queue differ, as RabbitMQ does."""
+    name, received, found = next(
+        (name, received, found)
+        for (name, _), received, found in zip(_LIMITS, wanted, current, strict=True)
+        if received != found
+    )
+    return ChannelError(
+        f"PRECONDITION_FAILED - inequivalent arg {name!r} for queue {queue!r}: received "
+        f"{_or_none(received)}, but current is {_or_none(found)}; declare it with the same "
+        f"arguments everywhere, or delete it first: conquiet kombu clean --delete-queue {queue}",
+        (50, 10),
+        "Channel.queue_declare",
+        "406",
+    )
+
+
+def _or_none(limit: int | None) -> str:
+    return "none" if limit is None else str(limit)
 
 
 def _limit(queue: str, arguments: Any, name: str, least: int) -> int | None:

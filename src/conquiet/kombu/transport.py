@@ -15,7 +15,7 @@ from conquiet.errors import ConfigError
 from conquiet.kombu import options
 from conquiet.kombu.channel import Channel, SentinelChannel
 from conquiet.kombu.connection import check_server
-from conquiet.kombu.lease import Leases
+from conquiet.kombu.lease import Leases, Pulse
 
 _LONGEST_POLL = 1.0  # seconds
 _WITHOUT_CREDIT = 0.05  # seconds; an ack by another thread or greenlet frees credit, wakes no poll
@@ -63,8 +63,9 @@ class Wakeup:
 class Poller(lists.MultiChannelPoller):  # type: ignore[misc]  # Kombu has no types
     """Hand over the buffered messages of channels before the server is asked for more."""
 
-    def __init__(self) -> None:
+    def __init__(self, pulse: Pulse) -> None:
         super().__init__()
+        self._pulse = pulse
         self._turn = 0
         self._wakeup = Wakeup()
         self._loop: Any = None
@@ -99,10 +100,14 @@ class Poller(lists.MultiChannelPoller):  # type: ignore[misc]  # Kombu has no ty
 
     def use(self, loop: Any) -> None:
         self._loop = loop
+        self._pulse.watch(loop)
 
     def on_poll_start(self) -> None:
+        for channel in list(self._channels):
+            channel.confirm_lease()
         super().on_poll_start()
         if self._loop is not None and not self._in_protected_read:
+            self._pulse.turn()
             self._wake_if_any_waits()
 
     def _wake_if_any_waits(self) -> None:
@@ -165,8 +170,8 @@ class Transport(lists.Transport):  # type: ignore[misc]  # Kombu has no types
         options.check(client.transport_options)
         self._refuse_other_transports(client)
         super().__init__(client, **kwargs)
-        self.cycle = Poller()
         self.leases = Leases()
+        self.cycle = Poller(self.leases.pulse)
         self._pid = os.getpid()
         self._is_checked = False
 
@@ -193,7 +198,7 @@ class Transport(lists.Transport):  # type: ignore[misc]  # Kombu has no types
         """Leave the poller to the parent after a fork; once, although every channel calls it."""
         if self._pid != os.getpid():
             self._pid = os.getpid()
-            self.cycle = Poller()
+            self.cycle = Poller(self.leases.pulse)
 
     def close_connection(self, connection: Any) -> None:
         super().close_connection(connection)

@@ -20,13 +20,29 @@ LIST = Path(__file__).with_name("celery_not_here.toml")
 OPTIONS = ("-p", "celery.contrib.pytest", "--timeout=300")
 
 
+@pytest.fixture
+def directory(sdists, tmp_path):
+    """Unpack the tests of the installed Celery."""
+    found = upstream.unpacked(upstream.sdist("celery", version_of("celery"), sdists), tmp_path)
+    upstream.put("celery_on_redis.py", found / "conftest.py")
+    upstream.put("registered.py", found / "sitecustomize.py")
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_celerys_own_tests_of_half_open_connections_pass(directory):
+    names = ["t/integration/test_connection_recovery.py"]
+    alias = {"SUITE_SCHEME": "redis", "SUITE_TAKES_ALIAS": "yes"}
+    outcome = upstream.run(directory, names, *OPTIONS, workers=2, timeout=200, **alias)
+    assert not outcome.failed, outcome.reasons(outcome.failed)
+    assert (len(outcome.passed), outcome.skipped) == (2, {})
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(2700)
-def test_celerys_own_integration_tests_pass(sdists, tmp_path):
+def test_celerys_own_integration_tests_pass(directory):
     version = version_of("celery")
-    directory = upstream.unpacked(upstream.sdist("celery", version, sdists), tmp_path)
-    upstream.put("celery_on_redis.py", directory / "conftest.py")
-    upstream.put("registered.py", directory / "sitecustomize.py")
     outcome = upstream.run(
         directory,
         ["t/integration"],

@@ -25,7 +25,13 @@ from tests.integration.redis.servers import sentinel
 from tests.waiting import eventually
 
 from conquiet import embedded
-from conquiet.kombu import AlternateError, ServerTooOld, Transport, inspection
+from conquiet.kombu import (
+    AlternateError,
+    ClusterUnsupported,
+    ServerTooOld,
+    Transport,
+    inspection,
+)
 from conquiet.kombu.lease import Lease
 
 
@@ -108,10 +114,10 @@ def test_a_renewal_that_ends_after_the_close_leaves_no_connection_open(
 ):
     renew, begun, closed = Lease.renew, threading.Event(), threading.Event()
 
-    def slow(lease):
+    def slow(lease, client=None):
         begun.set()
         closed.wait(20)
-        renew(lease)
+        renew(lease, client)
 
     monkeypatch.setattr(Lease, "renew", slow)
     with Proxy(redis_server.port) as proxy:
@@ -140,8 +146,8 @@ ALLOWED = [
     *("eval", "evalsha", "script|load", "multi", "exec", "exists", "time", "info"),
     *("xadd", "xread", "xreadgroup", "xack", "xdel", "xlen", "xrange", "xclaim", "xpending"),
     *("xtrim", "xinfo|groups", "xinfo|consumers", "xgroup|create", "xgroup|createconsumer"),
-    *("xgroup|delconsumer", "hset", "hsetnx", "hget", "hdel", "hgetall", "hkeys"),
-    *("zadd", "zrem", "zscore", "zremrangebyscore", "sadd", "srem", "smembers"),
+    *("xgroup|delconsumer", "hset", "hsetnx", "hget", "hdel", "hgetall", "hkeys", "hscan"),
+    *("zadd", "zrem", "zscore", "zremrangebyscore", "sadd", "srem", "smembers", "sscan"),
     *("del", "pexpire", "persist", "pttl"),
 ]
 
@@ -251,6 +257,16 @@ def test_an_old_server_is_refused_and_told_what_to_do(redis_url, monkeypatch):
     with (
         connected(redis_url) as connection,
         pytest.raises(ServerTooOld, match=r"needs 6\.2 or newer .* upgrade the server"),
+    ):
+        connection.connect()
+
+
+def test_a_node_of_a_cluster_is_refused_in_words():
+    options = ("--cluster-enabled", "yes")
+    with (
+        needs.found("Redis", lambda: embedded.redis(options=options, private=True)) as node,
+        connected(node.url) as connection,
+        pytest.raises(ClusterUnsupported, match=r"a node of a Redis Cluster, .* Sentinel"),
     ):
         connection.connect()
 

@@ -12,10 +12,18 @@ import pytest
 import redis
 from kombu.asynchronous.hub import Hub
 from tests.faults.proxy import Proxy
-from tests.integration.kombu.brokers import Taken, connected, put, since_5_7
+from tests.integration.kombu.brokers import (
+    Taken,
+    connected,
+    drain,
+    nothing_comes,
+    put,
+    since_5_7,
+)
 from tests.waiting import eventually
 
 from conquiet.kombu import inspection
+from conquiet.kombu.lease import Pulse
 
 
 class Loop:
@@ -141,3 +149,54 @@ def test_a_half_open_connection_is_dropped_and_the_loop_goes_on(redis_server, re
             return 2 in loop.taken
 
         eventually(comes, timeout=30)
+
+
+# --- a loop that is blocked -------------------------------------------------------------------
+
+
+def test_a_loop_that_is_blocked_loses_its_messages_to_others(redis_url, monkeypatch, caplog):
+    monkeypatch.setattr("conquiet.kombu.lease.LEAST_PATIENCE", 0.5)
+    with connected(redis_url, lease=1) as hung, connected(redis_url, lease=1) as other:
+        put(other, "orders", "a")
+        with Loop(hung, ack=False) as loop:
+            loop.run(lambda: loop.taken == ["a"])
+            taken = Taken()
+            with other.Consumer(kombu.Queue("orders"), callbacks=[taken]):
+                assert drain(other, taken, 1) == ["a"]
+            assert "the event loop has been blocked" in caplog.text
+            with pytest.raises(redis.ConnectionError, match="got 1 of its messages"):
+                loop.run(lambda: False)
+
+
+def test_a_loop_in_which_a_callback_works_keeps_its_messages(redis_url, monkeypatch):
+    monkeypatch.setattr("conquiet.kombu.lease.LEAST_PATIENCE", 0.1)
+    with connected(redis_url, lease=1) as busy, connected(redis_url, lease=1) as other:
+        put(other, "orders", "a")
+        others = Taken()
+
+        def work(body, message):
+            with other.Consumer(kombu.Queue("orders"), callbacks=[others]):
+                assert nothing_comes(other, timeout=3)
+            loop.taken(body, message)
+
+        with Loop(busy) as loop:
+            loop.consumer.callbacks = [work]
+            loop.run(lambda: loop.taken == ["a"])
+
+
+def test_a_task_in_the_thread_of_the_loop_does_not_block_it():
+    from celery.signals import task_postrun, task_prerun
+
+    pulse, hub = Pulse(), Hub()
+    pulse.watch(hub)
+    eventually(lambda: pulse.blocked() > 0.01)
+    task_prerun.send(sender=None)  # a task with an ETA on the solo pool, say
+    assert pulse.blocked() == 0
+    elsewhere = threading.Thread(target=lambda: task_postrun.send(sender=None))
+    elsewhere.start()
+    elsewhere.join()
+    assert pulse.blocked() == 0
+    task_postrun.send(sender=None)
+    eventually(lambda: pulse.blocked() > 0.01)
+    hub.close()
+    assert pulse.blocked() == 0

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import kombu
 import pytest
+from tests.faults.proxy import Proxy
 from tests.integration.kombu.brokers import Taken, connected, drain, nothing_comes, put, size
+from tests.waiting import eventually
 
 from conquiet.kombu import OptionError, inspection
+from conquiet.kombu.layout import Keys
 
 
 def test_options_are_checked_when_the_transport_is_made(redis_url):
@@ -64,10 +67,40 @@ def test_queue_order_strategy(redis_url, strategy, order):
             assert drain(connection, taken, 4) == order
 
 
+def test_a_visibility_timeout_is_answered_with_what_to_set_instead(redis_url):
+    with (
+        connected(redis_url, visibility_timeout=3600) as connection,
+        pytest.warns(UserWarning, match="visibility_timeout means nothing .* set lease"),
+    ):
+        connection.connect()
+
+
+def test_confirmed_acks_have_reached_redis_when_they_return(redis_url, redis_client):
+    with connected(redis_url, confirm_acks=True) as connection:
+        put(connection, "orders", "a")
+        taken = Taken()
+        with connection.Consumer(kombu.Queue("orders"), callbacks=[taken]):
+            drain(connection, taken, 1)
+            assert redis_client.xlen(Keys().stream("orders", 0)) == 0
+
+
+def test_an_ack_that_was_not_confirmed_raises_and_is_sent_later(redis_server, redis_client):
+    with (
+        Proxy(redis_server.port) as proxy,
+        connected(proxy.url, confirm_acks=True, lease=1) as connection,
+    ):
+        put(connection, "orders", "a")
+        message = kombu.Queue("orders")(connection.default_channel).get()
+        proxy.refuse()
+        with pytest.raises(connection.connection_errors):
+            message.ack()
+        proxy.heal()
+        eventually(lambda: redis_client.xlen(Keys().stream("orders", 0)) == 0)
+
+
 def test_options_without_meaning_change_nothing(redis_url):
     options = {
         "ack_emulation": False,
-        "visibility_timeout": 0.01,
         "unacked_key": "mine",
         "unacked_restore_limit": 1,
         "fanout_prefix": False,

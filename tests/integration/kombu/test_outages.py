@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from base64 import b64encode
 
@@ -9,7 +10,15 @@ import kombu
 import pytest
 import redis
 from tests.faults.proxy import Proxy
-from tests.integration.kombu.brokers import Taken, connected, drain, nothing_comes, put, size
+from tests.integration.kombu.brokers import (
+    Taken,
+    connected,
+    drain,
+    nothing_comes,
+    put,
+    size,
+    streams,
+)
 from tests.waiting import eventually
 
 from conquiet.kombu import inspection
@@ -161,6 +170,18 @@ def test_an_ack_that_redis_did_not_hear_outlives_its_channel(private_redis):
         eventually(lambda: client.xlen(Keys().stream("orders", 0)) == 0)
 
 
+def test_messages_that_could_not_be_given_back_come_back_as_soon_as_redis_answers(private_redis):
+    with connected(private_redis.url, lease=600) as consumer:
+        put(consumer, "orders", "a", "b")
+        taken = Taken(ack=False)
+        with consumer.Consumer(kombu.Queue("orders"), callbacks=[taken], prefetch_count=2):
+            drain(consumer, taken, 2)
+            private_redis.kill()
+    private_redis.restart()
+    with redis.Redis.from_url(private_redis.url) as client:
+        eventually(lambda: inspection.queues(client)[0].ready == 2, timeout=10)
+
+
 @pytest.mark.slow
 def test_after_an_outage_the_living_are_not_taken_for_dead(private_redis, caplog):
     with (
@@ -181,6 +202,34 @@ def test_after_an_outage_the_living_are_not_taken_for_dead(private_redis, caplog
     assert [sum(text in one for one in said) for text in ("no answer", "answers again")] == [1, 1]
 
 
+# --- it falls silent, and the connection stays open -------------------------------------------
+
+
+def test_a_silent_server_delays_the_end_of_a_connection_by_seconds_at_most(redis_server):
+    with Proxy(redis_server.port) as proxy:
+        connection = kombu.Connection(streams(proxy.url), transport_options={"lease": 5})
+        for number in range(4):
+            queue = kombu.Queue(f"orders-{number}", auto_delete=True)
+            connection.Consumer(queue, channel=connection.channel(), callbacks=[Taken()]).consume()
+        assert nothing_comes(connection)  # reads that block are under way
+        proxy.mute()
+        ends = threading.Thread(target=connection.release, daemon=True)
+        ends.start()
+        ends.join(10)
+        assert not ends.is_alive()
+
+
+def test_a_command_waits_for_a_silent_server_for_a_limited_time(redis_server, monkeypatch):
+    monkeypatch.setattr("conquiet.kombu.connection.REPLY_TIMEOUT", 0.3)
+    with Proxy(redis_server.port) as proxy, connected(proxy.url) as connection:
+        put(connection, "orders", "a")
+        proxy.mute()
+        with pytest.raises(redis.TimeoutError):
+            put(connection, "orders", "b")
+        proxy.cut()
+        proxy.heal()
+
+
 # --- what it answers is lost ------------------------------------------------------------------
 
 
@@ -190,7 +239,7 @@ def test_a_channel_that_could_not_give_back_is_helped_by_its_lease(redis_server,
             put(connection, "orders", "a")
             kombu.Queue("orders")(connection.default_channel).get()
             proxy.refuse()
-        assert "come back when its lease ends" in caplog.text
+        assert "at the latest when its lease ends" in caplog.text
     with connected(redis_url, lease=1) as connection:
         taken = Taken()
         with connection.Consumer(kombu.Queue("orders"), callbacks=[taken]):

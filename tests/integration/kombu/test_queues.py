@@ -162,6 +162,40 @@ def test_very_many_are_given_back_and_purged_in_slices(
     assert calls(seen, scripts.purge) >= 3
 
 
+# --- declared twice ---------------------------------------------------------------------------
+
+
+def test_a_second_declaration_with_other_arguments_is_refused_and_changes_nothing(redis_url):
+    with connected(redis_url) as owner, connected(redis_url) as stranger:
+        orders = kombu.Queue("orders", max_length=5)
+        orders(owner.default_channel).declare()
+        for other, said in ((1, "received 1, but current is 5"), (None, "received none")):
+            with pytest.raises(ChannelError, match=f"PRECONDITION_FAILED.*{said}") as refused:
+                kombu.Queue("orders", max_length=other)(stranger.default_channel).declare()
+            assert refused.value.reply_code == "406"
+        orders(stranger.default_channel).declare()
+        put(stranger, "orders", *range(6))
+        assert size(owner, "orders") == 5
+
+
+def test_a_queue_that_was_only_used_may_be_declared_with_arguments(redis_url):
+    with connected(redis_url) as connection:
+        put(connection, "orders", *range(3))
+        kombu.Queue("orders", max_length=2)(connection.default_channel).declare()
+        put(connection, "orders", 3)
+        assert size(connection, "orders") == 2
+
+
+def test_a_deleted_or_expired_queue_may_be_declared_with_other_arguments(redis_url, redis_client):
+    with connected(redis_url) as connection:
+        queue = kombu.Queue("orders", expires=60)(connection.default_channel)
+        queue.declare()
+        queue.delete()
+        kombu.Queue("orders", expires=30)(connection.default_channel).declare()
+        redis_client.delete(Keys().stream("orders", 0))  # as if the 30 seconds were over
+        kombu.Queue("orders", max_length=2)(connection.default_channel).declare()
+
+
 # --- exchanges and bindings -------------------------------------------------------------------
 
 

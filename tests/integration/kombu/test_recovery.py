@@ -24,7 +24,7 @@ from tests.integration.kombu.brokers import (
 )
 from tests.waiting import eventually
 
-from conquiet.kombu import inspection
+from conquiet.kombu import inspection, lease
 from conquiet.kombu.layout import Keys
 
 HOLDING = Path(__file__).with_name("holding.py")
@@ -35,9 +35,9 @@ def holder(redis_url):
     """Start processes that hold messages; they are gone when the test ends."""
     started = []
 
-    def start(count=1, **options):
+    def start(count=1, *how, **options):
         process = subprocess.Popen(
-            [sys.executable, HOLDING, streams(redis_url), str(count), json.dumps(options)],
+            [sys.executable, HOLDING, streams(redis_url), str(count), json.dumps(options), *how],
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -61,10 +61,10 @@ def kill(process):
 
 
 def test_the_messages_of_a_killed_process_are_back_within_its_lease_and_in_place(redis_url, holder):
-    lease = 2.0
-    with connected(redis_url, lease=lease) as connection:
+    seconds = 2.0
+    with connected(redis_url, lease=seconds) as connection:
         put(connection, "orders", *range(5))
-        process = holder(3, lease=lease)
+        process = holder(3, lease=seconds)
         taken = Taken()
         with connection.Consumer(kombu.Queue("orders"), callbacks=[taken]):
             assert drain(connection, taken, 2) == [3, 4]
@@ -74,7 +74,7 @@ def test_the_messages_of_a_killed_process_are_back_within_its_lease_and_in_place
             assert drain(connection, taken, 5) == [3, 4, 0, 1, 2]
             waited = time.monotonic() - began
         assert all(message.headers["redelivered"] for message in taken.messages[2:])
-        assert waited < lease + 2.0  # the rest is the machine's
+        assert waited < seconds + 2.0  # the rest is the machine's
 
 
 def test_a_living_process_keeps_its_message_however_long_it_takes(redis_url):
@@ -119,6 +119,50 @@ def test_a_suspended_process_loses_its_messages_and_harms_nobody_when_it_wakes(r
             kill(process)
             assert nothing_comes(connection)  # it did not take it back
             taken.messages[0].ack()
+
+
+@pytest.mark.parametrize("how", [["busy"], ["busy", "gevent"]], ids=["threads", "gevent"])
+def test_a_callback_that_computes_for_longer_than_the_lease_keeps_its_message(
+    redis_url, holder, how
+):
+    with connected(redis_url, lease=1) as connection:
+        put(connection, "orders", "a")
+        process = holder(1, *how, lease=1)
+        with connection.Consumer(kombu.Queue("orders"), callbacks=[Taken()]):
+            while process.poll() is None:
+                assert nothing_comes(connection)
+        assert process.returncode == 0
+        assert size(connection, "orders") == 0
+
+
+def test_after_a_pause_longer_than_the_lease_a_consumer_drops_what_others_got(redis_url, caplog):
+    with connected(redis_url, lease=1) as paused, connected(redis_url, lease=1) as other:
+        put(other, "orders", *range(4))
+        first, others = Taken(ack=False), Taken()
+        consumer = paused.Consumer(kombu.Queue("orders"), callbacks=[first], prefetch_count=3)
+        consumer.consume()
+        drain(paused, first, 1)  # and two are buffered
+        lease.keeper.remove(paused.transport.leases)  # as if the process were suspended
+        with other.Consumer(kombu.Queue("orders"), callbacks=[others]):
+            assert sorted(drain(other, others, 4)) == [0, 1, 2, 3]
+        with pytest.raises(paused.connection_errors, match="got 1 of its messages"):
+            drain(paused, first, 2)
+        assert first == [0]
+        assert "got 2 that were buffered" in caplog.text
+        put(other, "orders", "new")
+        assert drain(paused, first, 2) == [0, "new"]
+
+
+def test_after_a_pause_a_consumer_keeps_what_was_not_taken(redis_url):
+    with connected(redis_url, lease=1) as paused:
+        put(paused, "orders", *range(3))
+        taken = Taken(ack=False)
+        with paused.Consumer(kombu.Queue("orders"), callbacks=[taken], prefetch_count=3):
+            drain(paused, taken, 1)
+            lease.keeper.remove(paused.transport.leases)
+            found = paused.default_channel.consumer.lease
+            eventually(lambda: found.is_in_doubt)
+            assert drain(paused, taken, 3) == [0, 1, 2]
 
 
 def test_dead_consumers_are_removed_and_nothing_pending_with_them(redis_url, redis_client, holder):
@@ -176,15 +220,35 @@ def test_a_process_that_just_ends_gives_back(redis_url):
         assert size(connection, "orders") == 1
 
 
+def test_a_process_that_ends_right_after_an_ack_does_not_get_the_message_again(redis_url):
+    code = (
+        "import kombu, conquiet.kombu, sys\n"
+        "connection = kombu.Connection(sys.argv[1])\n"
+        "connection.Producer().publish('a', exchange='', routing_key='orders')\n"
+        "kombu.Queue('orders')(connection.default_channel).get().ack()\n"
+    )
+    subprocess.run([sys.executable, "-c", code, streams(redis_url)], check=True, timeout=60)
+    with connected(redis_url) as connection:
+        assert size(connection, "orders") == 0
+
+
+def test_an_ack_by_a_channel_that_reads_nothing_reaches_redis(redis_url, redis_client):
+    with connected(redis_url) as reader, connected(redis_url) as other:
+        put(reader, "orders", "a")
+        message = kombu.Queue("orders")(reader.default_channel).get()
+        other.default_channel.basic_ack(message.delivery_tag)
+        assert redis_client.xlen(Keys().stream("orders", 0)) == 0
+
+
 def test_leases_of_the_long_dead_are_forgotten(redis_url, redis_client):
     now_ms, day_ms = redis_client.time()[0] * 1000, 86_400_000
     dead = {"yesterday's": now_ms - day_ms - 1000, "today's": now_ms - 1000}
     redis_client.zadd(Keys().leases, dead)
     with connected(redis_url) as connection:
-        lease = connection.default_channel.consumer.subscribe("orders")
-        lease.renew()
+        ours = connection.default_channel.consumer.subscribe("orders")
+        ours.renew()
         left = {name.decode() for name in redis_client.zrange(Keys().leases, 0, -1)}
-        assert left == {"today's", lease.consumer}
+        assert left == {"today's", ours.consumer}
 
 
 # --- the delivery limit -----------------------------------------------------------------------

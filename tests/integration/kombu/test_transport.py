@@ -10,7 +10,7 @@ from kombu.transport import TRANSPORT_ALIASES
 from tests.integration.kombu.brokers import Taken, connected, drain, put, since_5_7, size, streams
 from tests.waiting import eventually
 
-from conquiet.kombu import Transport, inspection
+from conquiet.kombu import Transport, inspection, lease
 from conquiet.kombu.layout import Keys
 from conquiet.kombu.lease import keeper
 
@@ -121,6 +121,14 @@ def _keepers():
     return [thread for thread in threading.enumerate() if thread.name == keeper.name]
 
 
+@pytest.fixture
+def alone():
+    """Forget the leases of earlier tests on servers that are gone."""
+    for group in list(lease._groups):
+        group._reset()
+
+
+@pytest.mark.usefixtures("alone")
 def test_when_nothing_is_consumed_any_more_the_thread_ends(redis_url):
     with connected(redis_url) as connection:
         put(connection, "orders", "a")
@@ -129,6 +137,7 @@ def test_when_nothing_is_consumed_any_more_the_thread_ends(redis_url):
     eventually(lambda: not _keepers())
 
 
+@pytest.mark.usefixtures("alone")
 def test_publishing_alone_needs_no_thread_and_no_lease(redis_url, redis_client):
     eventually(lambda: not _keepers())
     with connected(redis_url) as connection:

@@ -9,6 +9,7 @@ import pytest
 from kombu.exceptions import ChannelError
 from tests.integration.kombu.brokers import (
     Taken,
+    calls,
     connected,
     drain,
     nothing_comes,
@@ -18,7 +19,7 @@ from tests.integration.kombu.brokers import (
 )
 from tests.waiting import eventually
 
-from conquiet.kombu import inspection, lease
+from conquiet.kombu import inspection, lease, scripts
 from conquiet.kombu.layout import Keys
 
 
@@ -121,12 +122,6 @@ def test_a_queue_does_not_expire_while_it_is_consumed(redis_url):
         eventually(lambda: not owner.default_channel._has_queue("control"))
 
 
-def test_declaring_again_without_expires_keeps_the_queue(connection, channel, redis_client):
-    kombu.Queue("orders", expires=0.3)(channel).declare()
-    kombu.Queue("orders")(channel).declare()
-    assert redis_client.pttl(Keys().stream("orders", 0)) == -1
-
-
 def test_expired_queues_can_be_forgotten(connection, channel, redis_client):
     exchange = kombu.Exchange("replies")
     kombu.Queue("reply", exchange, routing_key="ticket", expires=0.1)(channel).declare()
@@ -136,6 +131,23 @@ def test_expired_queues_can_be_forgotten(connection, channel, redis_client):
     assert inspection.forget_expired_queues(redis_client) == ["reply"]
     assert inspection.queues(redis_client) == []
     assert channel.get_table("replies") == []
+
+
+def test_expired_queues_are_looked_for_in_slices(connection, channel, redis_client, recorded):
+    exchange = kombu.Exchange("replies")
+    for number in range(600):  # more than Redis keeps in one piece
+        name = f"reply-{number}"
+        kombu.Queue(name, exchange, routing_key=name, expires=0.01)(channel).declare()
+    kombu.Queue("kept", exchange, routing_key="kept")(channel).declare()
+    eventually(lambda: not channel._has_queue("reply-599"))
+    for script in (scripts.sweep, scripts.unbind):
+        redis_client.script_load(script.body)
+    found = []
+    seen = recorded(lambda: found.extend(inspection.forget_expired_queues(redis_client)))
+    assert len(found) == 600
+    assert calls(seen, scripts.sweep) >= 3
+    assert calls(seen, scripts.unbind) >= 3
+    assert [queue for _, _, queue in channel.get_table("replies")] == ["kept"]
 
 
 def test_max_length_drops_the_oldest_ready_of_the_lowest_priority(redis_url):

@@ -23,7 +23,8 @@ def leases(monkeypatch):
 
 def take(leases, client, seconds=60.0):
     settlement = Settlement(Keys(), "me", leases.hurry)
-    lease = Lease(leases.client(lambda: client), Keys(), "me", settlement, seconds, None)
+    client = leases.client(lambda: client)
+    lease = Lease(client, Keys(), "me", settlement, seconds, None, leases.pulse)
     leases.add(lease)
     return lease
 
@@ -54,7 +55,6 @@ def test_the_connections_are_closed_when_the_last_lease_is_over(leases):
     for lease in (one, other):
         assert not client.connection_pool.disconnect.called
         assert leases.renew() is not None
-        leases.close_unused()
         leases.remove(lease)
     assert leases.renew() is None
     client.connection_pool.disconnect.assert_called_once_with(inuse_connections=False)

@@ -74,6 +74,6 @@ def test_a_value_that_cannot_work_is_refused_by_name(given, message):
 def test_all_others_pass():
     options.check({})
     options.check(dict.fromkeys(("stream_maxlen", "lease", "delivery_limit")))
-    options.check({"visibility_timeout": 3600, "max_retries": 3, "unknown": object()})
+    options.check({"unacked_key": "mine", "max_retries": 3, "unknown": object()})
     options.check({"lease": 1.5, "delivery_limit": 0, "prefetch_count": 4, "consumer_id": "shop"})
     options.check({"priority_steps": tuple(range(10))})

@@ -40,8 +40,12 @@ for i = 2 + streams, #KEYS do
     settle(KEYS[i], ids)
 end
 
--- A server without memory refuses this, but not the reads, which free memory.
-redis.pcall("ZADD", KEYS[1], "GT", string.format("%.0f", now + tonumber(ARGV[4])), me)
+-- A lease that has ended is left to renew.lua, which reports it.
+local ends = redis.call("ZSCORE", KEYS[1], me)
+if ends and tonumber(ends) > now then
+    -- A server without memory refuses this, but not the reads, which free memory.
+    redis.pcall("ZADD", KEYS[1], "GT", string.format("%.0f", now + tonumber(ARGV[4])), me)
+end
 
 local function bury(key, id, fields, reason, deliveries)
     local queue = string.match(string.sub(key, #ns + 1), "^q:%d+:(.*)$")

@@ -129,7 +129,7 @@ for i = 2, #KEYS do
         redis.call("HSET", KEYS[1], queue, "")
         settings = ""
     end
-    if settings == "" then
+    if settings == "" or settings == "||" then
         add(key, tonumber(lives))
     elseif settings then
         local expires, ttl, most = string.match(settings, "^(%d*)|(%d*)|(%d*)$")

@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import os
 
+import kombu.transport
+
 from conquiet import embedded
 
 SCHEME = os.environ["SUITE_SCHEME"]
-if SCHEME != "redis":
+if SCHEME != "redis" or os.environ.get("SUITE_TAKES_ALIAS"):
     import conquiet.kombu  # noqa: F401 - registers the scheme
+if os.environ.get("SUITE_TAKES_ALIAS"):  # for tests that run for redis:// only
+    aliases = kombu.transport.TRANSPORT_ALIASES
+    aliases["redis"] = aliases["redis-streams"]
 
 server = embedded.redis(private=True).start()
 os.environ |= {
