@@ -5,7 +5,10 @@ Impressions and clicks are telemetry, and never come here.
 
 from __future__ import annotations
 
-from sqlalchemy import Engine, insert, select, update
+from typing import Any
+
+from sqlalchemy import Engine
+from sqlalchemy.dialects import postgresql, sqlite
 
 from conquiet import sql
 from conquiet.events import Event
@@ -22,7 +25,7 @@ from marketplace.catalog import (
 )
 from marketplace.service import commands
 from marketplace.service.lifecycle import AD, IllegalTransition, Refused
-from marketplace.service.tables import AD_DAYS, ADS, Book
+from marketplace.service.tables import AD_DAYS, Book
 
 _TERMS = ("bid_cents_cpm", "daily_budget_cents", "placement")
 
@@ -30,8 +33,8 @@ _TERMS = ("bid_cents_cpm", "daily_budget_cents", "placement")
 class Ads:
     """Stores the ads of vendors."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._ads = Book(engine, ADS, "ad")
+    def __init__(self, ads: Book) -> None:
+        self._ads = ads
 
     def create_ad(self, command: commands.CreateAd) -> list[Event]:
         terms = {
@@ -98,9 +101,16 @@ class Ads:
 class Rollups:
     """Stores the last revision of each day, so that an older one cannot replace it."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, ads: Book) -> None:
         self._engine = engine
-        self._ads = Book(engine, ADS, "ad")
+        self._ads = ads
+        dialect: Any = postgresql if engine.dialect.name == "postgresql" else sqlite
+        new = dialect.insert(AD_DAYS)
+        self._store_newer = new.on_conflict_do_update(
+            index_elements=["ad_id", "day"],
+            set_={"revision": new.excluded.revision},
+            where=AD_DAYS.c.revision < new.excluded.revision,
+        ).returning(AD_DAYS.c.revision)
 
     def roll_up_ad(self, command: commands.RollUpAd) -> list[Event]:
         ad = self._ads.get(command.ad_id)
@@ -119,18 +129,11 @@ class Rollups:
         return [CATALOG.event(data, aggregate_id=ad.id, actor=command.actor, occurred_at=at)]
 
     def _note(self, command: commands.RollUpAd) -> None:
-        """Store the revision of a day; the lock on the ad's row keeps other writers out."""
-        day = (AD_DAYS.c.ad_id == command.ad_id) & (AD_DAYS.c.day == command.day)
-        new = command.rollup_revision
+        """Store the revision of a day, unless it has that one or a higher one already."""
+        row = {"ad_id": command.ad_id, "day": command.day, "revision": command.rollup_revision}
         with sql.connection(self._engine) as connection:
-            known = connection.execute(select(AD_DAYS.c.revision).where(day)).scalar()
-            if known is None:
-                row = {"ad_id": command.ad_id, "day": command.day, "revision": new}
-                connection.execute(insert(AD_DAYS), row)
-            elif new > known:
-                connection.execute(update(AD_DAYS).where(day), {"revision": new})
-            else:
+            if connection.execute(self._store_newer, row).one_or_none() is None:
                 raise IllegalTransition(
-                    f"ad {command.ad_id}: {command.day} has revision {known} already;"
-                    f" count again and give it one above that, not {new}"
+                    f"ad {command.ad_id}: {command.day} has revision {command.rollup_revision}"
+                    " already, or a higher one; count again and give it one above that"
                 )

@@ -31,7 +31,7 @@ from marketplace.service.lifecycle import (
     Refused,
     WrongAmount,
 )
-from marketplace.service.tables import LINES, ORDERS, Book, order_keys
+from marketplace.service.tables import LINES, Book, order_keys
 
 TTL_DAYS = 10
 _LINES_OF = select(LINES).where(LINES.c.order_id == bindparam("order")).order_by(LINES.c.position)
@@ -40,9 +40,9 @@ _LINES_OF = select(LINES).where(LINES.c.order_id == bindparam("order")).order_by
 class Orders:
     """Stores orders and their lines; the events it returns are stored in the same transaction."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, orders: Book) -> None:
         self._engine = engine
-        self._orders = Book(engine, ORDERS, "order")
+        self._orders = orders
         self._lines = Book(engine, LINES, "line")
 
     def place_order(self, command: commands.PlaceOrder) -> list[Event]:
@@ -169,16 +169,14 @@ class Orders:
 
     # --- inside -----------------------------------------------------------------------------
 
-    def _step(
-        self, command: commands.OrderCommand, to: str, order: Row[Any] | None = None
-    ) -> Event:
+    def _step(self, command: commands.OrderCommand, to: str, order: Any = None) -> Event:
         order = order or self._orders.get(command.order_id)
         ORDER.check(order.id, order.status, to)
         return self._move(order, command, to, command.decided_at, order.total_cents)
 
     def _move(
         self,
-        order: Row[Any],
+        order: Any,
         command: commands.OrderCommand,
         to: str,
         at: datetime,
@@ -199,7 +197,7 @@ class Orders:
 
     def _end(
         self,
-        order: Row[Any],
+        order: Any,
         status: str,
         data: msgspec.Struct,
         command: commands.OrderCommand,
@@ -268,7 +266,7 @@ def _priced(command: commands.PlaceOrder) -> OrderCreated:
     )
 
 
-def _released(order: Row[Any], cause: str, lines: list[Row[Any]], at: datetime) -> Event:
+def _released(order: Any, cause: str, lines: list[Row[Any]], at: datetime) -> Event:
     released = [ReleasedLine(line.id, line.product_id, line.qty) for line in lines]
     data = ReservationReleased(**order_keys(order), cause=cause, released_at=at, lines=released)
     return CATALOG.event(data, aggregate_id=order.id, occurred_at=at)

@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import Engine, Row, bindparam, select
+from sqlalchemy import Engine, bindparam, select
 
 from conquiet import sql
 from conquiet.events import Event
@@ -18,7 +18,7 @@ from marketplace.catalog import (
 )
 from marketplace.service import commands
 from marketplace.service.lifecycle import IllegalTransition, Refused, WrongAmount
-from marketplace.service.tables import LEDGER, ORDERS, Book, order_keys
+from marketplace.service.tables import LEDGER, Book, order_keys
 
 _KINDS = select(LEDGER.c.kind).where(LEDGER.c.order_id == bindparam("order"))
 _Payment = commands.CollectCash | commands.SettlePayment | commands.PayOut
@@ -27,9 +27,9 @@ _Payment = commands.CollectCash | commands.SettlePayment | commands.PayOut
 class Payments:
     """Stores what was collected and paid out for each order in a ledger."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, orders: Book) -> None:
         self._engine = engine
-        self._orders = Book(engine, ORDERS, "order")
+        self._orders = orders
         self._ledger = Book(engine, LEDGER, "ledger event")
 
     def collect_cash(self, command: commands.CollectCash) -> list[Event]:
@@ -88,7 +88,7 @@ class Payments:
 
     # --- inside -----------------------------------------------------------------------------
 
-    def _delivered(self, command: commands.OrderCommand) -> Row[Any]:
+    def _delivered(self, command: commands.OrderCommand) -> Any:
         order = self._orders.get(command.order_id)
         if order.status != "delivered":
             raise IllegalTransition(
@@ -96,7 +96,7 @@ class Payments:
             )
         return order
 
-    def _is_due(self, order: Row[Any], amount: int, due: int, what: str) -> None:
+    def _is_due(self, order: Any, amount: int, due: int, what: str) -> None:
         if amount != due:
             raise WrongAmount(f"order {order.id}: {due} cents are to be {what}, not {amount}")
 

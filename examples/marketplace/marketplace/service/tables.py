@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 from uuid import UUID
 
@@ -15,7 +20,6 @@ from sqlalchemy import (
     Engine,
     ForeignKey,
     MetaData,
-    Row,
     String,
     Table,
     Text,
@@ -158,7 +162,8 @@ def init(engine: Engine | str | URL) -> None:
 class Book:
     """Reads and changes the rows of one table, in the ambient transaction.
 
-    A row that is read is locked until the commit.
+    A row that is read is locked until the commit. Rows of a `batch` are read by one statement when
+    it begins, and written together when it ends.
     """
 
     def __init__(self, engine: Engine, table: Table, kind: str) -> None:
@@ -167,17 +172,53 @@ class Book:
         # Built once: building a statement takes as long as executing it.
         is_it = table.c.id == bindparam("key")
         self._select = select(table).where(is_it).with_for_update()
+        are_they = table.c.id.in_(bindparam("keys", expanding=True))
+        # In one order in every process, so that two of them cannot wait for each other.
+        self._select_all = select(table).where(are_they).order_by(table.c.id).with_for_update()
         self._insert = insert(table)
         dialect: Any = postgresql if engine.dialect.name == "postgresql" else sqlite
         new = dialect.insert(table)
         self._insert_new = new.on_conflict_do_nothing().returning(table.c.id)
         self._update = update(table).where(is_it)
+        self._batch: ContextVar[_Batch | None] = ContextVar(table.name, default=None)
 
-    def find(self, id_: UUID) -> Row[Any] | None:
+    @contextmanager
+    def batch(self, ids: Iterable[UUID]) -> Iterator[None]:
+        """Read and lock the rows with these ids; write those that have changed at the end."""
+        keys = list(set(ids))
+        if not keys:
+            yield
+            return
+        with sql.connection(self._engine) as connection:
+            found = connection.execute(self._select_all, {"keys": keys})
+            batch = _Batch({row.id: dict(row._mapping) for row in found})
+        token = self._batch.set(batch)
+        try:
+            yield
+        finally:
+            self._batch.reset(token)
+        self._write(batch)
+
+    def _write(self, batch: _Batch) -> None:
+        """Execute one statement per set of columns, with the rows that have changed in these."""
+        alike: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+        for id_, columns in batch.changed.items():
+            row = batch.rows[id_]
+            names = tuple(sorted(columns))
+            alike.setdefault(names, []).append({"key": id_, **{name: row[name] for name in names}})
+        for rows in alike.values():
+            with sql.connection(self._engine) as connection:
+                connection.execute(self._update, rows)
+
+    def find(self, id_: UUID) -> Any:
+        """Return a row, or None if there is none with this id."""
+        batch = self._batch.get()
+        if batch is not None and id_ in batch.rows:
+            return SimpleNamespace(**batch.rows[id_])
         with sql.connection(self._engine) as connection:
             return connection.execute(self._select, {"key": id_}).one_or_none()
 
-    def get(self, id_: UUID) -> Row[Any]:
+    def get(self, id_: UUID) -> Any:
         found = self.find(id_)
         if found is None:
             raise NotFound(f"{self._kind} {id_} is not known here; send what creates it first")
@@ -189,17 +230,33 @@ class Book:
             added = connection.execute(self._insert_new, values).one_or_none()
         if added is None:
             raise Refused(f"{self._kind} {values['id']} exists already; nothing was changed")
+        batch = self._batch.get()
+        if batch is not None:
+            batch.rows[values["id"]] = values
 
     def add_all(self, rows: list[dict[str, Any]]) -> None:
         with sql.connection(self._engine) as connection:
             connection.execute(self._insert, rows)
 
     def change(self, id_: UUID, **values: Any) -> None:
+        batch = self._batch.get()
+        if batch is not None and id_ in batch.rows:
+            batch.rows[id_].update(values)
+            batch.changed.setdefault(id_, set()).update(values)
+            return
         with sql.connection(self._engine) as connection:
             connection.execute(self._update, {"key": id_, **values})
 
 
-def order_keys(order: Row[Any]) -> dict[str, UUID]:
+@dataclass
+class _Batch:
+    """Holds the rows of a batch, and which of their columns have changed."""
+
+    rows: dict[UUID, dict[str, Any]]
+    changed: dict[UUID, set[str]] = field(default_factory=dict)
+
+
+def order_keys(order: Any) -> dict[str, UUID]:
     """Return the keys that every event of an order carries."""
     return {
         "order_id": order.id,
