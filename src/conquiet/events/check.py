@@ -88,17 +88,20 @@ def _declaration_of(event: Event) -> Declaration:
 
 def _payload(event: Event, declaration: Declaration) -> bytes:
     try:
-        data = _plain(event.data)
+        data = _with_utc(_builtins(event.data))
         # A struct's constructor checks no types: decode what was encoded.
         kept = event.catalog.read(declaration.event_type, declaration.version, _encode(data))
-        unknown = list(_unknown_fields(data, kept))
-        if unknown:
-            raise _invalid(event, f"its data has unknown fields: {', '.join(unknown):.200}")
+        stored = _builtins(kept)
+        if stored != data:  # fields have got their defaults, or are unknown
+            unknown = list(_unknown_fields(data, kept))
+            if unknown:
+                raise _invalid(event, f"its data has unknown fields: {', '.join(unknown):.200}")
+            stored = _with_utc(stored)
         envelope: dict[str, Any] = {
             "version": event.version,
             "eventId": str(event.id),
             "occurredAt": _in_utc(event.occurred_at),
-            "data": _plain(kept),
+            "data": stored,
         }
         if event.actor is not None:
             if not isinstance(event.actor, ActorRef):
@@ -136,11 +139,16 @@ def _fields(kind: type[msgspec.Struct]) -> dict[str, str]:
     return {field.encode_name: field.name for field in msgspec.structs.fields(kind)}
 
 
-def _plain(data: Any) -> Any:
-    return _with_utc(msgspec.to_builtins(data, builtin_types=(datetime,)))
+def _builtins(data: Any) -> Any:
+    return msgspec.to_builtins(data, builtin_types=(datetime,))
+
+
+_UNCHANGED = frozenset((str, int, bool, type(None)))
 
 
 def _with_utc(value: Any) -> Any:
+    if type(value) in _UNCHANGED:
+        return value
     if isinstance(value, dict):
         return {name: _with_utc(one) for name, one in value.items()}
     if isinstance(value, (list, tuple)):
