@@ -342,7 +342,7 @@ def publish(client: redis.Redis, size: Size) -> Iterator[Case]:
         client.delete(PUBLISHED)
         sink = StreamSink(client, PUBLISHED)
         for batch in messages:
-            if any(sink.publish(batch)):
+            if any(sink.publish_each(batch)):
                 raise RuntimeError("a message was refused")
 
     floor = "redis-py pipeline"

@@ -277,7 +277,7 @@ class StreamSink:
     def __init__(self, client: redis.Redis) -> None:
         self._client: Any = client
 
-    def publish(self, messages: Sequence[Message[Any]]) -> Sequence[Exception | None]:
+    def publish_each(self, messages: Sequence[Message[Any]]) -> Sequence[Exception | None]:
         pipeline = self._client.pipeline(transaction=False)
         for item in messages:
             pipeline.execute_command(*xadd(item.topic or "", item.attributes, item.data))

@@ -218,7 +218,7 @@ class LinesSource:
             self._bury([(line, ConquietError(f"line {line.number} {reason}")) for line in left])
 
 
-class LinesSink:
+class LinesSink(Sink):
     """Writes messages to a stream as JSON lines, flushed after each batch.
 
     A stream has no topics: all messages are written to it. `on_closed` is called when the reader
@@ -231,7 +231,7 @@ class LinesSink:
         self._lock = threading.Lock()
         self._torn = False
 
-    def publish(self, messages: Sequence[Message[Any]]) -> Sequence[Error]:
+    def publish_each(self, messages: Sequence[Message[Any]]) -> Sequence[Error]:
         lines: list[bytes] = []
         answers: list[Error] = []
         for message in messages:

@@ -11,22 +11,39 @@ from conquiet.message import Message
 
 
 class Sink(Protocol):
-    """Publishes messages, each to its `topic`."""
+    """Publishes messages, each to its `topic`.
 
-    def publish(self, messages: Sequence[Message[Any]]) -> Sequence[Error]:
+    A sink of your own defines `publish_each` and `close`; a subclass of this inherits `publish`.
+    """
+
+    def publish(self, messages: Sequence[Message[Any]]) -> None:
+        """Publish in order; raise the first error if a message was not published.
+
+        The other messages of the call may have been published: `publish_each` answers for each.
+        """
+        failed = [answer for answer in collect_answers(self, messages) if answer is not None]
+        if not failed:
+            return
+        error = failed[0]
+        error.add_note(f"{len(failed)} of {len(messages)} messages were not published")
+        raise error
+
+    def publish_each(self, messages: Sequence[Message[Any]]) -> Sequence[Error]:
         """Publish in order; return one answer per message: None if confirmed, else an error.
 
         Raises `SinkUnavailable` if the sink cannot be reached; that costs no message an attempt.
         """
+        raise NotImplementedError
 
     def close(self) -> None:
         """Send what is buffered and close connections."""
+        raise NotImplementedError
 
 
-def publish_each(sink: Sink, messages: Sequence[Message[Any]]) -> Sequence[Error]:
+def collect_answers(sink: Sink, messages: Sequence[Message[Any]]) -> Sequence[Error]:
     """Publish, and return one answer per message also if the sink raises."""
     try:
-        answers = sink.publish(messages)
+        answers = sink.publish_each(messages)
     except Exception as error:  # noqa: BLE001 - becomes the answer for every message
         return [error] * len(messages)
     if len(answers) != len(messages):

@@ -25,7 +25,7 @@ from conquiet.intake import AnyOrder, ByKey, InFlight, Intake, KeyOf, give_back
 from conquiet.message import Message, describe
 from conquiet.router import Handled, Router
 from conquiet.shutdown import STOPPING, Signals
-from conquiet.sink import Sink, publish_each
+from conquiet.sink import Sink, collect_answers
 from conquiet.source import EndOfSource, Leased, Source
 from conquiet.stage import Stage
 
@@ -351,7 +351,7 @@ class Publish:
 
     def _answers(self, outputs: Sequence[Message[Any]]) -> Sequence[Error]:
         if self.sink is not None:
-            return publish_each(self.sink, outputs)
+            return collect_answers(self.sink, outputs)
         error = HandlerError(
             f"{describe(outputs[0].attributes)} was returned by a handler and has no destination:"
             " give the worker a sink, or the router an outbox"

@@ -38,7 +38,7 @@ class InLog:
         return self.log.source("other")
 
     def publish(self, messages: Sequence[Message[Any]]) -> None:
-        assert not any(self.log.sink().publish(messages))
+        assert not any(self.log.sink().publish_each(messages))
 
     def crash(self, source: LogSource) -> None:
         source.crash()

@@ -121,9 +121,9 @@ class Stopping:
     def __init__(self, sink: StreamSink) -> None:
         self._sink = sink
 
-    def publish(self, messages):
+    def publish_each(self, messages):
         stop_here()
-        answers = self._sink.publish(messages)
+        answers = self._sink.publish_each(messages)
         stop_here()
         return answers
 

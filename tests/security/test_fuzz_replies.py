@@ -88,7 +88,7 @@ def ask(server, answer):
     server.answer = answer
     sink = HttpSink(server.url, timeout=2)
     try:
-        [error] = sink.publish([Message(b"{}", dict(EVENT))])
+        [error] = sink.publish_each([Message(b"{}", dict(EVENT))])
         assert error is None or isinstance(error, ConquietError)
         assert error is None or len(str(error)) < 2_000
     except SinkUnavailable as error:

@@ -91,7 +91,7 @@ def test_names_and_values_of_redis(nasty, redis_client) -> None:
     """A topic is the name of a stream, byte for byte, and nothing else is touched."""
     redis_client.set("precious", "1")
     sink = StreamSink(redis_client, nasty)
-    assert sink.publish([event(subject=nasty, more=nasty)]) == [None]
+    assert sink.publish_each([event(subject=nasty, more=nasty)]) == [None]
     sink.close()
     assert sorted(redis_client.keys()) == sorted([b"precious", nasty.encode()])
     source = StreamSource(redis_client, nasty, group=nasty, consumer=nasty)
@@ -108,7 +108,7 @@ def test_an_attribute_is_no_field_of_ours(redis_client) -> None:
     """`:topic`, `data` and other names that mean something cannot come from an attribute."""
     sink = StreamSink(redis_client, "orders")
     for name in (":topic", "data", "a b", "a\r\nb", "cloudevent:", "Upper", ""):
-        [refusal] = sink.publish([event(**{name: "x"})])
+        [refusal] = sink.publish_each([event(**{name: "x"})])
         assert isinstance(refusal, InvalidMessage), name
     sink.close()
     assert redis_client.exists("orders") == 0
@@ -132,7 +132,7 @@ def test_headers_of_a_webhook(receiver, values) -> None:
     message = event(subject=values[0], more=values[1], datacontenttype=values[2] or "a/b")
     message.topic = values[0] or None
     receiver.requests.clear()
-    [answer] = sink.publish([message])
+    [answer] = sink.publish_each([message])
     sink.close()
     assert answer is None
     [(_, _, headers)] = receiver.requests

@@ -35,7 +35,7 @@ def test_how_a_message_is_named() -> None:
 
 
 class Down:
-    def publish(self, messages):
+    def publish_each(self, messages):
         raise SinkUnavailable(f"the receiver said {FORGED}")
 
     def close(self):
@@ -58,7 +58,7 @@ def test_what_the_core_logs_under_any_formatter(caplog) -> None:
     letters: list[Message[object]] = []
 
     class Sink:
-        def publish(self, messages):
+        def publish_each(self, messages):
             letters.extend(messages)
             return [None] * len(messages)
 

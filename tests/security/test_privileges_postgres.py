@@ -95,7 +95,7 @@ class Taking:
         self.taken = []
         self._bad = bad
 
-    def publish(self, messages):
+    def publish_each(self, messages):
         self.taken += [message.id for message in messages if message.id != self._bad]
         return [ValueError("no") if message.id == self._bad else None for message in messages]
 

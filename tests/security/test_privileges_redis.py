@@ -57,7 +57,7 @@ def denied(client, *commands):
 
 def publish(client, *ids, stream="orders"):
     sink = StreamSink(client, stream)
-    answers = sink.publish([Message(b'{"n": 1}', {**EVENT, "id": str(id_)}) for id_ in ids])
+    answers = sink.publish_each([Message(b'{"n": 1}', {**EVENT, "id": str(id_)}) for id_ in ids])
     sink.close()
     assert set(answers) == {None}
 

@@ -78,7 +78,7 @@ def test_what_the_sink_writes_the_source_reads_back_byte_for_byte(grave):
         Message("grüß\n".encode(), {"id": "3", "type": "t", "source": "/s", "subject": "k"}),
     ]
     sent[2].attributes["datacontenttype"] = "text/plain"
-    assert LinesSink(stream).publish(sent) == [None, None, None]
+    assert LinesSink(stream).publish_each(sent) == [None, None, None]
     received = source_of(stream.getvalue(), grave).read(10, 0)
     assert [message.data for message in received] == [message.data for message in sent]
     assert received[2].subject == "k"
@@ -207,7 +207,7 @@ def test_a_settlement_after_the_close_changes_nothing(grave):
 
 def test_dead_letters_that_cannot_be_written_are_in_the_log(caplog):
     class Full(LinesSink):
-        def publish(self, messages):
+        def publish_each(self, messages):
             raise SinkUnavailable("disk full")
 
     source = LinesSource(io.BytesIO(lines(b"nonsense")), Full(io.BytesIO()), name="stdin:")
@@ -264,7 +264,7 @@ def test_a_worker_handles_every_line_and_ends_by_itself(grave, threads):
 def test_the_sink_refuses_a_message_alone_and_writes_its_neighbours():
     stream = io.BytesIO()
     bad = Message(b"{}", {"id": "2", "type": "t"})
-    first, second, third = LinesSink(stream).publish([event(1), bad, event(3)])
+    first, second, third = LinesSink(stream).publish_each([event(1), bad, event(3)])
     assert (first, third) == (None, None)
     assert isinstance(second, InvalidMessage)
     assert len(stream.getvalue().splitlines()) == 2
@@ -285,7 +285,7 @@ def test_a_torn_line_does_not_spoil_the_next():
     with pytest.raises(SinkUnavailable, match="no space left"):
         sink.publish([event(1)])
     stream.fails = False
-    assert sink.publish([event(1)]) == [None]
+    assert sink.publish_each([event(1)]) == [None]
     assert from_json(stream.getvalue().splitlines()[-1]).id == "1"
 
 

@@ -50,7 +50,7 @@ def test_an_output_that_fails_gives_back_only_its_own_input(workers, ack):
     answers: list[list[int]] = []
 
     class Picky:
-        def publish(self, messages: Sequence[Message[Any]]) -> list[Exception | None]:
+        def publish_each(self, messages: Sequence[Message[Any]]) -> list[Exception | None]:
             answers.append([message.data.id for message in messages])
             first = len(answers) == 1
             return [
@@ -183,7 +183,7 @@ def test_what_cannot_be_published_goes_to_the_dead_letters(workers):
     log, letters = log_of(2), Log()
 
     class Refusing:
-        def publish(self, messages: Sequence[Message[Any]]) -> list[Exception | None]:
+        def publish_each(self, messages: Sequence[Message[Any]]) -> list[Exception | None]:
             return [ValueError("too large") if m.data.id == 0 else None for m in messages]
 
         def close(self) -> None: ...
@@ -223,7 +223,7 @@ def test_a_sink_that_does_not_answer_for_every_message_has_confirmed_none(worker
         assert message.deliveries == 1  # it was not its fault
         return OrderPlaced(order.id)
 
-    sink.publish = lambda messages: answers.pop(0)
+    sink.publish_each = lambda messages: answers.pop(0)
     worker = start(workers, log.source("g"), router, sink)
     eventually(lambda: drained(log))
     assert answers == []

@@ -66,7 +66,7 @@ class Shop:
             )
             for n, id_ in enumerate(ids)
         ]
-        assert set(StreamSink(self.client, stream).publish(messages)) == {None}
+        assert set(StreamSink(self.client, stream).publish_each(messages)) == {None}
 
     def take(
         self,

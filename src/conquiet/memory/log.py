@@ -21,6 +21,7 @@ from conquiet.acking import Acking, Error
 from conquiet.codec import encode_data
 from conquiet.errors import Blameless, ConfigError, ConquietError, InvalidMessage, SinkUnavailable
 from conquiet.message import Attributes, Message
+from conquiet.sink import Sink
 from conquiet.source import EndOfSource
 
 Start = Literal["beginning", "now"]
@@ -32,7 +33,6 @@ class Log:
 
     >>> log = Log()
     >>> log.sink("orders").publish([Message(b"{}", {"id": "1", "type": "order.placed"})])
-    [None]
     >>> [message] = log.source("billing").read(limit=10, timeout=0)
     >>> message.topic, message.ack()
     ('orders', True)
@@ -116,7 +116,7 @@ class Log:
         return len(self._entries)
 
 
-class LogSink:
+class LogSink(Sink):
     """Publishes to a log; a test can let it fail."""
 
     def __init__(self, log: Log, topic: str | None = None) -> None:
@@ -125,10 +125,10 @@ class LogSink:
         self._failures = 0
 
     def fail_next(self, times: int = 1) -> None:
-        """Let the next `times` calls of `publish` raise `SinkUnavailable`; 0 ends it."""
+        """Let the next `times` publications raise `SinkUnavailable`; 0 ends it."""
         self._failures = times
 
-    def publish(self, messages: Sequence[Message[Any]]) -> Sequence[Error]:
+    def publish_each(self, messages: Sequence[Message[Any]]) -> Sequence[Error]:
         if self._failures > 0:
             self._failures -= 1
             raise SinkUnavailable("the log is unavailable by fail_next")

@@ -115,7 +115,9 @@ class DeadLetter:
     def _bury(self, dead: Sequence[tuple[Message[Any], Exception]]) -> Sequence[bool]:
         """Publish dead letters and ack the confirmed ones; return which were confirmed."""
         try:
-            answers = self._sink.publish([self._letter(message, error) for message, error in dead])
+            answers = self._sink.publish_each(
+                [self._letter(message, error) for message, error in dead]
+            )
             buried = [answer is None for answer in answers]
             if len(buried) != len(dead):
                 raise ConquietError(f"{len(answers)} answers to {len(dead)} messages")

@@ -352,7 +352,7 @@ class FileLetters:
         with self._locked() as file:
             if os.pread(file, len(raw.text), raw.offset) != raw.text:
                 return False
-            [answer] = self._sink.publish([message])
+            [answer] = self._sink.publish_each([message])
             if answer is not None:
                 raise ConquietError(f"line {letter.id}: {answer}") from answer
             _blank(file, raw)

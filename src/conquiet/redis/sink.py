@@ -13,6 +13,7 @@ from conquiet.message import Message, describe
 from conquiet.redis.entry import Mode, encoder
 from conquiet.redis.topic import Topic
 from conquiet.redis.wire import TROUBLE, Command, Wire, is_unwilling
+from conquiet.sink import Sink
 
 
 class _FailedKeys:
@@ -36,12 +37,11 @@ class Refused(ConquietError):
     """Redis refused one message; the others of its batch were added."""
 
 
-class StreamSink:
+class StreamSink(Sink):
     """Adds each message to the stream of its topic; never trims (see `trim_stream`).
 
     >>> sink = StreamSink(client, "orders")
     >>> sink.publish([Message(b"{}", {"id": "1", "type": "sold", "source": "/shop"})])
-    [None]
 
     A topic is a stream of the same name, unless `streams` maps it to another name or to a
     partitioned `Topic`; `partitions` applies to every topic that is not mapped. `topic` is the
@@ -69,7 +69,7 @@ class StreamSink:
             name: to if isinstance(to, Topic) else Topic(to) for name, to in (streams or {}).items()
         }
 
-    def publish(self, messages: Sequence[Message[Any]]) -> Sequence[Error]:
+    def publish_each(self, messages: Sequence[Message[Any]]) -> Sequence[Error]:
         """Add messages; return None or an error for each, in order.
 
         Raises `SinkUnavailable` if Redis answered none of them.

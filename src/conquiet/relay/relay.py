@@ -23,7 +23,7 @@ from conquiet.acking import Acking, Error, settle
 from conquiet.backoff import Backoff
 from conquiet.errors import Blameless, ConfigError, GivenBack, SinkUnavailable
 from conquiet.message import Message, describe, printable
-from conquiet.sink import Sink, publish_each
+from conquiet.sink import Sink, collect_answers
 from conquiet.source import EndOfSource, Source
 
 logger = logging.getLogger("conquiet.relay")
@@ -189,7 +189,7 @@ def publish_messages(
     if ordered and not getattr(sink, "keeps_order", False):
         answers = _publish_in_order(sink, messages, began + seconds)
     else:
-        answers = publish_each(sink, messages)
+        answers = collect_answers(sink, messages)
     acked: list[Acking] = []
     nacked: list[tuple[Acking, Error]] = []
     outage = _outage(messages, answers, blames)
@@ -277,9 +277,8 @@ def _publish_in_order(
         indexes = [indexes[turn] for indexes in waiting.values()]
         keys = list(waiting)
         turn += 1
-        for key, index, answer in zip(
-            keys, indexes, publish_each(sink, [messages[index] for index in indexes]), strict=True
-        ):
+        given = collect_answers(sink, [messages[index] for index in indexes])
+        for key, index, answer in zip(keys, indexes, given, strict=True):
             answers[index] = answer
             if answer is not None or len(waiting[key]) == turn:
                 del waiting[key]

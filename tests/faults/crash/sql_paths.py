@@ -259,7 +259,7 @@ class Late:
         self._sink = sink
         self._kept: list[Any] = []
 
-    def publish(self, messages: Any) -> Any:
+    def publish_each(self, messages: Any) -> Any:
         self._sink.publish(self._kept)
         self._kept = [
             Message(bytes(one.data), dict(one.attributes), topic=EVENTS) for one in messages

@@ -41,7 +41,7 @@ def work():
 
 def send(command):
     attributes = {"id": command, "type": "handle", "source": "/web"}
-    [error] = sink.publish([Message(command, attributes)])
+    [error] = sink.publish_each([Message(command, attributes)])
     assert error is None, error
 
 

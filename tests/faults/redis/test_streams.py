@@ -37,7 +37,7 @@ def numbered(count, first=0, **attributes):
 
 
 def publish(client, count, first=0):
-    answers = StreamSink(client, STREAM).publish(numbered(count, first))
+    answers = StreamSink(client, STREAM).publish_each(numbered(count, first))
     assert list(answers) == [None] * count
 
 
@@ -290,7 +290,7 @@ def test_a_publish_cut_in_the_middle_answers_for_each(proxy, through, redis_clie
     proxy.lose_replies(1)
     with pytest.raises(SinkUnavailable):
         sink.publish(numbered(3, 1))
-    assert list(sink.publish(numbered(3, 1))) == [None] * 3  # again: at least once, never less
+    assert list(sink.publish_each(numbered(3, 1))) == [None] * 3  # again: at least once, never less
 
 
 # --- time -------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ def publish(client, count=COUNT, first=0):
         Message(b"%d" % n, {"id": f"m-{n}", "type": "sample", "source": "/test"})
         for n in range(first, first + count)
     ]
-    assert not any(StreamSink(client, STREAM).publish(messages))
+    assert not any(StreamSink(client, STREAM).publish_each(messages))
 
 
 @contextlib.contextmanager

@@ -24,11 +24,13 @@ class FlakySink:
         self._sink = sink
         self._chance = random.Random()
 
-    def publish(self, messages):
+    def publish_each(self, messages):
         self._hang()
         chosen = [self._chance.random() >= FAILS for _ in messages]
         sent = iter(
-            self._sink.publish([m for m, is_sent in zip(messages, chosen, strict=True) if is_sent])
+            self._sink.publish_each(
+                [m for m, is_sent in zip(messages, chosen, strict=True) if is_sent]
+            )
         )
         self._hang()
         return [next(sent) if is_sent else ValueError("bad luck") for is_sent in chosen]

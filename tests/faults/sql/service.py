@@ -114,7 +114,7 @@ class StreamSink:
         self._client = client
         self._fate = fate
 
-    def publish(self, messages):
+    def publish_each(self, messages):
         self._fate.reached("before the publish")
         for number, message in enumerate(messages):
             try:

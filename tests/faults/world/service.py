@@ -99,8 +99,8 @@ class Counting:
         self._outside = outside
         self.keeps_order = sink.keeps_order
 
-    def publish(self, messages: Any) -> Any:
-        answers = self._sink.publish(messages)
+    def publish_each(self, messages: Any) -> Any:
+        answers = self._sink.publish_each(messages)
         self._outside.handled += sum(answer is None for answer in answers)
         return answers
 

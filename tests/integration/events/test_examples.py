@@ -44,7 +44,7 @@ def published(sqlite_url: str, redis_client):
     messages = source.read(10, 1.0)
     sink = StreamSink(redis_client)
     for _ in range(3):  # a relay that dies before it marks publishes again
-        assert sink.publish(messages) == [None, None]
+        assert sink.publish_each(messages) == [None, None]
     sink.close()
     source.close()
     engine.dispose()
@@ -102,7 +102,7 @@ def test_the_reference_consumer_outlives_its_redis_and_ends_when_told(private_re
                 redis.Redis.from_url(private_redis.url) as other,
                 closing(StreamSink(other)) as sink,
             ):
-                assert sink.publish([message]) == [None]
+                assert sink.publish_each([message]) == [None]
             assert eventually(lambda: consumer.sent == ["7"], timeout=20)
         finally:
             stopping.set()

@@ -435,17 +435,17 @@ def test_the_claim_is_read_to_its_end_before_anything_is_published(engine: Engin
     found: list[str] = []
 
     class Looking(ListSink):
-        def publish(self, messages):
+        def publish_each(self, messages):
             if engine.dialect.name == "sqlite":
                 found.append(f"{engine.pool.checkedout()} connections")  # type: ignore[attr-defined]
-                return super().publish(messages)
+                return super().publish_each(messages)
             query = (
                 "SELECT state FROM pg_stat_activity WHERE datname = current_database()"
                 " AND pid <> pg_backend_pid() AND state <> 'idle'"
             )
             with engine.connect() as connection:
                 found.extend(connection.execute(text(query)).scalars())
-            return super().publish(messages)
+            return super().publish_each(messages)
 
     source = EventSource(engine, poll=0.02, wakeup=False)
     Relay(source, Looking()).run_once()

@@ -21,7 +21,7 @@ def numbered(count: int, first: int = 0, **attributes: Any) -> list[Message[Any]
 def publish(redis_client):
     def send(count=1, topic="orders", first=0, partitions=1, **attributes):
         sink = StreamSink(redis_client, topic, partitions=partitions)
-        answers = sink.publish(numbered(count, first, **attributes))
+        answers = sink.publish_each(numbered(count, first, **attributes))
         assert list(answers) == [None] * count
 
     return send

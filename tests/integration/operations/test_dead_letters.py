@@ -255,8 +255,8 @@ from conquiet.jsonlines import LinesSink
 from conquiet.operations.dead_letters import FileLetters, Filter, replay
 
 class Deadly(LinesSink):
-    def publish(self, messages):
-        super().publish(messages)
+    def publish_each(self, messages):
+        super().publish_each(messages)
         if messages[0].id == "m-1":
             os._exit(9)  # published, and not blanked yet
         return [None]

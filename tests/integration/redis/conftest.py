@@ -42,7 +42,7 @@ def publish(redis_client):
     def send(count=1, first=0, topic=STREAM, partitions=1, **attributes):
         messages = numbered(count, first, **attributes)
         sink = StreamSink(redis_client, topic, partitions=partitions)
-        assert list(sink.publish(messages)) == [None] * count
+        assert list(sink.publish_each(messages)) == [None] * count
 
     return send
 

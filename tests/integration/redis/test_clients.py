@@ -32,7 +32,7 @@ BINARY = bytes(range(256))
 def round_trip(client, stream="orders"):
     """Publish, read, nack, read again, ack, replay, trim."""
     sent = Message(BINARY, {"id": "ü-1", "type": "t", "source": "/s"}, topic=stream)
-    assert list(StreamSink(client).publish([sent])) == [None]
+    assert list(StreamSink(client).publish_each([sent])) == [None]
     source = StreamSource(client, stream, "billing", backoff=0.0)
     [message] = source.read(10, 1.0)
     message.nack(ValueError("failed"))
@@ -96,7 +96,7 @@ def test_a_sink_that_nobody_closed_leaves_no_connection(redis_url, redis_client)
     named = f"{redis_url}?client_name=forgotten"
     with redis.Redis.from_url(named, socket_timeout=None) as client:
         sink = StreamSink(client, "orders")
-        assert sink.publish(numbered(1)) == [None]
+        assert sink.publish_each(numbered(1)) == [None]
         assert any(one["name"] == "forgotten" for one in redis_client.client_list())
         kept = sink._wire.client  # so that redis-py's own last words do not close it
         del sink

@@ -34,7 +34,7 @@ def publish(client, count, first=0, topic="orders", partitions=8):
         m for n in range(first, first + count) for m in numbered(1, n, subject=f"k-{n % 7}")
     ]
     sink = StreamSink(client, topic, partitions=partitions)
-    assert list(sink.publish(messages)) == [None] * count
+    assert list(sink.publish_each(messages)) == [None] * count
 
 
 def drain(source, count):

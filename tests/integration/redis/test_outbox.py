@@ -261,7 +261,7 @@ def test_the_trace_of_the_seed_step_by_step(redis_client, recorded, publish_comm
 def publish_commands(redis_client):
     def publish(*orders):
         sink = StreamSink(redis_client, "commands")
-        assert not any(sink.publish([command(order) for order in orders]))
+        assert not any(sink.publish_each([command(order) for order in orders]))
 
     return publish
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from redis._parsers.base import BaseParser
 from tests.integration.redis.conftest import numbered
 
-from conquiet.errors import ConfigError, GivenBack, SinkUnavailable
+from conquiet.errors import ConfigError, GivenBack, InvalidMessage, SinkUnavailable
+from conquiet.message import Message
 from conquiet.redis import StreamSink, Topic
 from conquiet.redis.topic import beside, streams_of
 from conquiet.redis.wire import is_unwilling
@@ -35,7 +36,7 @@ def test_a_message_is_one_entry_with_a_field_per_attribute(redis_client):
 def test_a_batch_is_one_round_trip_and_no_stream_is_ever_trimmed(recorded, redis_client):
     sink = StreamSink(redis_client, "orders")
     sink.publish(numbered(1))
-    commands = [c for c in recorded(lambda: sink.publish(numbered(50))) if c.startswith("X")]
+    commands = [c for c in recorded(lambda: sink.publish_each(numbered(50))) if c.startswith("X")]
     assert len(commands) == 50
     assert all(command.startswith("XADD orders * ") for command in commands)
 
@@ -45,7 +46,7 @@ def test_a_topic_goes_where_it_is_mapped(redis_client):
     messages = numbered(3)
     for message, topic in zip(messages, ["orders", "sales", "other"], strict=True):
         message.topic = topic
-    assert sink.publish(messages) == [None, None, None]
+    assert sink.publish_each(messages) == [None, None, None]
     streams = {key.decode() for key in redis_client.scan_iter()}
     assert streams in ({"shop.orders", "s:{0}", "other"}, {"shop.orders", "s:{1}", "other"})
 
@@ -53,7 +54,7 @@ def test_a_topic_goes_where_it_is_mapped(redis_client):
 def test_a_message_without_a_topic_fails_alone(redis_client):
     messages = numbered(2)
     messages[1].topic = "orders"
-    first, second = StreamSink(redis_client).publish(messages)
+    first, second = StreamSink(redis_client).publish_each(messages)
     assert isinstance(first, ConfigError)
     assert second is None
 
@@ -105,10 +106,28 @@ def test_a_key_of_another_type_is_not_the_fault_of_the_message(redis_client, ord
     redis_client.set("broken", "text")
     messages = numbered(3)
     messages[1].topic = "broken"
-    answers = StreamSink(redis_client, "orders", ordered=ordered).publish(messages)
+    answers = StreamSink(redis_client, "orders", ordered=ordered).publish_each(messages)
     assert [answer is None for answer in answers] == [True, False, True]
     assert "WRONGTYPE" in str(answers[1])
     assert isinstance(answers[1], SinkUnavailable)
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_publish_raises_if_redis_refused_a_message(redis_client, ordered):
+    sink = StreamSink(redis_client, "orders", ordered=ordered)
+    redis_client.set("broken", "text")
+    broken = numbered(2)
+    broken[1].topic = "broken"
+    with pytest.raises(SinkUnavailable, match="WRONGTYPE"):
+        sink.publish(broken)
+    with pytest.raises(InvalidMessage, match="id"):
+        sink.publish([Message(b"{}", {"type": "sold", "source": "/shop"})])
+    redis_client.config_set("maxmemory", 1)
+    try:
+        with pytest.raises(SinkUnavailable, match="takes nothing now"):
+            sink.publish(numbered(2))
+    finally:
+        redis_client.config_set("maxmemory", 0)
 
 
 @pytest.mark.parametrize("ordered", [False, True])
@@ -126,7 +145,7 @@ def test_what_an_acl_forbids_is_not_the_fault_of_the_message(redis_client, order
         with redis.Redis(port=settings["port"], username="shop", password="x") as client:
             messages = numbered(2)
             messages[0].topic = "secret"
-            answers = StreamSink(client, "orders", ordered=ordered).publish(messages)
+            answers = StreamSink(client, "orders", ordered=ordered).publish_each(messages)
         assert "fix its ACL" in str(answers[0])
         assert isinstance(answers[0], SinkUnavailable)
         assert answers[1] is None
@@ -139,7 +158,7 @@ def test_what_an_acl_forbids_is_not_the_fault_of_the_message(redis_client, order
 def test_a_server_that_takes_no_writes_now_is_nobodys_fault(redis_client, setting, ordered):
     redis_client.config_set(setting, 1)
     try:
-        answers = StreamSink(redis_client, "orders", ordered=ordered).publish(numbered(2))
+        answers = StreamSink(redis_client, "orders", ordered=ordered).publish_each(numbered(2))
     finally:
         redis_client.config_set(setting, 0)
     assert all(isinstance(answer, SinkUnavailable) for answer in answers)
@@ -175,7 +194,7 @@ def test_an_ordered_sink_lets_nothing_overtake_a_message_that_failed(redis_clien
     assert sink.keeps_order
     messages = [m for n in range(5) for key in "abc" for m in numbered(1, n, partitionkey=key)]
     messages[3].attributes["price"] = 1.5  # the second of `a` can never be written
-    answers = sink.publish(messages)
+    answers = sink.publish_each(messages)
     failed = [m.key for m, answer in zip(messages, answers, strict=True) if answer is not None]
     assert failed == ["a"] * 4
     assert [isinstance(a, GivenBack) for a in answers if a is not None] == [False, True, True, True]
@@ -185,7 +204,7 @@ def test_an_ordered_sink_publishes_a_stream_whole_or_not_at_all(redis_client):
     redis_client.set("broken", "text")
     messages = numbered(4)
     messages[1].topic = messages[3].topic = "broken"
-    answers = StreamSink(redis_client, "orders", ordered=True).publish(messages)
+    answers = StreamSink(redis_client, "orders", ordered=True).publish_each(messages)
     assert [answer is None for answer in answers] == [True, False, True, False]
     assert redis_client.xlen("orders") == 2
 

@@ -100,7 +100,7 @@ def test_the_key_of_a_message_picks_its_partition(cluster: Cluster, sink: KafkaS
     ]
     for message in messages:
         message.topic = "many"
-    assert list(sink.publish(messages)) == [None] * 20
+    assert list(sink.publish_each(messages)) == [None] * 20
     partitions: dict[bytes, set[int]] = {}
     for record in records(cluster, "many"):
         partitions.setdefault(record.key(), set()).add(record.partition())
@@ -133,18 +133,18 @@ def test_what_passes_by_itself_is_tried_again_and_arrives_once(
 ) -> None:
     cluster.answer(code, code)
     messages = numbered(5)
-    assert list(sink.publish(messages)) == [None] * 5
+    assert list(sink.publish_each(messages)) == [None] * 5
     assert ids(published(cluster)) == ids(messages)
 
 
 def test_what_a_broker_refuses_as_a_whole_is_sent_one_by_one(cluster: Cluster) -> None:
     together = {**QUIET, "linger.ms": 200}
     sink = KafkaSink(cluster.servers, "orders", settings=together)
-    assert list(sink.publish(numbered(1, "first"))) == [None]
+    assert list(sink.publish_each(numbered(1, "first"))) == [None]
     # The request with all three; then each alone, of which the second is to blame.
     bad = KafkaError.INVALID_RECORD
     cluster.answer(bad, 0, bad, 0)
-    answers = sink.publish(numbered(3))
+    answers = sink.publish_each(numbered(3))
     sink.close()
     assert [type(answer) for answer in answers] == [type(None), Refused, type(None)]
     assert ids(published(cluster)) == ["first-0", "m-0", "m-2"]
@@ -153,7 +153,7 @@ def test_what_a_broker_refuses_as_a_whole_is_sent_one_by_one(cluster: Cluster) -
 def test_a_message_that_is_too_large_fails_alone(cluster: Cluster, sink: KafkaSink) -> None:
     first, large, last = numbered(3)
     large.data = bytes(2_000_000)
-    answers = sink.publish([first, large, last])
+    answers = sink.publish_each([first, large, last])
     assert [type(answer) for answer in answers] == [type(None), Refused, type(None)]
     assert "too large" in str(answers[1])
 
@@ -164,21 +164,21 @@ def test_no_right_to_write_blames_no_message_and_is_asked_for_again(
     cluster.answer(KafkaError.TOPIC_AUTHORIZATION_FAILED)
     with pytest.raises(SinkUnavailable, match="authorization"):
         sink.publish(numbered(1))
-    assert list(sink.publish(numbered(1))) == [None]
+    assert list(sink.publish_each(numbered(1))) == [None]
 
 
 def test_a_producer_that_broke_for_good_is_replaced(cluster: Cluster, sink: KafkaSink) -> None:
-    assert list(sink.publish(numbered(2, "first"))) == [None, None]
+    assert list(sink.publish_each(numbered(2, "first"))) == [None, None]
     cluster.answer(KafkaError.OUT_OF_ORDER_SEQUENCE_NUMBER)
     with pytest.raises(SinkUnavailable):
         sink.publish(numbered(1))
-    assert list(sink.publish(numbered(2))) == [None, None]
+    assert list(sink.publish_each(numbered(2))) == [None, None]
     assert ids(published(cluster)) == ["first-0", "first-1", "m-0", "m-1"]
 
 
 def test_brokers_that_do_not_answer_in_time_are_an_outage(cluster: Cluster) -> None:
     sink = KafkaSink(cluster.servers, "orders", timeout=3, settings=QUIET)
-    assert list(sink.publish(numbered(1, "first"))) == [None]
+    assert list(sink.publish_each(numbered(1, "first"))) == [None]
     began = time.monotonic()
     with cluster.slow(20_000), pytest.raises(SinkUnavailable):
         sink.publish(numbered(3))

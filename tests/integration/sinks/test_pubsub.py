@@ -73,7 +73,7 @@ class TestOrderedPubSubSink(TestPubSubSink):
 def test_a_batch_is_one_request_for_each_topic(server: PubSubServer, sink: PubSubSink) -> None:
     messages = numbered(100)
     messages[50].topic = "projects/shop/topics/other"
-    assert list(sink.publish(messages)) == [None] * 100
+    assert list(sink.publish_each(messages)) == [None] * 100
     assert sorted(len(request.messages) for request in server.requests) == [1, 99]
 
 
@@ -91,7 +91,7 @@ def test_a_message_that_pubsub_refuses_fails_alone(
     server: PubSubServer, sink: PubSubSink, code: grpc.StatusCode
 ) -> None:
     server.faults["m-1"] = code
-    assert kinds(sink.publish(numbered(4))) == [NONE, Refused, NONE, NONE]
+    assert kinds(sink.publish_each(numbered(4))) == [NONE, Refused, NONE, NONE]
     assert ids(server.messages) == ["m-0", "m-2", "m-3"]
 
 
@@ -100,7 +100,7 @@ def test_a_topic_that_does_not_exist_fails_its_messages_alone(
 ) -> None:
     messages = numbered(3)
     messages[1].topic = "nowhere"
-    assert kinds(sink.publish(messages)) == [NONE, Refused, NONE]
+    assert kinds(sink.publish_each(messages)) == [NONE, Refused, NONE]
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_what_is_not_the_fault_of_a_message_is_an_outage_s7(
         sink.publish(numbered(3))
     assert len(server.requests) == 1
     server.faults.clear()
-    assert list(sink.publish(numbered(3))) == [None] * 3
+    assert list(sink.publish_each(numbered(3))) == [None] * 3
 
 
 def test_the_outage_of_one_topic_does_not_fail_the_others(
@@ -132,12 +132,12 @@ def test_the_outage_of_one_topic_does_not_fail_the_others(
     messages = numbered(3)
     messages[1].topic = "other"
     server.faults["m-1"] = grpc.StatusCode.UNAVAILABLE
-    assert kinds(sink.publish(messages)) == [NONE, SinkUnavailable, NONE]
+    assert kinds(sink.publish_each(messages)) == [NONE, SinkUnavailable, NONE]
 
 
 def test_a_delayed_answer_is_waited_for(server: PubSubServer, sink: PubSubSink) -> None:
     server.faults["m-1"] = 0.5
-    assert list(sink.publish(numbered(2))) == [None, None]
+    assert list(sink.publish_each(numbered(2))) == [None, None]
 
 
 def test_an_answer_that_never_comes_is_an_outage_after_the_deadline(
@@ -148,7 +148,7 @@ def test_an_answer_that_never_comes_is_an_outage_after_the_deadline(
     messages = numbered(3)
     messages[2].topic = "other"
     began = time.monotonic()
-    assert kinds(sink.publish(messages)) == [SinkUnavailable, SinkUnavailable, NONE]
+    assert kinds(sink.publish_each(messages)) == [SinkUnavailable, SinkUnavailable, NONE]
     assert time.monotonic() - began < 10
     sink.close()
 
@@ -156,7 +156,7 @@ def test_an_answer_that_never_comes_is_an_outage_after_the_deadline(
 def test_an_outage_ends_the_sending_one_by_one(server: PubSubServer, sink: PubSubSink) -> None:
     server.faults["m-2"] = grpc.StatusCode.UNAVAILABLE
     server.faults["m-1"] = BAD
-    answers = sink.publish(numbered(20))
+    answers = sink.publish_each(numbered(20))
     assert kinds(answers) == [NONE, Refused, *[SinkUnavailable] * 18]
     assert len(server.requests) == 4
 
@@ -180,7 +180,7 @@ def test_messages_of_a_key_go_out_in_order_with_it_as_ordering_key(
         *numbered(3, "b", subject="b"),
         *numbered(3, "none"),
     ]
-    assert list(ordered.publish(messages)) == [None] * 9
+    assert list(ordered.publish_each(messages)) == [None] * 9
     for key in ("a", "b"):
         arrived = [m for _, m in server.arrived if m.ordering_key == key]
         assert [m.attributes["ce-id"] for m in arrived] == [f"{key}-{n}" for n in range(3)]
@@ -191,7 +191,7 @@ def test_what_follows_a_message_that_failed_waits_if_it_has_its_key(
 ) -> None:
     server.faults["a-1"] = BAD
     messages = numbered(4, "a", partitionkey="a") + numbered(2, "b", partitionkey="b")
-    answers = ordered.publish(messages)
+    answers = ordered.publish_each(messages)
     assert kinds(answers) == [NONE, Refused, GivenBack, GivenBack, NONE, NONE]
     assert sorted(ids(server.messages)) == ["a-0", "b-0", "b-1"]
 
@@ -202,7 +202,7 @@ def test_what_follows_a_message_that_cannot_be_sent_waits_too(
     messages = numbered(3, "a", partitionkey="a") + numbered(1, "b", partitionkey="b")
     messages[1].data = object()
     messages[1].attributes["datacontenttype"] = "text/plain"
-    answers = ordered.publish(messages)
+    answers = ordered.publish_each(messages)
     assert [answer is None for answer in answers] == [True, False, False, True]
     assert isinstance(answers[2], GivenBack)
 
@@ -211,7 +211,7 @@ def test_more_than_a_request_may_hold_goes_out_in_several(
     server: PubSubServer, ordered: PubSubSink
 ) -> None:
     messages = numbered(2100, partitionkey="a")
-    assert list(ordered.publish(messages)) == [None] * 2100
+    assert list(ordered.publish_each(messages)) == [None] * 2100
     assert [len(request.messages) for request in server.requests] == [1000, 1000, 100]
     assert ids(server.messages) == ids(messages)
 
@@ -222,7 +222,7 @@ def test_requests_that_there_is_no_time_for_are_given_back(
     monkeypatch.setattr("conquiet.relay.sinks.pubsub._MAX_MESSAGES", 1)
     sink = PubSubSink("shop", "orders", timeout=1, ordered=True)
     server.faults.update({f"m-{number}": 0.4 for number in range(8)})
-    answers = sink.publish(numbered(8, partitionkey="a"))
+    answers = sink.publish_each(numbered(8, partitionkey="a"))
     sink.close()
     went = ids(server.messages)
     assert 1 <= len(went) < 8
@@ -236,7 +236,7 @@ def test_requests_stay_below_the_size_that_pubsub_takes(
     for message in messages:
         message.data = bytes(3_500_000)
     server.topics.discard("projects/shop/topics/orders")  # it refuses, and holds no megabytes
-    sink.publish(messages)
+    sink.publish_each(messages)
     assert max(len(request.messages) for request in server.requests) == 2
 
 
@@ -245,13 +245,13 @@ def test_attributes_that_pubsub_cannot_hold_fail_alone(
 ) -> None:
     messages = numbered(3)
     messages[1].attributes["long"] = "x" * 1025
-    assert kinds(sink.publish(messages)) == [NONE, InvalidMessage, NONE]
+    assert kinds(sink.publish_each(messages)) == [NONE, InvalidMessage, NONE]
 
 
 def test_a_name_that_is_no_topic_fails_alone(sink: PubSubSink) -> None:
     messages = numbered(2)
     messages[1].topic = "a/b"
-    assert kinds(sink.publish(messages)) == [NONE, ConfigError]
+    assert kinds(sink.publish_each(messages)) == [NONE, ConfigError]
 
 
 def test_a_check_tells_whether_pubsub_answers(server: PubSubServer, sink: PubSubSink) -> None:

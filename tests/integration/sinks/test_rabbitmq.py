@@ -100,7 +100,7 @@ def test_messages_are_persistent_and_carry_what_consumers_filter_by(
 ) -> None:
     named = {"aggregate_type": "store", "aggregate_id": "7"}
     attributes = {"id": "1", "type": "sold", "source": "/s", **named}
-    assert list(sink.publish([Message(b"{}", attributes)])) == [None]
+    assert list(sink.publish_each([Message(b"{}", attributes)])) == [None]
     [delivery] = deliveries(rabbitmq)
     properties = delivery.properties
     assert properties["delivery_mode"] == 2
@@ -121,7 +121,7 @@ def test_a_message_that_no_queue_takes_is_refused_and_not_lost(rabbitmq: RabbitM
         kombu.Queue("sold", exchange, routing_key="sold")(connection.channel()).declare()
     first, lost, last = numbered(3, type="sold")
     lost.attributes["type"] = "returned"
-    answers = sink.publish([first, lost, last])
+    answers = sink.publish_each([first, lost, last])
     assert [type(answer) for answer in answers] == [type(None), Refused, type(None)]
     assert "no queue is bound for it" in str(answers[1])
     assert len(deliveries(rabbitmq, "sold")) == 2
@@ -130,29 +130,29 @@ def test_a_message_that_no_queue_takes_is_refused_and_not_lost(rabbitmq: RabbitM
 
 def test_a_message_that_no_queue_takes_is_dropped_if_so_wished(rabbitmq: RabbitMQ) -> None:
     sink = KombuSink(rabbitmq.url, "orders", mandatory=False)
-    assert list(sink.publish(numbered(2))) == [None, None]
+    assert list(sink.publish_each(numbered(2))) == [None, None]
     sink.close()
 
 
 def test_a_message_counts_again_once_a_queue_is_bound(rabbitmq: RabbitMQ) -> None:
     sink = KombuSink(rabbitmq.url, "orders")
-    assert [type(answer) for answer in sink.publish(numbered(1))] == [Refused]
+    assert [type(answer) for answer in sink.publish_each(numbered(1))] == [Refused]
     with kombu.Connection(rabbitmq.url) as connection:
         exchange = kombu.Exchange("orders", "topic", durable=True)
         kombu.Queue("sold", exchange, routing_key="#")(connection.channel()).declare()
-    assert list(sink.publish(numbered(1))) == [None]
+    assert list(sink.publish_each(numbered(1))) == [None]
     sink.close()
 
 
 def test_a_message_that_is_too_large_fails_alone(rabbitmq: RabbitMQ, sink: KombuSink) -> None:
     first, large, last = numbered(3)
     large.data = bytes(MAX_MESSAGE_BYTES + 1)
-    answers = sink.publish([first, large, last])
+    answers = sink.publish_each([first, large, last])
     assert [type(answer) for answer in answers] == [type(None), Refused, type(None)]
     # The broker closes the channel over it, so that those before it may come twice.
     arrived = ids(published(rabbitmq))
     assert set(arrived) == {"m-0", "m-2"}
-    assert list(sink.publish(numbered(2))) == [None, None]
+    assert list(sink.publish_each(numbered(2))) == [None, None]
 
 
 def test_a_full_queue_blames_nobody(rabbitmq: RabbitMQ) -> None:
@@ -163,7 +163,7 @@ def test_a_full_queue_blames_nobody(rabbitmq: RabbitMQ) -> None:
         queue = kombu.Queue("small", exchange, routing_key="#", queue_arguments=limits)
         queue(channel).declare()
     sink = KombuSink(rabbitmq.url, "orders")
-    answers = [sink.publish([message])[0] for message in numbered(2)]
+    answers = [sink.publish_each([message])[0] for message in numbered(2)]
     assert answers == [None, None]
     with pytest.raises(SinkUnavailable, match="full"):
         sink.publish(numbered(3, "more"))
@@ -173,7 +173,7 @@ def test_a_full_queue_blames_nobody(rabbitmq: RabbitMQ) -> None:
 def test_names_that_amqp_cannot_hold_fail_alone(sink: KombuSink) -> None:
     first, long, last = numbered(3)
     long.attributes["type"] = "x" * 256
-    answers = sink.publish([first, long, last])
+    answers = sink.publish_each([first, long, last])
     assert [type(answer) for answer in answers] == [type(None), InvalidMessage, type(None)]
 
 
@@ -196,10 +196,10 @@ def test_an_exchange_that_is_not_there_blames_no_message(rabbitmq: RabbitMQ) -> 
 def test_an_exchange_that_was_deleted_is_declared_again(
     rabbitmq: RabbitMQ, sink: KombuSink
 ) -> None:
-    assert list(sink.publish(numbered(1, "first"))) == [None]
+    assert list(sink.publish_each(numbered(1, "first"))) == [None]
     with kombu.Connection(rabbitmq.url) as connection:
         connection.channel().exchange_delete("orders")
-    assert list(sink.publish(numbered(2))) == [None, None]
+    assert list(sink.publish_each(numbered(2))) == [None, None]
 
 
 def test_wrong_credentials_are_an_outage(rabbitmq: RabbitMQ) -> None:
@@ -215,7 +215,7 @@ def test_a_broker_that_does_not_confirm_in_time_is_an_outage(rabbitmq: RabbitMQ)
     with Proxy(rabbitmq.port) as proxy:
         url = f"amqp://guest:guest@127.0.0.1:{proxy.port}//"
         sink = KombuSink(url, "orders", queues=["events"], timeout=1)
-        assert list(sink.publish(numbered(1))) == [None]
+        assert list(sink.publish_each(numbered(1))) == [None]
         proxy.mute()
         began = time.monotonic()
         with pytest.raises(SinkUnavailable):
@@ -236,7 +236,7 @@ def test_what_was_confirmed_outlives_the_crash_of_the_broker() -> None:
     with RabbitMQ() as rabbitmq:
         sink = KombuSink(rabbitmq.url, "orders", queues=["events"], timeout=5)
         messages = numbered(50)
-        assert list(sink.publish(messages)) == [None] * 50
+        assert list(sink.publish_each(messages)) == [None] * 50
         rabbitmq.kill()
         with pytest.raises(SinkUnavailable):
             sink.publish(numbered(1, "lost"))
@@ -244,7 +244,7 @@ def test_what_was_confirmed_outlives_the_crash_of_the_broker() -> None:
 
         def again() -> bool:
             try:
-                return list(sink.publish(numbered(1, "again"))) == [None]
+                return list(sink.publish_each(numbered(1, "again"))) == [None]
             except SinkUnavailable:
                 return False
 

@@ -110,7 +110,7 @@ class ListSink:
         self.closed = False
         self._lock = threading.Lock()
 
-    def publish(self, messages):
+    def publish_each(self, messages):
         if self.out:
             raise SinkUnavailable("the broker is away")
         with self._lock:

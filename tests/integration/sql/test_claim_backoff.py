@@ -131,11 +131,11 @@ def test_batches_shrink_while_nothing_goes_out_and_grow_again():
 
 def test_a_sink_that_raises_or_miscounts_confirms_nothing():
     class Broken(ListSink):
-        def publish(self, messages):
+        def publish_each(self, messages):
             raise RuntimeError("bug")
 
     class Short(ListSink):
-        def publish(self, messages):
+        def publish_each(self, messages):
             return [None]
 
     for sink in (Broken(), Short()):

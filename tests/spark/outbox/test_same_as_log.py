@@ -49,7 +49,7 @@ def test_what_a_relay_has_published_is_what_the_outbox_holds(url, engine, redis_
     plain = [message(number) for number in range(5)]
     with engine.begin() as connection:
         Outbox("orders").add(connection, [*plain, odd])
-    answers = StreamSink(redis_client).publish(OutboxLog(engine).read())
+    answers = StreamSink(redis_client).publish_each(OutboxLog(engine).read())
     assert set(answers) == {None}
     assert compared(read(url)) == compared(read_log(redis_url, "orders"))
 
@@ -59,7 +59,7 @@ def test_domain_events_are_the_same_too(url, engine, redis_url, redis_client):
     with engine.begin() as connection:
         emit(connection, *one_of_each())
     source = EventSource(engine, cloudevents=True, wakeup=False)
-    answers = StreamSink(redis_client).publish(source.read(1000, 5.0))
+    answers = StreamSink(redis_client).publish_each(source.read(1000, 5.0))
     source.close()
     assert set(answers) == {None}
     found = compared(read(url, table="outbox_events"))

@@ -198,7 +198,7 @@ def test_a_sink_can_be_told_to_be_out_of_reach():
     sink.fail_next()
     with pytest.raises(Exception, match="unavailable"):
         sink.publish([message()])
-    assert list(sink.publish([message()])) == [None]
+    assert list(sink.publish_each([message()])) == [None]
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ class Letters:
         self.refuses = lambda letter: None
         self.unavailable = None
 
-    def publish(self, messages):
+    def publish_each(self, messages):
         if self.unavailable is not None:
             raise self.unavailable
         answers = [self.refuses(letter) for letter in messages]
@@ -209,7 +209,7 @@ def test_the_log_says_it(caplog):
 def through_a_log(letter):
     """Publish and read again, as a real dead letter is."""
     log = Log()
-    assert log.sink().publish([letter]) == [None]
+    assert log.sink().publish_each([letter]) == [None]
     [read] = log.source("replay").read(10, 0)
     return read
 
@@ -339,7 +339,7 @@ def test_when_the_sink_refuses_one_that_one_is_nacked(letters):
 
 
 def test_a_sink_that_answers_too_little_confirms_nothing(letters):
-    letters.publish = lambda messages: []
+    letters.publish_each = lambda messages: []
     router = router_of(failing(PermanentError("no")), DeadLetter(letters))
     assert deliver(router, order()).nacked
 
@@ -348,7 +348,7 @@ def test_it_is_published_before_the_ack():
     steps = []
 
     class Recording(Letters):
-        def publish(self, messages):
+        def publish_each(self, messages):
             steps.append("publish")
             return [None]
 

@@ -53,7 +53,7 @@ class Answers:
     def __init__(self, answers=None) -> None:
         self.answers = answers
 
-    def publish(self, messages):
+    def publish_each(self, messages):
         if isinstance(self.answers, Exception):
             raise self.answers
         return self.answers or [None] * len(messages)

@@ -55,7 +55,7 @@ def test_a_message_that_is_rejected_fails_alone_for_good(
     receiver: Receiver, sink: HttpSink, status: int
 ) -> None:
     receiver.answers["m-1"] = [status]
-    answers = sink.publish(numbered(3))
+    answers = sink.publish_each(numbered(3))
     assert [type(answer) for answer in answers] == [type(None), Rejected, type(None)]
     assert f"{status}" in str(answers[1])
     assert "said" in str(answers[1])
@@ -67,7 +67,7 @@ def test_a_receiver_that_fails_at_a_message_costs_it_an_attempt(
     receiver: Receiver, sink: HttpSink, status: int
 ) -> None:
     receiver.answers["m-1"] = [status]
-    answers = sink.publish(numbered(3))
+    answers = sink.publish_each(numbered(3))
     assert [type(answer) for answer in answers] == [type(None), Refused, type(None)]
 
 
@@ -76,11 +76,11 @@ def test_a_busy_receiver_is_left_alone_and_blames_nobody_s7(
     receiver: Receiver, sink: HttpSink, status: int
 ) -> None:
     receiver.answers["m-1"] = [status, 204]
-    answers = sink.publish(numbered(4))
+    answers = sink.publish_each(numbered(4))
     assert [type(answer) is type(None) for answer in answers] == [True, False, False, False]
     assert all(isinstance(answer, SinkUnavailable) for answer in answers[1:])
     assert [asked for asked, _, _ in receiver.requests] == ["m-0", "m-1"]
-    assert list(sink.publish(numbered(4)[1:])) == [None] * 3
+    assert list(sink.publish_each(numbered(4)[1:])) == [None] * 3
 
 
 def test_a_receiver_that_says_for_how_long_is_not_asked_before(
@@ -93,7 +93,7 @@ def test_a_receiver_that_says_for_how_long_is_not_asked_before(
         sink.publish(numbered(1))
     while True:
         try:
-            assert list(sink.publish(numbered(1))) == [None]
+            assert list(sink.publish_each(numbered(1))) == [None]
             break
         except SinkUnavailable:
             assert len(receiver.requests) == 1
@@ -110,7 +110,7 @@ def test_a_receiver_that_wants_to_be_left_alone_for_a_day_is_asked_sooner(
 
     def goes_out() -> bool:
         with suppress(SinkUnavailable):
-            return list(sink.publish(numbered(1))) == [None]
+            return list(sink.publish_each(numbered(1))) == [None]
         return False
 
     assert not goes_out()
@@ -129,7 +129,7 @@ def test_a_message_that_the_receiver_hangs_up_on_fails_alone(
     receiver: Receiver, sink: HttpSink
 ) -> None:
     receiver.answers["m-1"] = [HANG_UP]
-    answers = sink.publish(numbered(3))
+    answers = sink.publish_each(numbered(3))
     assert [type(answer) for answer in answers] == [type(None), Refused, type(None)]
     assert ids(receiver.arrived) == ["m-0", "m-2"]
 
@@ -138,14 +138,14 @@ def test_a_connection_that_the_receiver_closed_while_idle_costs_nothing(
     receiver: Receiver, sink: HttpSink
 ) -> None:
     receiver.answers["*"] = [GRACEFUL_CLOSE]
-    assert list(sink.publish(numbered(3))) == [None] * 3
-    assert list(sink.publish(numbered(3))) == [None] * 3
+    assert list(sink.publish_each(numbered(3))) == [None] * 3
+    assert list(sink.publish_each(numbered(3))) == [None] * 3
 
 
 def test_a_message_that_hangs_fails_alone_if_later_ones_go_through(receiver: Receiver) -> None:
     sink = HttpSink(receiver.url, timeout=0.2)
     receiver.answers["m-1"] = [HANG]
-    answers = sink.publish(numbered(3))
+    answers = sink.publish_each(numbered(3))
     assert [type(answer) for answer in answers] == [type(None), Refused, type(None)]
     sink.close()
 
@@ -165,7 +165,7 @@ def test_what_a_slow_receiver_leaves_no_time_for_is_given_back(receiver: Receive
     """So that what went out is marked, and not sent again for ever by a batch that never ends."""
     sink = HttpSink(receiver.url, timeout=1)
     receiver.delay = 0.2
-    answers = sink.publish(numbered(20))
+    answers = sink.publish_each(numbered(20))
     sink.close()
     went = [answer for answer in answers if answer is None]
     assert 1 <= len(went) < 20
@@ -180,7 +180,7 @@ def test_credentials_of_the_url_go_into_a_header(
     receiver: Receiver, user: str, header: str
 ) -> None:
     sink = HttpSink.from_url(receiver.url.replace("://", f"://{user}@"))
-    assert sink.publish(numbered(1)) == [None]
+    assert sink.publish_each(numbered(1)) == [None]
     sink.close()
     [(_, _, headers)] = receiver.requests
     assert headers["authorization"] == header
@@ -189,7 +189,7 @@ def test_credentials_of_the_url_go_into_a_header(
 
 def test_headers_are_what_the_cloudevents_library_reads(receiver: Receiver, sink: HttpSink) -> None:
     sent = Message({"a": 1}, {"id": "ä 1%", "type": "sold", "source": "/s", "subject": '"x"'})
-    assert list(sink.publish([sent])) == [None]
+    assert list(sink.publish_each([sent])) == [None]
     _, _, headers = receiver.requests[0]
     event = from_http(headers, receiver.arrived[0].data)
     # That library leaves percent-encoding to its users.
@@ -217,14 +217,14 @@ def test_what_consumers_filter_by_goes_along_with_hyphens(
 
 def test_own_headers_go_along(receiver: Receiver) -> None:
     sink = HttpSink(receiver.url, headers={"authorization": "Bearer x"})
-    assert list(sink.publish(numbered(1))) == [None]
+    assert list(sink.publish_each(numbered(1))) == [None]
     assert receiver.requests[0][2]["authorization"] == "Bearer x"
     sink.close()
 
 
 def test_a_content_type_cannot_smuggle_in_a_header(receiver: Receiver, sink: HttpSink) -> None:
     attributes = {"id": "1", "type": "t", "source": "/s", "datacontenttype": "a/b\r\nx-evil: 1"}
-    assert list(sink.publish([Message(b"", attributes)])) == [None]
+    assert list(sink.publish_each([Message(b"", attributes)])) == [None]
     assert "x-evil" not in receiver.requests[0][2]
 
 
@@ -251,7 +251,7 @@ def test_a_receiver_that_takes_no_connection_in_time_is_an_outage() -> None:
 
 
 def test_a_message_without_an_id_is_invalid(sink: HttpSink) -> None:
-    [answer] = sink.publish([Message(b"", {"type": "t", "source": "/s"})])
+    [answer] = sink.publish_each([Message(b"", {"type": "t", "source": "/s"})])
     assert isinstance(answer, InvalidMessage)
 
 
@@ -273,5 +273,5 @@ def test_a_private_certificate_authority_is_trusted_if_given(
     secure: Receiver, certificate: Path
 ) -> None:
     sink = HttpSink(secure.url, context=ssl.create_default_context(cafile=certificate))
-    assert list(sink.publish(numbered(2))) == [None, None]
+    assert list(sink.publish_each(numbered(2))) == [None, None]
     sink.close()

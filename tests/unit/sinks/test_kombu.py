@@ -60,7 +60,7 @@ class TestKombuSinkInMemory(SinkContract):
 
 def test_what_there_is_no_time_for_is_given_back() -> None:
     sink = KombuSink("memory://", "orders", queues=["late"], timeout=1e-9)
-    assert {type(answer) for answer in sink.publish(numbered(3))} == {GivenBack}
+    assert {type(answer) for answer in sink.publish_each(numbered(3))} == {GivenBack}
     sink.close()
 
 
@@ -69,7 +69,7 @@ def test_a_directory_serves_as_a_broker(tmp_path: Path, monkeypatch: pytest.Monk
     for name in ("data_in", "data_out", "control"):
         (tmp_path / name).mkdir()
     sink = open_sink("kombu+filesystem://?queues=events", topic="orders")
-    assert list(sink.publish(numbered(3))) == [None] * 3
+    assert list(sink.publish_each(numbered(3))) == [None] * 3
     sink.close()
     assert len(list((tmp_path / "data_out").iterdir())) == 3
 

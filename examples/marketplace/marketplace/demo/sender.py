@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
-from conquiet import ConquietError, Message
+from conquiet import Message
 from conquiet.acking import Error
 from conquiet.redis import StreamSink
 from conquiet.sink import Sink
@@ -17,7 +17,7 @@ from marketplace.demo.world import World
 _CHUNKS = 40
 
 
-class DuplicatingSink:
+class DuplicatingSink(Sink):
     """Publishes a share of the messages twice, as every broker does sooner or later."""
 
     def __init__(self, sink: Sink, random: Random, share: float = DUPLICATES) -> None:
@@ -26,10 +26,10 @@ class DuplicatingSink:
         self._random = random
         self._share = share
 
-    def publish(self, messages: Sequence[Message[Any]]) -> Sequence[Error]:
+    def publish_each(self, messages: Sequence[Message[Any]]) -> Sequence[Error]:
         twice = [message for message in messages if self._random.random() < self._share]
         self.duplicates += len(twice)
-        return self._sink.publish([*messages, *twice])[: len(messages)]
+        return self._sink.publish_each([*messages, *twice])[: len(messages)]
 
     def close(self) -> None:
         self._sink.close()
@@ -60,9 +60,9 @@ class Sender:
     def _send(self, chunks: range) -> None:
         world = self._world
         for number in chunks:
-            _publish(self._commands, _chunk(world.commands, number))
-            _publish(self._log, _chunk(world.telemetry, number))
-            _publish(self._log, _chunk(world.bad, number))
+            self._commands.publish(_chunk(world.commands, number))
+            self._log.publish(_chunk(world.telemetry, number))
+            self._log.publish(_chunk(world.bad, number))
 
     def close(self) -> None:
         self._commands.close()
@@ -73,11 +73,3 @@ class Sender:
 def _chunk(messages: Sequence[Message[Any]], number: int) -> Sequence[Message[Any]]:
     count = len(messages)
     return messages[count * number // _CHUNKS : count * (number + 1) // _CHUNKS]
-
-
-def _publish(sink: Sink, messages: Sequence[Message[Any]]) -> None:
-    if not messages:
-        return
-    failed = [answer for answer in sink.publish(messages) if answer is not None]
-    if failed:
-        raise ConquietError(f"{len(failed)} messages could not be sent: {failed[0]}")

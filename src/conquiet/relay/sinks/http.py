@@ -23,6 +23,7 @@ from conquiet.errors import ConfigError, PermanentError, SinkUnavailable
 from conquiet.message import Message, describe
 from conquiet.relay.sinks.answers import Answers, Refused, not_tried
 from conquiet.relay.sinks.envelope import Envelope
+from conquiet.sink import Sink
 
 _BUSY = frozenset((408, 425, 429, 502, 503, 504))
 _WRONG_ADDRESS = frozenset((401, 403, 404, 405, 407, 410))
@@ -45,7 +46,7 @@ class _Silent(SinkUnavailable):
     """The receiver accepted the request and did not answer in time."""
 
 
-class HttpSink:
+class HttpSink(Sink):
     """Posts each message to one URL.
 
     The topic of a message is sent as the header `ce-topic`. Requests of one batch are sent one
@@ -99,7 +100,7 @@ class HttpSink:
         plain, credentials = _credentials(url)
         return cls(plain, topic, timeout=timeout, headers=credentials)
 
-    def publish(self, messages: Sequence[Message[Any]]) -> Sequence[Error]:
+    def publish_each(self, messages: Sequence[Message[Any]]) -> Sequence[Error]:
         """Return one answer per message; raise `SinkUnavailable` if none was answered."""
         answers = Answers(messages, self._timeout)
         silent: list[int] = []

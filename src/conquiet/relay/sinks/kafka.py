@@ -14,6 +14,7 @@ from conquiet.errors import ConfigError, SinkUnavailable
 from conquiet.message import Message, describe
 from conquiet.relay.sinks.answers import Answers, Refused
 from conquiet.relay.sinks.envelope import Envelope, topic_of
+from conquiet.sink import Sink
 
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 1.0
@@ -32,7 +33,7 @@ class _Quiet(logging.LoggerAdapter[logging.Logger]):
 _quiet = _Quiet(logging.getLogger("conquiet.relay.kafka"))
 
 
-class KafkaSink:
+class KafkaSink(Sink):
     """Publishes each message to its Kafka topic, keyed by `partitionkey` or `subject`.
 
     The producer is idempotent: its own retries arrive once, in order. A message that no broker has
@@ -81,7 +82,7 @@ class KafkaSink:
         seconds = given.seconds(timeout)
         return cls(given.place, given.path or topic, timeout=seconds, settings=given.others())
 
-    def publish(self, messages: Sequence[Message[Any]]) -> Sequence[Error]:
+    def publish_each(self, messages: Sequence[Message[Any]]) -> Sequence[Error]:
         """Return an answer per message; raise `SinkUnavailable` if there is none at all."""
         answers = Answers(messages, self._timeout)
         packed = answers.pack_all(lambda message, _: topic_of(message, self._topic))

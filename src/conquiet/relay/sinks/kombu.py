@@ -19,6 +19,7 @@ from conquiet.errors import ConfigError, InvalidMessage, SinkUnavailable
 from conquiet.message import Message, describe
 from conquiet.relay.sinks.answers import Answers, Refused, not_tried
 from conquiet.relay.sinks.envelope import Envelope, topic_of
+from conquiet.sink import Sink
 
 _PERSISTENT = 2
 _MAX_SHORT_STRING_BYTES = 255
@@ -28,7 +29,7 @@ _NOT_OF_A_MESSAGE = (403, 404)
 _Place = tuple[int, Envelope]
 
 
-class KombuSink:
+class KombuSink(Sink):
     """Publishes persistent messages to the exchange of their topic.
 
     On AMQP a message counts as published when the broker has confirmed it, and a message without a
@@ -89,7 +90,7 @@ class KombuSink:
         settings: dict[str, Any] = {"mandatory": mandatory, "declare": declare}
         return cls(given.rest, topic, queues=queues, timeout=seconds, **settings)
 
-    def publish(self, messages: Sequence[Message[Any]]) -> Sequence[Error]:
+    def publish_each(self, messages: Sequence[Message[Any]]) -> Sequence[Error]:
         """Return an answer per message; raise `SinkUnavailable` if there is none at all."""
         batch = _KombuBatch(messages, self._timeout)
         packed = batch.answers.pack_all(self._check)

@@ -22,6 +22,7 @@ from conquiet.errors import ConfigError, GivenBack, InvalidMessage, SinkUnavaila
 from conquiet.message import Message, describe
 from conquiet.relay.sinks.answers import Answers, Refused, not_tried
 from conquiet.relay.sinks.envelope import Envelope, topic_of
+from conquiet.sink import Sink
 
 _MAX_MESSAGES = 1000
 _MAX_BYTES = 9_000_000
@@ -39,7 +40,7 @@ _topic_path = re.compile(r"projects/[^/]+/topics/[^/]+")
 _Place = tuple[int, Envelope]
 
 
-class PubSubSink:
+class PubSubSink(Sink):
     """Publishes each message to its Pub/Sub topic, `orders` or `projects/shop/topics/orders`.
 
     `ordered` sends `partitionkey` or `subject` as the ordering key; when a message of a key fails,
@@ -77,7 +78,7 @@ class PubSubSink:
         given.end()
         return cls(given.place, given.path or topic, ordered=ordered, timeout=seconds)
 
-    def publish(self, messages: Sequence[Message[Any]]) -> Sequence[Error]:
+    def publish_each(self, messages: Sequence[Message[Any]]) -> Sequence[Error]:
         """Return an answer per message; raise `SinkUnavailable` if there is none at all."""
         return _PubSubBatch(self, messages).publish()
 

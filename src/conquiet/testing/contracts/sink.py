@@ -65,32 +65,40 @@ class SinkContract(Contract):
     def test_messages_arrive_in_the_order_of_publication(self) -> None:
         sink = self.sink()
         first, second = numbered(20, "first"), numbered(20, "second")
-        assert list(sink.publish(first)) == [None] * 20
-        assert list(sink.publish(second)) == [None] * 20
+        assert list(sink.publish_each(first)) == [None] * 20
+        assert list(sink.publish_each(second)) == [None] * 20
         assert ids(self.arrived(40)) == ids(first + second)
 
     @pytest.mark.parametrize("payload", PAYLOADS.values(), ids=PAYLOADS.keys())
     def test_bytes_attributes_and_topic_arrive_as_they_were_sent(self, payload: bytes) -> None:
         sent = Message(payload, {**ATTRIBUTES, "id": "ünï-1"}, topic="orders")
-        assert list(self.sink().publish([sent])) == [None]
+        assert list(self.sink().publish_each([sent])) == [None]
         [got] = self.arrived(1)
         assert content(got) == content(sent)
         assert not self.keeps_topic or got.topic == "orders"
 
     def test_typed_data_arrives_as_json(self) -> None:
         sent = Message({"order": 7}, {"id": "1", "type": "placed", "source": "/shop"})
-        assert list(self.sink().publish([sent])) == [None]
+        assert list(self.sink().publish_each([sent])) == [None]
         assert self.arrived(1)[0].data == b'{"order":7}'
 
     def test_publishing_nothing_answers_nothing(self) -> None:
-        assert list(self.sink().publish([])) == []
+        assert list(self.sink().publish_each([])) == []
 
     def test_a_message_that_fails_fails_alone(self) -> None:
         first, last = numbered(2)
-        answers = self.sink().publish([first, self.refused(), last])
+        answers = self.sink().publish_each([first, self.refused(), last])
         assert [answer is None for answer in answers] == [True, False, True]
         assert not isinstance(answers[1], SinkUnavailable)
         assert ids(self.arrived(2)) == ids([first, last])
+
+    def test_publish_raises_if_a_message_was_not_published(self) -> None:
+        sink = self.sink()
+        first, last = numbered(2)
+        with pytest.raises(Exception, match=r".") as raised:
+            sink.publish([first, self.refused(), last])
+        assert not isinstance(raised.value, SinkUnavailable)
+        assert raised.value.__notes__ == ["1 of 3 messages were not published"]
 
     def test_publishing_settles_no_message(self) -> None:
         settled: list[str] = []
@@ -114,7 +122,7 @@ class SinkContract(Contract):
 
         def published() -> bool:
             try:
-                return list(sink.publish(messages)) == [None, None]
+                return list(sink.publish_each(messages)) == [None, None]
             except SinkUnavailable:
                 return False
 

@@ -259,14 +259,14 @@ class WorkerContract(ConsumerContract):
         assert self._go.wait(60)
 
 
-class _Sink:
+class _Sink(Sink):
     """Asks a function for each answer and keeps the ids of what it confirmed."""
 
     def __init__(self, answer: Callable[[Message[Any]], Error]) -> None:
         self._answer = answer
         self.published: list[str] = []
 
-    def publish(self, messages: Sequence[Message[Any]]) -> Sequence[Error]:
+    def publish_each(self, messages: Sequence[Message[Any]]) -> Sequence[Error]:
         answers = [self._answer(message) for message in messages]
         confirmed = zip(messages, answers, strict=True)
         self.published += [message.id for message, answer in confirmed if answer is None]
