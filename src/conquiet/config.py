@@ -44,10 +44,16 @@ def require(module: str, extra: str) -> Any:
         raise missing_extra(error, extra) from error
 
 
-def missing_extra(error: ImportError, extra: str) -> ConfigError:
+class MissingExtra(ConfigError, ImportError):
+    """A package is not installed; names the command that installs it."""
+
+
+def missing_extra(error: ImportError, extra: str) -> MissingExtra:
     """The error for an import that failed because an extra is not installed."""
     name = error.name or str(error)
-    return ConfigError(f"{name} is not installed: pip install 'conquiet[{extra}]'")
+    made = MissingExtra(f"{name} is not installed: pip install 'conquiet[{extra}]'")
+    made.name = error.name
+    return made
 
 
 # --- URLs -----------------------------------------------------------------------------------

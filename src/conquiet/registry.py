@@ -171,7 +171,7 @@ class _RedisPlace:
     """
 
     def __init__(self, url: str, origin: str, broker: str | None) -> None:
-        self.origin = origin
+        self.asked = self.origin = origin
         require("redis", "redis")
         self.room: Any = require("conquiet.redis", "redis")
         try:
@@ -194,8 +194,12 @@ class _RedisPlace:
         if not parts.netloc:
             self.url, self.origin = broker or read(BROKER), BROKER_VARIABLE
 
-    def require_stream(self, example: str) -> None:
-        raise ConfigError(f"{self.origin} redis://…: say which stream, as in ?{example}")
+    def require(self, **examples: str) -> None:
+        """Raise if a parameter is missing from the URL; `examples` are values for the message."""
+        for name in examples:
+            if not getattr(self, name):
+                example = "&".join(f"{known}={value}" for known, value in examples.items())
+                raise ConfigError(f"{self.asked} redis://…: say which {name}, as in ?{example}")
 
     @property
     def topic(self) -> Any:
@@ -239,8 +243,8 @@ class OpenSink:
 
 def _open_redis_sink(url: str, options: SinkOptions) -> OpenSink:
     place = _RedisPlace(url, options.origin, options.broker)
-    if options.needs_stream and not place.stream:
-        place.require_stream("stream=events")
+    if options.needs_stream:
+        place.require(stream="events")
     client = open_redis(
         place.url,
         place.origin,
@@ -421,8 +425,7 @@ def _open_redis_source(url: str, options: SourceOptions) -> Source:
             " to another stream: add &dead_letters=NAME to the URL"
         )
     place = _RedisPlace(url, options.origin, options.broker)
-    if not place.stream or not place.group:
-        place.require_stream("stream=commands&group=billing")
+    place.require(stream=place.stream or "commands", group="billing")
     return place.room.StreamSource(  # type: ignore[no-any-return]
         open_redis(place.url, place.origin),
         place.topic,

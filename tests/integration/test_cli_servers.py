@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import make_url
 from tests.waiting import eventually
 
 from conquiet import Message
@@ -22,6 +23,20 @@ def test_outbox_migrate_and_verify_on_postgresql(database_url: str, capsys) -> N
     assert "outbox: table should be there, is missing" in capsys.readouterr().out
     assert main(["outbox", "migrate", "--database", database_url]) == 0
     assert main(["outbox", "verify", "--database", database_url]) == 0
+
+
+@pytest.mark.parametrize("fixture", ["database_url", "sqlite_url"])
+def test_a_url_of_an_async_driver_opens_the_same_database(
+    request: pytest.FixtureRequest, fixture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = make_url(request.getfixturevalue(fixture))
+    driver = {"sqlite": "sqlite+aiosqlite"}.get(url.drivername, "postgresql+asyncpg")
+    plain = url.render_as_string(hide_password=False)
+    is_async = url.set(drivername=driver).render_as_string(hide_password=False)
+    monkeypatch.setenv("CONQUIET_DATABASE_URL", is_async)
+    assert main(["outbox", "migrate"]) == 0
+    assert main(["outbox", "status"]) == 0
+    assert main(["outbox", "verify", "--database", plain]) == 0
 
 
 def test_the_printed_schema_fits_postgresql(database_url: str, capsys) -> None:

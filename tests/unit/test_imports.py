@@ -8,7 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import conquiet
+from conquiet.config import MissingExtra
 
 LIST = "import json, sys; print(json.dumps(sorted(set(sys.modules) - before)))"
 
@@ -29,6 +32,23 @@ def test_importing_conquiet_needs_msgspec_and_the_standard_library_alone() -> No
     by_msgspec_if_present = {"typing_extensions"}
     expected = {"conquiet", "msgspec"}
     assert foreign - sys.stdlib_module_names - by_msgspec_if_present == expected
+
+
+@pytest.mark.parametrize(("room", "package"), [("sql", "sqlalchemy"), ("redis", "redis")])
+def test_a_room_without_its_extra_names_the_command_that_installs_it(room, package) -> None:
+    run = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            f"import sys; sys.modules[{package!r}] = None; import conquiet.{room}",
+        ],
+        capture_output=True,
+        text=True,
+    )
+    assert run.stderr.splitlines()[-1] == (
+        f"conquiet.config.MissingExtra: {package} is not installed: pip install 'conquiet[{room}]'"
+    )
+    assert issubclass(MissingExtra, ImportError)
 
 
 def test_the_queue_loads_no_other_part_of_conquiet() -> None:

@@ -76,6 +76,12 @@ def test_addresses_that_cannot_work_say_how_to_write_them(url, says) -> None:
         connect_sink(url, SinkOptions(needs_stream=True, closing=files))
 
 
+@pytest.mark.parametrize("url", ["redis:?stream=x", "redis://localhost?stream=x"])
+def test_a_stream_without_a_group_asks_for_the_group(url) -> None:
+    with pytest.raises(ConfigError, match=r"--source .*which group, as in \?stream=x&group="):
+        connect_source(url, SourceOptions())
+
+
 def test_one_file_for_both_ends_would_never_end(tmp_path) -> None:
     (tmp_path / "x").touch()
     (tmp_path / "link").symlink_to(tmp_path / "x")

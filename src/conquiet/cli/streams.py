@@ -9,6 +9,7 @@ from typing import Any
 
 from conquiet.cli.options import Verb, add_broker, add_group, add_verb, age, count, redis_at
 from conquiet.cli.terminal import FAILED, OK, add_yes, confirm, print_json, print_table, yellow
+from conquiet.errors import NotFound
 
 
 def register(commands: Any, common: ArgumentParser) -> None:
@@ -63,6 +64,8 @@ def _lag(options: Namespace) -> int:
 
     with redis_at(options.broker) as client:
         found = streams.survey(client, options.pattern)
+    if not found and options.pattern != "*":
+        raise NotFound(f"no stream matches {options.pattern!r}; conquiet streams list shows all")
     lags = [
         {
             "stream": stream.name,
@@ -140,7 +143,8 @@ _VERBS = (
         "lag",
         "how far behind every group, and every reader without one, is",
         ("conquiet streams lag", "conquiet streams lag 'orders*' --max 1000"),
-        "0 no lag is above --max; 1 one is, or Redis is out of reach; 2 wrong usage",
+        "0 no lag is above --max; 1 one is, no stream matches PATTERN, or Redis is out of reach; 2"
+        " wrong usage",
         _lag,
     ),
     Verb(

@@ -1,5 +1,12 @@
 """Transaction, inbox, outbox, outbox source and log on PostgreSQL and SQLite."""
 
+from conquiet.config import missing_extra
+
+try:
+    import sqlalchemy  # noqa: F401
+except ImportError as error:
+    raise missing_extra(error, "sql") from error
+
 from conquiet.sql import schema
 from conquiet.sql.cleanup import Cleanup
 from conquiet.sql.dialect import engine

@@ -14,8 +14,10 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import msgspec
-from sqlalchemy import Connection, Insert, Table, insert
+from sqlalchemy import Connection, Executable, Table, bindparam
+from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import Session
+from sqlalchemy.sql import ClauseElement
 
 from conquiet import outbox
 from conquiet.codec import check_attributes, encode_data
@@ -92,25 +94,17 @@ class Outbox(outbox.Outbox):
             self._insert_by_driver(transaction, rows)
         return [row.event_id for row in rows]
 
-    def statement(self, events: Iterable[Any], *, source: str = "") -> Insert:
-        """Return the INSERT as a SQLAlchemy statement."""
+    def statement(self, events: Iterable[Any], *, source: str = "") -> Executable:
+        """Return the INSERT as a SQLAlchemy statement, for any number of events."""
         rows = self._rows(events, source)
         if not rows:
             raise ConfigError("an outbox statement needs at least one event")
-        values = [
-            {
-                **row._asdict(),
-                "key": row.key or None,
-                "attributes": msgspec.json.decode(row.attributes),
-            }
-            for row in rows
-        ]
-        return insert(self.table).values(values)
+        return InsertRows(self, rows)
 
     def for_asyncpg(self, events: Iterable[Any], *, source: str = "") -> tuple[Any, ...]:
         """Return text and arguments: `await connection.execute(*outbox.for_asyncpg(events))`."""
         marks = [f"${number}" for number in range(1, len(_COLUMNS) + 1)]
-        return self._unnest(marks), *_by_column(self._rows(events, source))
+        return self.insert_arrays(marks), *_by_column(self._rows(events, source))
 
     def for_psycopg(self, events: Iterable[Any], *, source: str = "") -> tuple[str, Any]:
         """Return text and arguments: `await connection.execute(*outbox.for_psycopg(events))`."""
@@ -188,9 +182,9 @@ class Outbox(outbox.Outbox):
 
     @cached_property
     def _many(self) -> str:
-        return self._unnest(["%b"] * len(_COLUMNS))
+        return self.insert_arrays(["%b"] * len(_COLUMNS))
 
-    def _unnest(self, marks: Sequence[str]) -> str:
+    def insert_arrays(self, marks: Sequence[str]) -> str:
         """Insert one array per column: fewer bytes and less parsing than a VALUES list."""
         arrays = ", ".join(f"{mark}::{kind}[]" for mark, kind in zip(marks, _KINDS, strict=True))
         return (
@@ -206,6 +200,46 @@ class Outbox(outbox.Outbox):
             f"INSERT INTO {self._name} ({', '.join(_COLUMNS)})"
             " VALUES (?, ?, ?, nullif(?, ''), ?, ?, ?)"
         )
+
+
+class InsertRows(Executable, ClauseElement):
+    """Inserts any number of rows by a fixed number of parameters, which drivers limit.
+
+    PostgreSQL takes one array per column. SQLite, which has no arrays, takes the columns as JSON
+    and cuts the data of each row out of one BLOB.
+    """
+
+    inherit_cache = False
+
+    def __init__(self, outbox: Outbox, rows: Sequence[NewRow]) -> None:
+        self.outbox = outbox
+        self.rows = rows
+
+
+@compiles(InsertRows, "postgresql")
+def _insert_arrays(element: InsertRows, compiler: Any, **options: Any) -> str:
+    columns = zip(_COLUMNS, _by_column(element.rows), strict=True)
+    return element.outbox.insert_arrays(
+        [compiler.process(bindparam(f"new_{name}", values)) for name, values in columns]
+    )
+
+
+@compiles(InsertRows, "sqlite")
+def _insert_json(element: InsertRows, compiler: Any, **options: Any) -> str:
+    place, columns = 1, []
+    for row in element.rows:
+        columns.append((*row[:5], place, len(row.data), row.attributes))
+        place += len(row.data)
+    rows = compiler.process(bindparam("new_rows", _encode(columns).decode()))
+    data = compiler.process(bindparam("new_data", b"".join(row.data for row in element.rows)))
+    topic, type_, id_, key, content, start, length, attributes = (
+        f"json_extract(value, '$[{number}]')" for number in range(8)
+    )
+    return (
+        f"INSERT INTO {element.outbox.table.fullname} ({', '.join(_COLUMNS)})"
+        f" SELECT {topic}, {type_}, {id_}, nullif({key}, ''), {content},"
+        f" substr({data}, {start}, {length}), {attributes} FROM json_each({rows}) ORDER BY key"
+    )
 
 
 def _by_column(rows: Sequence[NewRow]) -> list[list[Any]]:

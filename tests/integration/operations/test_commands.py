@@ -117,6 +117,7 @@ def test_streams_list_and_lag(publish, source, told, said) -> None:
     assert told("streams", "lag", "--max", "3")["lags"][0]["lag"] == 3
     assert told("streams", "lag", "--max", "2", code=1)["ok"] is False
     assert "group billing" in said("streams", "lag")[0]
+    assert "no stream matches 'typo*'" in said("streams", "lag", "typo*", code=1)[1]
 
 
 def test_streams_trim_deletes_only_what_all_are_done_with(

@@ -188,6 +188,32 @@ def test_a_statement_goes_through_an_async_session(engine: Engine, database_url:
     assert rows(engine) == [*TYPES, TYPES[0]]
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_statement_has_no_limit_of_events(engine: Engine, is_async: bool) -> None:
+    sent = [
+        Message(b"\x00\xff" * (n % 3), {"type": "t", "id": f"ü-{n}", "partitionkey": "k" * (n % 2)})
+        for n in range(10_000)
+    ]
+    made = OUTBOX.statement(sent)
+
+    async def place() -> None:
+        name = "sqlite+aiosqlite" if engine.name == "sqlite" else "postgresql+asyncpg"
+        async_engine = create_async_engine(engine.url.set(drivername=name))
+        async with async_engine.begin() as connection:
+            await connection.execute(made)
+        await async_engine.dispose()
+
+    if is_async:
+        asyncio.run(place())
+    else:
+        with Session(engine) as session, session.begin():
+            session.execute(made)
+    query = text("SELECT event_id, data, coalesce(key, '') FROM outbox ORDER BY id")
+    with engine.connect() as connection:
+        stored = [(id_, bytes(data), key) for id_, data, key in connection.execute(query)]
+    assert stored == [(one.id, one.data, one.key) for one in sent]
+
+
 def test_text_and_arguments_go_through_asyncpg_and_async_psycopg(
     postgres: Engine, database_url: str
 ) -> None:
