@@ -13,7 +13,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from conquiet.errors import ConfigError, HandlerError
-from conquiet.sql.tls import add_advice, verify_server
+from conquiet.sql.tls import add_advice, is_near, verify_server
 
 BUSY_SECONDS = 10.0
 """How long a connection waits for SQLite's write lock before it fails."""
@@ -50,13 +50,12 @@ def engine(url: str | URL, **options: Any) -> Engine:
     """Create a SQLAlchemy engine for a URL.
 
     PostgreSQL is opened by psycopg, and on another host by verified TLS unless the URL has another
-    `sslmode`; SQLite with a write-ahead log and a busy timeout of `BUSY_SECONDS`. `options` go to
-    `sqlalchemy.create_engine`. Behind PgBouncer, `?prepare_threshold=none` in the URL switches
+    `sslmode`; SQLite with a write-ahead log and a busy timeout of `BUSY_SECONDS`. A URL of an async
+    driver, such as `postgresql+asyncpg://`, opens the same database by the sync one. `options` go
+    to `sqlalchemy.create_engine`. Behind PgBouncer, `?prepare_threshold=none` in the URL switches
     prepared statements off.
     """
-    address = verify_server(make_url(url), options.get("connect_args"))
-    if address.drivername in ("postgresql", "postgres"):
-        address = address.set(drivername="postgresql+psycopg")
+    address = verify_server(_sync_url(make_url(url)), options.get("connect_args"))
     if address.get_backend_name() == "sqlite":
         arguments = {"timeout": BUSY_SECONDS, **options.pop("connect_args", {})}
         made = create_engine(address, connect_args=arguments, **options)
@@ -67,6 +66,23 @@ def engine(url: str | URL, **options: Any) -> Engine:
         options["connect_args"] = arguments
         address = address.difference_update_query([_PREPARE])
     return create_engine(address, **options)
+
+
+_DRIVERS = {
+    "postgres": "postgresql+psycopg",
+    "postgresql": "postgresql+psycopg",
+    "postgresql+asyncpg": "postgresql+psycopg",
+    "postgresql+psycopg_async": "postgresql+psycopg",
+    "sqlite+aiosqlite": "sqlite",
+}
+
+
+def _sync_url(url: URL) -> URL:
+    """Name psycopg if no driver is named, and the sync driver in place of an async one."""
+    if url.drivername == "postgresql+asyncpg" and "ssl" in url.query:  # asyncpg's name of sslmode
+        mode = url.query["ssl"]
+        url = url.difference_update_query(["ssl"]).update_query_dict({"sslmode": mode})
+    return url.set(drivername=_DRIVERS.get(url.drivername, url.drivername))
 
 
 def _prepare_threshold(address: URL) -> int | None:
@@ -112,6 +128,24 @@ def path_of(engine: Engine) -> str:
 
 def _path(engine: Engine) -> str:
     return (engine.url.database or "").removeprefix("file:").partition("?")[0]
+
+
+def is_same_database(one: Engine, other: Engine) -> bool:
+    """Return whether the URLs of two engines name one database; aliases of a host are not known."""
+    if is_sqlite(one.dialect) and is_sqlite(other.dialect):
+        in_memory = is_in_memory(one) or is_in_memory(other)
+        return not in_memory and path_of(one) == path_of(other)
+    if is_postgresql(one.dialect) and is_postgresql(other.dialect):
+        return _address(one.url) == _address(other.url)
+    return False
+
+
+def _address(url: URL) -> tuple[str, str, str]:
+    environment = os.environ
+    host = url.query.get("host") or url.host or environment.get("PGHOST", "")
+    port = url.query.get("port") or url.port or environment.get("PGPORT", 5432)
+    name = url.database or environment.get("PGDATABASE") or url.username or ""
+    return "" if is_near(url) and not str(host).startswith("/") else str(host), str(port), name
 
 
 def uses_psycopg(dialect: Dialect) -> bool:

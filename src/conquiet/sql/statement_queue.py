@@ -6,6 +6,9 @@
 
 Adapters need not know: a read (SELECT, RETURNING, a row count) executes the queue first. An error
 of a queued statement is raised by the next call that waits, at the latest before COMMIT.
+
+A queue belongs to the first thread that queues a statement. A statement of another thread executes
+the queue and switches it off, before psycopg's pipeline mode can mix up the results of the two.
 """
 
 from __future__ import annotations
@@ -14,13 +17,15 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
+from threading import RLock, get_ident
 from typing import Any
 from uuid import UUID
 from weakref import ref
 
 import psycopg
 from psycopg.abc import Params
-from psycopg.pq import TransactionStatus
+from psycopg.pq import PipelineStatus, TransactionStatus
+from sqlalchemy import Connection
 
 from conquiet.errors import HandlerError
 from conquiet.sql.dialect import FrozenParameters, control_error, refuse_control
@@ -42,6 +47,29 @@ def is_supported() -> bool:
     return psycopg.Pipeline.is_supported()
 
 
+def open_queue(connection: Connection, own_listener: object) -> StatementQueue | None:
+    """Open the queue of a transaction's connection, or return None if statements must not wait.
+
+    A cursor factory and listeners of cursors expect that a statement was executed; `own_listener`
+    does not.
+    """
+    driver = connection.connection.driver_connection
+    assert isinstance(driver, psycopg.Connection)
+    if driver.cursor_factory is not psycopg.Cursor:
+        return None
+    of_cursors, of_dialect = connection.dispatch, connection.dialect.dispatch
+    listeners = (
+        *of_cursors.before_cursor_execute,
+        *of_cursors.after_cursor_execute,
+        *of_dialect.do_execute,
+        *of_dialect.do_execute_no_params,
+        *of_dialect.do_executemany,
+    )
+    if any(listener is not own_listener for listener in listeners):
+        return None
+    return StatementQueue(driver, connection.in_nested_transaction)
+
+
 class StatementQueue:
     """Queues statements of one connection during one transaction."""
 
@@ -53,6 +81,9 @@ class StatementQueue:
         self._mode: AbstractContextManager[psycopg.Pipeline] | None = None
         self._waiting: list[tuple[str, Any, ref[QueueingCursor]]] = []
         self._sent: set[str] = set()
+        self.lock = RLock()
+        """Held by each call that uses the connection: pipeline mode is the connection's."""
+        self._thread: int | None = None
         self._finished = False
         self._failure: BaseException | None = None
         self._blocks = 0
@@ -70,8 +101,9 @@ class StatementQueue:
         Raises if a queued statement ever failed, also if a handler caught that error: the
         statements behind it were dropped, and PostgreSQL may not know of them.
         """
-        self._finished = True
-        self.wait()
+        with self.lock:
+            self._finished = True
+            self.wait()
         if isinstance(self._failure, HandlerError):
             raise self._failure
         if self._failure is not None:
@@ -84,13 +116,17 @@ class StatementQueue:
 
     def close(self) -> None:
         """Discard the queue before ROLLBACK, and restore the connection."""
-        self._finished = True
-        self._waiting.clear()
-        with suppress(psycopg.Error):  # errors of sent statements, which are rolled back
-            self.wait()
+        with self.lock:
+            self._finished = True
+            self._waiting.clear()
+            with suppress(psycopg.Error):  # errors of sent statements, which are rolled back
+                self.wait()
         self._restore()
 
     def _restore(self) -> None:
+        if self._connection.pgconn.pipeline_status != PipelineStatus.OFF:
+            # The next user of a pooled connection would get the results of other statements.
+            self._connection.close()
         self._connection.cursor_factory, self._connection.server_cursor_factory = self._former
         for name in ("transaction", "commit", "rollback"):
             vars(self._connection).pop(name, None)  # the class has its own
@@ -122,7 +158,8 @@ class StatementQueue:
         type(self._connection).rollback(self._connection)
 
     def add(self, query: str, params: Any, cursor: QueueingCursor) -> None:
-        """Queue a statement."""
+        """Queue a statement; the queue then belongs to this thread."""
+        self._thread = get_ident()
         if len(self._waiting) >= MAX_QUEUED:
             self.wait()
         self._waiting.append((query, params, ref(cursor)))
@@ -135,6 +172,7 @@ class StatementQueue:
 
     def send(self) -> None:
         """Send the queue in order, without waiting for results."""
+        self._thread = get_ident()
         try:
             self._send()
         except BaseException as error:
@@ -182,6 +220,10 @@ class StatementQueue:
 
     def wait(self) -> None:
         """Send the queue and read the results; raise the first error."""
+        with self.lock:
+            self._wait()
+
+    def _wait(self) -> None:
         try:
             if self._mode is None and len(self._waiting) < MIN_PIPELINED:
                 self._execute_plainly()
@@ -204,6 +246,12 @@ class StatementQueue:
             error.add_note(
                 f"raised late, perhaps by this statement, which was queued: {query:.300}"
             )
+
+    def check_thread(self) -> None:
+        """Execute the queue and switch it off if another thread has queued statements."""
+        if self._thread not in (None, get_ident()) and not self._finished:
+            self._finished = True
+            self.wait()
 
     @property
     def may_queue(self) -> bool:
@@ -233,25 +281,27 @@ class QueueingCursor(psycopg.Cursor[Any]):
 
     def execute(self, query: Any, params: Params | None = None, **options: Any) -> Any:
         queue = self.queue
-        self._queued = (
-            type(query) is str
-            and params is not None  # else psycopg would read each % as a placeholder
-            and is_silent(query)
-            and not options
-            and queue.may_queue
-        )
-        if not self._queued:
-            if type(query) is str:
-                refuse_control(query)
-            queue.wait()
-            return super().execute(query, params, **options)
-        frozen = _frozen(params)
-        if frozen is not None:
-            queue.add(query, frozen, self)
-        else:
-            queue.send()
-            super().execute(query, params)
-        return self
+        with queue.lock:
+            silent = (
+                type(query) is str
+                and params is not None  # else psycopg would read each % as a placeholder
+                and is_silent(query)
+                and not options
+            )
+            queue.check_thread()
+            self._queued = silent and queue.may_queue
+            if not self._queued:
+                if type(query) is str:
+                    refuse_control(query)
+                queue.wait()
+                return super().execute(query, params, **options)
+            frozen = _frozen(params)
+            if frozen is not None:
+                queue.add(query, frozen, self)
+            else:
+                queue.send()
+                super().execute(query, params)
+            return self
 
     def send(self, query: Any, params: Any) -> None:
         """Execute a statement that this cursor queued."""
@@ -260,11 +310,12 @@ class QueueingCursor(psycopg.Cursor[Any]):
     @property
     def rowcount(self) -> int:
         if self._queued:
-            self._queued = False
-            own = self.queue.take_back(self)
-            self.queue.wait()
-            if own is not None:
-                super().execute(*own)
+            with self.queue.lock:
+                self._queued = False
+                own = self.queue.take_back(self)
+                self.queue.wait()
+                if own is not None:
+                    super().execute(*own)
         return super().rowcount
 
     def close(self) -> None:
@@ -272,8 +323,10 @@ class QueueingCursor(psycopg.Cursor[Any]):
             super().close()
 
     def executemany(self, query: Any, params_seq: Iterable[Params], **options: Any) -> None:
-        self.queue.wait()
-        super().executemany(query, params_seq, **options)
+        with self.queue.lock:
+            self.queue.check_thread()
+            self.queue.wait()
+            super().executemany(query, params_seq, **options)
 
     def copy(self, *arguments: Any, **options: Any) -> Any:
         self.queue.wait()

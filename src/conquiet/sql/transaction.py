@@ -6,18 +6,19 @@ own, and a coroutine in a copied context sees the transaction of its worker.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from weakref import WeakSet
 
-from sqlalchemy import URL, Connection, Engine, NestedTransaction, event
+from sqlalchemy import URL, Connection, Engine, NestedTransaction, Pool, event
 from sqlalchemy.engine import ExceptionContext
 from sqlalchemy.engine import Transaction as DatabaseTransaction
 from sqlalchemy.exc import DBAPIError, InvalidRequestError, ResourceClosedError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
-from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 from conquiet import transaction
 from conquiet.errors import ConfigError, HandlerError, StoreError
@@ -28,6 +29,8 @@ from conquiet.sql.notification import notify_relays
 
 if TYPE_CHECKING:
     from conquiet.sql.statement_queue import StatementQueue
+
+logger = logging.getLogger("conquiet.sql")
 
 S = TypeVar("S", bound=Session)
 
@@ -101,6 +104,10 @@ class Unit:
         # Engines made by execution_options() share the pool of the one that they came from.
         return self.connection.engine.pool is engine.pool
 
+    def is_beside(self, engine: Engine) -> bool:
+        """Return whether connections of this engine go to the database of this transaction."""
+        return self.belongs_to(engine) or dialect.is_same_database(self.connection.engine, engine)
+
     @contextmanager
     def session(self, factory: sessionmaker[S]) -> Iterator[S]:
         """Open a session in this transaction; flush it when the block ends and before commit."""
@@ -159,6 +166,13 @@ def find(engine: Engine) -> Unit | None:
             if unit.ended:
                 raise _ended_error("connection")
             return unit
+    for unit in UNITS.get():
+        if not unit.ended and unit.is_beside(engine):
+            raise HandlerError(
+                "another engine of the same database was used inside a transaction, where its"
+                " effects would be committed by themselves; give Transaction and the adapters one"
+                " engine, or write engine.begin() for effects outside the transaction"
+            )
     return None
 
 
@@ -181,12 +195,20 @@ def connection(engine: Engine) -> Iterator[Connection]:
         yield own
 
 
-def session(factory: sessionmaker[S]) -> AbstractContextManager[S]:
+def session(factory: sessionmaker[S] | scoped_session[S]) -> AbstractContextManager[S]:
     """Open a session in the ambient transaction, or in a transaction for this block.
 
     In an ambient transaction the session is flushed when the block ends and again before the
-    commit, and closed after it: objects that leave the block stay usable in the handler.
+    commit, and closed after it: objects that leave the block stay usable in the handler. A
+    `scoped_session` gives its factory: the session of its thread has a transaction of its own.
     """
+    given = factory.session_factory if isinstance(factory, scoped_session) else factory
+    if not isinstance(given, sessionmaker):
+        raise ConfigError(
+            f"session() takes a sessionmaker, or a scoped_session of one, not"
+            f" {type(given).__name__}; as in session(sessionmaker(engine))"
+        )
+    factory = given
     bind = factory.kw.get("bind")
     if isinstance(bind, Engine):
         unit = find(bind)
@@ -206,6 +228,7 @@ IsolationLevel = Literal["READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"]
 _LEVELS = ("READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE")
 _ABORTED = "is aborted: a statement in it failed and its error was swallowed"
 _watched: WeakSet[Engine] = WeakSet()
+_warned: WeakSet[Pool] = WeakSet()
 
 
 class Transaction(transaction.Transaction):
@@ -391,10 +414,10 @@ def _rolled_back_error(unit: Unit, how: str) -> HandlerError:
     return error
 
 
-def _statement_queue(connection: Connection) -> Any:
-    from conquiet.sql.statement_queue import StatementQueue  # imports psycopg
+def _statement_queue(connection: Connection) -> StatementQueue | None:
+    from conquiet.sql.statement_queue import open_queue  # imports psycopg
 
-    return StatementQueue(dialect.driver_connection(connection), connection.in_nested_transaction)
+    return open_queue(connection, _refuse_control)
 
 
 def _invalidate_pool(connection: Connection) -> None:
@@ -407,6 +430,8 @@ def _invalidate_pool(connection: Connection) -> None:
 
 def _watch(engine: Engine) -> None:
     """Listen for statements before they are sent, and for errors before a handler sees them."""
+    if not event.contains(Engine, "engine_connect", _warn_of_other):
+        event.listen(Engine, "engine_connect", _warn_of_other)
     if engine not in _watched:
         event.listen(engine, "handle_error", _note)
         event.listen(engine, "before_cursor_execute", _refuse_control, retval=True)
@@ -419,6 +444,27 @@ def _refuse_control(
     if isinstance(connection, TransactionConnection) and connection.begun:
         refuse_control(statement)
     return statement, parameters
+
+
+def _warn_of_other(connection: Connection) -> None:
+    """Log, once for each engine, that a handler has a second connection to its database."""
+    units = UNITS.get()
+    if not units or isinstance(connection, TransactionConnection):
+        return
+    engine = connection.engine
+    if engine.pool in _warned:
+        return
+    for unit in units:
+        if not unit.ended and unit.is_beside(engine):
+            _warned.add(engine.pool)
+            logger.warning(
+                "%s: a second connection was opened inside a transaction on the same database; what"
+                " it writes is committed by itself, and again if the message is redelivered; use"
+                " conquiet.sql.connection(engine) or conquiet.sql.session(factory) with the engine"
+                " of Transaction",
+                dialect.display_url(engine.url),
+            )
+            return
 
 
 def _note(context: ExceptionContext) -> None:

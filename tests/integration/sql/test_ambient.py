@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 from sqlalchemy import Engine, select
-from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
+from sqlalchemy.orm import Session, scoped_session, sessionmaker
 from tests.integration.sql.orders import SAVE, Order, remembered, run, save, saved
 
-from conquiet.errors import HandlerError
+from conquiet.errors import ConfigError, HandlerError
 from conquiet.sql import Inbox, Outbox, connection, session
+from conquiet.sql import engine as make_engine
 from conquiet.testing import message
 
 
@@ -65,6 +67,23 @@ def test_a_session_is_flushed_at_the_end_of_its_block_and_before_the_commit(
     assert len(run(engine, work).acked) == 1
     with Session(engine) as looking:
         assert looking.get_one(Order, "a").amount == 7
+
+
+def test_a_scoped_session_gives_a_session_of_the_transaction(engine: Engine) -> None:
+    registry = scoped_session(sessionmaker(engine))
+
+    def work() -> None:
+        with session(registry) as joined:
+            joined.add(Order(id="a"))
+        raise ZeroDivisionError
+
+    run(engine, work)
+    assert saved(engine) == []
+    with session(registry) as own:
+        own.add(Order(id="b"))
+    assert saved(engine) == ["b"]
+    with pytest.raises(ConfigError, match="takes a sessionmaker"):
+        session(Session)  # type: ignore[arg-type]
 
 
 def test_session_commit_leaves_the_commit_to_the_transaction(engine: Engine) -> None:
@@ -150,6 +169,47 @@ def test_another_engine_has_its_own_transactions(sqlite: Engine, postgres: Engin
 
     run(postgres, work)
     assert (saved(sqlite), saved(postgres)) == (["a"], [])
+
+
+def test_another_engine_of_the_same_database_is_refused(engine: Engine) -> None:
+    other = make_engine(engine.url)
+    [error] = run(engine, lambda: save(other, "a")).errors
+    assert isinstance(error, HandlerError)
+    assert "another engine of the same database" in str(error)
+    factory = sessionmaker(other)
+    [error] = run(engine, lambda: session(factory)).errors
+    assert "another engine of the same database" in str(error)
+    assert saved(engine) == []
+    save(other, "b")  # outside a transaction any engine will do
+    assert saved(engine) == ["b"]
+    other.dispose()
+
+
+def test_a_second_connection_of_a_handler_is_logged_once(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    def look() -> None:
+        with engine.connect() as own:
+            own.execute(select(1))
+
+    for _ in range(2):
+        assert run(engine, look).acked
+    assert [record.getMessage().count("a second connection") for record in caplog.records] == [1]
+
+
+def test_an_async_session_of_a_handlers_own_is_logged(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = "sqlite+aiosqlite" if engine.name == "sqlite" else "postgresql+asyncpg"
+    made = create_async_engine(engine.url.set(drivername=name))
+
+    async def look() -> None:
+        async with AsyncSession(made) as own:
+            await own.execute(select(1))
+        await made.dispose()
+
+    assert run(engine, look).acked
+    assert "a second connection was opened inside a transaction" in caplog.text
 
 
 def test_an_engine_with_options_is_the_same_engine(engine: Engine) -> None:

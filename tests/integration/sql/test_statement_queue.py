@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from contextvars import copy_context
 from typing import Any
 
 import psycopg
 import pytest
-from sqlalchemy import Engine, select, text, update
+from psycopg.pq import PipelineStatus
+from sqlalchemy import Engine, delete, event, select, text, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import DeclarativeBase, Session, sessionmaker
 from tests.integration.sql.queueing import (
@@ -22,6 +27,7 @@ from tests.integration.sql.queueing import (
 )
 
 from conquiet.sql import Transaction, connection, session
+from conquiet.sql import engine as make_engine
 from conquiet.sql.statement_queue import MAX_QUEUED, is_silent
 
 
@@ -203,6 +209,105 @@ def test_two_threads_queue_apart(postgres: Engine) -> None:
     for thread in threads:
         thread.join(60)
     assert len(amounts(postgres)) == 100
+
+
+def test_threads_of_one_handler_share_the_connection_without_harm(postgres: Engine) -> None:
+    wanted: dict[str, int] = {}
+
+    def work(first: int) -> None:
+        for number in range(first, first + 20):
+            with connection(postgres) as found:
+                found.execute(SAVE, {"id": str(number), "amount": number})
+                assert found.execute(select(text(str(number)))).scalar() == number
+
+    async def fan_out() -> None:
+        await asyncio.gather(*(asyncio.to_thread(work, first) for first in range(0, 80, 20)))
+
+    for turn in range(3):
+        with Transaction(postgres).scope(()), connection(postgres) as found:
+            found.execute(SAVE, {"id": f"first-{turn}", "amount": turn})
+            context = copy_context()
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(context.run, asyncio.run, fan_out()).result(30)
+            found.execute(SAVE, {"id": f"last-{turn}", "amount": turn})
+        with postgres.begin() as cleaning:
+            driver = cleaning.connection.driver_connection
+            assert driver.pgconn.pipeline_status == PipelineStatus.OFF
+            wanted = {str(n): n for n in range(80)} | {f"first-{turn}": turn, f"last-{turn}": turn}
+            assert {r.id: r.amount for r in cleaning.execute(select(ORDERS))} == wanted
+            cleaning.execute(delete(ORDERS))
+
+
+def test_another_thread_executes_the_queue_and_switches_it_off(
+    postgres: Engine, sent: list[str]
+) -> None:
+    with Transaction(postgres).scope(()), connection(postgres) as found:
+        found.execute(select(1))
+        for number in range(5):
+            found.execute(SAVE, {"id": str(number)})
+        del sent[:]
+        context = copy_context()
+        with ThreadPoolExecutor(1) as pool:
+            rows = pool.submit(context.run, lambda: found.execute(select(ORDERS)).all()).result(30)
+        assert len(rows) == 5
+        assert sent == ["INSERT x 5", "SELECT"]
+        found.execute(SAVE, {"id": "5"})
+        driver = found.connection.driver_connection
+        assert driver.pgconn.pipeline_status == PipelineStatus.OFF
+        assert driver.execute("SELECT count(*) FROM orders").fetchone() == (6,)
+
+
+def test_a_connection_that_is_stuck_in_pipeline_mode_never_returns_to_the_pool(
+    postgres: Engine,
+) -> None:
+    with suppress(ZeroDivisionError), Transaction(postgres).scope(()):
+        with connection(postgres) as found:
+            found.execute(SAVE, {"id": "a"})
+            found.connection.driver_connection.pipeline().__enter__()
+        raise ZeroDivisionError
+    with postgres.begin() as next_:
+        assert next_.connection.driver_connection.pgconn.pipeline_status == PipelineStatus.OFF
+        assert next_.execute(select(ORDERS)).all() == []
+
+
+class Shouting(psycopg.Cursor[Any]):
+    def execute(self, query: Any, *arguments: Any, **options: Any) -> Any:
+        super().execute(query, *arguments, **options)
+        executed.append(self.statusmessage)
+        return self
+
+
+executed: list[str | None] = []
+
+
+def test_a_cursor_factory_of_the_engine_is_kept_and_nothing_queued(database_url: str) -> None:
+    engine = make_engine(database_url, connect_args={"cursor_factory": Shouting})
+    METADATA.create_all(engine, tables=[ORDERS])
+    del executed[:]
+    with Transaction(engine).scope(()), connection(engine) as found:
+        for number in range(3):
+            found.execute(SAVE, {"id": str(number)})
+        assert executed[-3:] == ["INSERT 0 1"] * 3
+    engine.dispose()
+
+
+@pytest.mark.parametrize("name", ["after_cursor_execute", "do_execute"])
+def test_a_listener_of_cursors_sees_executed_statements(postgres: Engine, name: str) -> None:
+    seen: list[str | None] = []
+
+    def after(connection: Any, cursor: Any, *unused: Any) -> None:
+        seen.append(cursor.statusmessage)
+
+    def instead(cursor: Any, statement: str, parameters: Any, context: Any) -> bool:
+        cursor.execute(statement, parameters)
+        seen.append(cursor.statusmessage)
+        return True
+
+    event.listen(postgres, name, instead if name == "do_execute" else after)
+    with Transaction(postgres).scope(()), connection(postgres) as found:
+        for number in range(3):
+            found.execute(SAVE, {"id": str(number)})
+    assert seen == ["INSERT 0 1"] * 3
 
 
 @pytest.mark.parametrize(
