@@ -39,6 +39,7 @@ from conquiet import Acking, Message, Router, Worker, embedded
 from conquiet.acking import settle
 from conquiet.errors import GivenBack, SinkUnavailable
 from conquiet.relay import publish_batch
+from conquiet.sink import Sink
 from conquiet.source import EndOfSource
 from conquiet.sql import Inbox, Outbox, OutboxSource, Transaction, connection, engine, schema
 
@@ -271,7 +272,7 @@ def fill(direct: psycopg.Connection[Any], count: int, published: int = 0) -> Non
     direct.autocommit = False
 
 
-class StreamSink:
+class StreamSink(Sink):
     """A pipeline of XADD: what a sink does at the least."""
 
     def __init__(self, client: redis.Redis) -> None:

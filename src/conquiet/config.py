@@ -44,7 +44,7 @@ def require(module: str, extra: str) -> Any:
         raise missing_extra(error, extra) from error
 
 
-class MissingExtra(ConfigError, ImportError):
+class MissingExtra(ConfigError, ModuleNotFoundError):
     """A package is not installed; names the command that installs it."""
 
 

@@ -3,13 +3,6 @@
 Works on Redis 6.0 and later, and on Valkey.
 """
 
-from conquiet.config import missing_extra
-
-try:
-    import redis  # noqa: F401
-except ImportError as error:
-    raise missing_extra(error, "redis") from error
-
 from conquiet.redis.commands import commands
 from conquiet.redis.connection import CrossSlot
 from conquiet.redis.group import remove_idle_consumers

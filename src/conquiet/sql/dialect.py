@@ -80,7 +80,7 @@ _DRIVERS = {
 def _sync_url(url: URL) -> URL:
     """Name psycopg if no driver is named, and the sync driver in place of an async one."""
     if url.drivername == "postgresql+asyncpg" and "ssl" in url.query:  # asyncpg's name of sslmode
-        mode = url.query["ssl"]
+        mode = str(url.query["ssl"])
         url = url.difference_update_query(["ssl"]).update_query_dict({"sslmode": mode})
     return url.set(drivername=_DRIVERS.get(url.drivername, url.drivername))
 
