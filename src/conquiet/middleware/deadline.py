@@ -245,3 +245,7 @@ def call_with_limit(seconds: float, call: Callable[[], T], late: Callable[[], Ex
         if not alarm.fired:  # the interrupt of an outer limit
             raise
         raise late() from interrupt
+    except Exception as error:
+        if alarm.fired:  # raised while the call was cleaning up, as by an interrupted driver
+            raise late() from error
+        raise

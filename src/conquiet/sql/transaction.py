@@ -21,7 +21,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 from conquiet import transaction
-from conquiet.errors import ConfigError, HandlerError, StoreError
+from conquiet.errors import ConfigError, DeadlineExceeded, HandlerError, StoreError
 from conquiet.message import Message
 from conquiet.sql import dialect
 from conquiet.sql.dialect import control_error, refuse_control
@@ -319,7 +319,9 @@ class Transaction(transaction.Transaction):
                     savepoint.rollback()
                 except DBAPIError as failure:
                     raise self._store_error(failure) from error
-            if dialect.is_store_failure(error, read_only=self.read_only):
+            if not isinstance(error, DeadlineExceeded) and dialect.is_store_failure(
+                error, read_only=self.read_only
+            ):
                 raise self._store_error(error) from error
             raise
         finally:
@@ -370,10 +372,12 @@ class Transaction(transaction.Transaction):
         """Roll back; raise a `StoreError` if the store caused the failure."""
         connection = unit.connection
         unit.drop_queued()
-        blamed, store = error, dialect.is_store_failure(error, read_only=self.read_only)
-        if not store:
-            blamed = _first_failure(unit, error)
-            store = dialect.is_store_failure(blamed, read_only=self.read_only)
+        blamed, store = error, False
+        if not isinstance(error, DeadlineExceeded):  # else the interrupt broke the connection
+            store = dialect.is_store_failure(error, read_only=self.read_only)
+            if not store:
+                blamed = _first_failure(unit, error)
+                store = dialect.is_store_failure(blamed, read_only=self.read_only)
         if dialect.is_lost(connection):
             _invalidate_pool(connection)
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sqlalchemy import Engine, String, text
@@ -12,6 +12,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from conquiet import Router
 from conquiet.message import Message
 from conquiet.sql import Inbox, Outbox, Transaction, connection
+from conquiet.stage import Middleware
 from conquiet.testing import Delivered, deliver, message
 
 SAVE = text("INSERT INTO orders (id) VALUES (:id)")
@@ -39,10 +40,16 @@ def saved(engine: Engine) -> list[str]:
         return list(looking.execute(text("SELECT id FROM orders ORDER BY id")).scalars())
 
 
-def run(engine: Engine, handle: Callable[[], object], **options: Any) -> Delivered:
+def run(
+    engine: Engine,
+    handle: Callable[[], object],
+    *,
+    outside: Sequence[Middleware] = (),
+    **options: Any,
+) -> Delivered:
     """One message through a handler that does what the test says."""
     router = Router()
-    router.use(Transaction(engine, **options), Inbox("test"), Outbox("orders"))
+    router.use(*outside, Transaction(engine, **options), Inbox("test"), Outbox("orders"))
     router.raw(name="handler")(_raw(handle))
     try:
         return deliver(router, message())

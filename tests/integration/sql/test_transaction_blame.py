@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from contextlib import suppress
 
 import psycopg
@@ -11,8 +12,9 @@ from sqlalchemy import Engine, text
 from sqlalchemy.exc import IntegrityError, OperationalError
 from tests.integration.sql.orders import run, save, saved
 
-from conquiet.errors import StoreError
-from conquiet.sql import connection
+from conquiet.errors import DeadlineExceeded, StoreError
+from conquiet.middleware import Deadline
+from conquiet.sql import connection, dialect
 from conquiet.sql import engine as make_engine
 
 
@@ -154,3 +156,19 @@ def test_a_locked_sqlite_blames_no_message(sqlite: Engine) -> None:
         other.exec_driver_sql("BEGIN IMMEDIATE")
         assert isinstance(run(hasty, lambda: None).errors[0], StoreError)
     hasty.dispose()
+
+
+def test_a_handler_that_exceeds_its_time_is_to_blame_also_if_the_interrupt_breaks_the_connection(
+    engine: Engine, untraced: None
+) -> None:
+    def never_end() -> None:
+        with connection(engine) as found:
+            try:
+                while True:
+                    time.sleep(0.001)
+            finally:
+                dialect.driver_connection(found).close()
+                found.execute(text("SELECT 1"))  # a clean-up that fails like a lost connection
+
+    delivered = run(engine, never_end, outside=[Deadline(0.02)])
+    assert isinstance(delivered.errors[0], DeadlineExceeded)

@@ -144,6 +144,18 @@ def test_a_handler_can_clean_up():
     assert cleaned == ["1"]
 
 
+def test_an_error_of_the_clean_up_does_not_hide_that_the_limit_was_exceeded():
+    def handle(message):
+        try:
+            never_ends()
+        finally:
+            raise ConnectionError("another command is in progress")  # as an interrupted driver
+
+    [error] = deliver(router_of(handle, Deadline(SHORT)), order()).errors
+    assert isinstance(error, DeadlineExceeded)
+    assert isinstance(error.__cause__, ConnectionError)
+
+
 def test_in_a_transaction_the_interrupted_one_is_rolled_back_and_the_others_commit():
     def handle(message):
         store.add("effects")
