@@ -262,12 +262,12 @@ class Router:
         self.loop.close()
 
     def _check(self) -> None:
+        check_order(self._middlewares)
         if not self.handlers:
             raise ConfigError(
                 "the router has no handlers, so that every message would fail; register one, as by"
                 " @router.event(), or import the module that does"
             )
-        check_order(self._middlewares)
         stages = self.stages
         if stages & {Stage.INBOX, Stage.CLAIM} and Stage.OUTBOX not in stages:
             for handler in self.handlers:

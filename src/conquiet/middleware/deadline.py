@@ -39,7 +39,8 @@ class Deadline:
 
     Only the handler is interrupted, never the commit, the inbox or the outbox. A `BaseException`
     is raised in it at the next step of Python code: a blocking call in C (`time.sleep`, a socket
-    without timeout) has to return first. An `async def` handler is cancelled.
+    without timeout) has to return first. A handler that goes on all the same is interrupted again
+    after 5 seconds. An `async def` handler is cancelled.
 
     >>> Deadline(30).seconds
     30
@@ -137,6 +138,11 @@ _STEPS = range(20)
 """Steps of bytecode, at one of which a sent exception arrives."""
 
 
+_SECONDS_TO_END = 5.0
+"""How long an interrupted call may clean up. After that it is interrupted again: Python drops an
+exception that arrives in a `__del__`, and the call goes on."""
+
+
 class Alarm:
     """Holds when to interrupt which thread."""
 
@@ -185,8 +191,8 @@ class Timer:
             while True:
                 now = time.monotonic()
                 for alarm in [alarm for alarm in self._armed if alarm.at <= now]:
-                    self._armed.discard(alarm)
                     alarm.fired = True
+                    alarm.at = now + _SECONDS_TO_END
                     _raise_in(alarm.thread, Interrupt)
                 self._wakes_at = min((alarm.at for alarm in self._armed), default=float("inf"))
                 idle = self._wakes_at == float("inf")

@@ -156,6 +156,22 @@ def test_an_error_of_the_clean_up_does_not_hide_that_the_limit_was_exceeded():
     assert isinstance(error.__cause__, ConnectionError)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_handler_that_swallows_an_interrupt_is_interrupted_again(monkeypatch):
+    monkeypatch.setattr(deadline, "_SECONDS_TO_END", 0.05)
+
+    class Owner:
+        def __del__(self):
+            never_ends()  # Python drops an exception that arrives here
+
+    def handle(message):
+        Owner()
+        never_ends()
+
+    [error] = deliver(router_of(handle, Deadline(SHORT)), order()).errors
+    assert isinstance(error, DeadlineExceeded)
+
+
 def test_in_a_transaction_the_interrupted_one_is_rolled_back_and_the_others_commit():
     def handle(message):
         store.add("effects")
