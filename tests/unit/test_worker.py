@@ -165,13 +165,13 @@ def test_with_an_outbox_ids_of_outputs_are_new_and_increase():
 def test_a_redelivery_publishes_its_outputs_under_the_same_ids(workers):
     log, events = log_of(1), Log()
     sink = events.sink("orders")
-    publish, answers = sink.publish, [[None, ConnectionError("lost")]]
+    publish, answers = sink.publish_each, [[None, ConnectionError("lost")]]
 
     def lose_a_reply(messages: Sequence[Message[Any]]) -> Sequence[Exception | None]:
         confirmed = publish(messages)
         return answers.pop() if answers else confirmed
 
-    sink.publish = lose_a_reply
+    sink.publish_each = lose_a_reply
     start(workers, log.source("g"), router_with(place_two), sink)
     eventually(lambda: drained(log))
     ids = [event.id for event in events.replay()]
