@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from conquiet.acking import Acking, Error, settle
+from conquiet.acking import Acking, Error, State, settle
 from conquiet.errors import GivenBack, InvalidMessage
 from conquiet.message import Message, describe
 from conquiet.source import Source
@@ -135,7 +135,7 @@ class ByKey:
         """Note nacked messages; others of their keys that were given back come after them."""
         with self._changed:
             for message in reversed(messages):
-                if message.order_key is not None:
+                if message.order_key is not None and not _is_acked(message.origin):
                     returned = self._returned.setdefault(message.order_key, _Returned())
                     returned.before_all(message.identity)
 
@@ -244,6 +244,11 @@ class _Returned:
         if identity not in self._identities:
             self._identities.append(identity)
         return False
+
+
+def _is_acked(message: Message[Any]) -> bool:
+    """Return whether a handler acked a message before it failed: then it does not come back."""
+    return message.acking is not None and message.acking.state is State.ACKED
 
 
 def give_back(messages: Sequence[Message[Any]], error: Exception) -> None:

@@ -300,6 +300,23 @@ def test_order_by_key_holds_while_messages_fail(workers, threads):
     assert sum(map(len, done.values())) == 350
 
 
+def test_a_message_that_was_acked_before_it_failed_does_not_hold_its_key(workers):
+    log, done = Log(), []
+    log.sink("commands").publish([order(number, partitionkey="k") for number in range(3)])
+    router = Router(ack="manual")
+
+    @router.event()
+    def ack_early(order: PlaceOrder, message: Message) -> None:
+        message.ack()
+        done.append(order.id)
+        if order.id == 0:
+            raise ValueError("too late")
+
+    start(workers, log.source("g"), router, ordered=True, batch_size=1)
+    eventually(lambda: drained(log))
+    assert done == [0, 1, 2]
+
+
 def test_a_stuck_key_holds_up_only_its_lane(workers):
     release = threading.Event()
     done: list[str] = []
