@@ -28,7 +28,7 @@ Without a pipeline, events go into the table raw_events and nowhere else.
 
 Where a run stopped, the next one goes on; that is kept in the checkpoint, by default in the lake.
 The table outbox_events is no log: it is read as a whole, with --once, and rows are added whose ids
-are not there yet.
+are not there yet. Through Spark Connect (--remote) every log and every outbox is read in that way.
 
 The first SIGTERM or Ctrl-C lets the batch under way finish. A second one ends it; the next run does
 it again.
@@ -99,6 +99,9 @@ def _register_run(verbs: Any, common: ArgumentParser) -> None:
     )
     run.add_argument("--max-events", type=count, metavar="N", help="per batch at most")
     run.add_argument("--master", metavar="URL", help="local[*] (default), spark://…, k8s://…, yarn")
+    run.add_argument(
+        "--remote", metavar="URL", help="a Spark Connect server, as sc://host:15002; with --once"
+    )
     run.add_argument(
         "--archive", metavar="FILE", help="what `pipeline package` made, for executors"
     )

@@ -34,14 +34,17 @@ def run(options: Namespace) -> int:
     config = spark_settings(options, debug)
     if options.once and options.trigger_seconds is not None:
         raise ConfigError("--once and --trigger-seconds exclude each other: --once ends by itself")
-    is_whole = is_whole_table(options.origin, source)
-    if is_whole:
+    if options.remote is not None:
+        _check_remote(options)
+    is_table = is_whole_table(options.origin, source)
+    if is_table:
         _check_whole(options)
+    is_whole = is_table or options.remote is not None
     try:
         import pyspark  # noqa: F401
     except ImportError as error:
         raise ConfigError(f"{error}: pip install 'conquiet[spark]'") from error
-    _check_source(options, source)
+    _check_source(options, source, streaming=not is_whole)
     pipeline = find_pipeline(options.pipeline, options.to)
     set_up_logs("info" if debug else "warning")
     progress = Progress(options.json)
@@ -74,8 +77,10 @@ def run(options: Namespace) -> int:
 def _session(options: Namespace, config: dict[str, str], debug: bool) -> SparkSession:
     from conquiet.spark import session
 
-    spark = session("conquiet pipeline", master=options.master, config=config)
-    if not debug:  # `_failed` prints what ended a query, in one line
+    spark = session(
+        "conquiet pipeline", master=options.master, remote=options.remote, config=config
+    )
+    if not debug and options.remote is None:  # `_failed` prints what ended a query, in one line
         log4j = spark._jvm.org.apache.logging.log4j  # type: ignore[union-attr]  # None on Connect
         log4j.core.config.Configurator.setLevel(_ENDS_OF_QUERIES, log4j.Level.OFF)
     return spark
@@ -139,12 +144,28 @@ def _check_whole(options: Namespace) -> None:
         )
 
 
-def _check_source(options: Namespace, source: dict[str, str]) -> None:
+def _check_remote(options: Namespace) -> None:
+    """Refuse what a Connect server would have to run, decide or keep."""
+    if not options.once:
+        raise ConfigError(
+            "--remote: a lake follows no stream through Spark Connect, whose server would run the"
+            " driver of the lake: add --once, or use --master"
+        )
+    if options.origin == "files":
+        raise ConfigError("--remote is for --from log and --from outbox")
+    given = {name for name in ("master", "archive", "checkpoint") if getattr(options, name)}
+    if given:
+        raise ConfigError(f"--{min(given)} is the server's to choose: leave it out with --remote")
+    if options.max_events is not None:
+        raise ConfigError("--max-events is for streams: with --remote a log is read as a whole")
+
+
+def _check_source(options: Namespace, source: dict[str, str], *, streaming: bool) -> None:
     """Refuse what the source would refuse, before Spark is started for it."""
     if options.origin == "log":
         from conquiet.spark.log.options import ReadOptions
 
-        ReadOptions.of(source, streaming=True)
+        ReadOptions.of(source, streaming=streaming)
     elif options.origin == "outbox":
         from conquiet.spark.outbox.options import OutboxOptions
 
@@ -189,7 +210,7 @@ def _file_options(options: Namespace) -> dict[str, str]:
 def spark_settings(options: Namespace, debug: bool) -> dict[str, str]:
     """Return the settings of the session: the user's, and those that bring the archive along."""
     chosen = dict(options.conf)
-    if not debug:
+    if not debug and options.remote is None:
         chosen.setdefault("spark.log.level", "ERROR")
         chosen.setdefault("spark.ui.showConsoleProgress", "false")
     if options.archive is not None:

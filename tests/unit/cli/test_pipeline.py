@@ -22,6 +22,7 @@ START = ("--option", "startingOffsets=5-1")
 END = ("--option", "endingOffsets=9-9")
 LATEST = ("--starting", "latest")
 LOG = ("--broker", "redis://h")
+REMOTE = ("--remote", "sc://h")
 WHOLE = ("--from", "outbox", "--database", "u")
 HEAVY = ("pyarrow", "pandas", "numpy", "deltalake", "sqlalchemy", "psycopg-binary")
 
@@ -50,6 +51,10 @@ def no_servers(monkeypatch: pytest.MonkeyPatch) -> None:
         ([*WHOLE, "--table", "outbox_events", "--once", *START], "has no positions"),
         ([*WHOLE, "--option", "table=outbox_events", "--once", *LATEST], "has no positions"),
         ([*WHOLE, "--option", "Table=outbox_events", "--once", *END], "has no positions"),
+        ([*LOG, "--streams", "s", *REMOTE], "add --once, or use --master"),
+        ([*LOG, "--streams", "s", *REMOTE, "--once", "--master", "m"], "--master is the server's"),
+        ([*LOG, "--streams", "s", *REMOTE, "--once", "--max-events", "5"], "read as a whole"),
+        (["--from", "files", "--path", "p", *REMOTE, "--once"], "--from log and --from outbox"),
         (["--from", "files"], "where are the files? --path"),
         (["--from", "files", "--path", "log", "--max-events", "5"], "maxFilesPerTrigger=1"),
         (["--from", "files", "--path", "nowhere"], "nowhere: there is no such folder"),
