@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,12 @@ from tests.spark.cluster.standalone import Cluster, Job, settings
 from tests.spark.conftest import INSTALL_JAVA, java_version
 from tests.waiting import eventually
 
+from conquiet.spark.packaging import MANIFEST
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 EVENTS = 30_000
+DEBIAN = "/usr/bin/python3"
 PYTHON = {"PYSPARK_PYTHON": sys.executable}
 
 
@@ -193,3 +197,22 @@ def test_the_command_brings_the_archive_to_executors_without_conquiet(
     running = Pipeline(tmp_path, lake, *arguments, environment=environment)
     assert running.end() == 500
     assert ids_in(lake) == sorted(f"e-{number}" for number in range(500))
+
+
+def test_executors_whose_python_is_too_early_for_the_archive_are_refused(
+    cluster, tmp_path: Path, archive: Path, redis_client, redis_url
+) -> None:
+    """Debian 12 has 3.11.2, where redis needs a package that the archive lacks."""
+    here = subprocess.run([DEBIAN, "-V"], capture_output=True, text=True).stdout.split()[-1:]
+    first = json.loads(zipfile.ZipFile(archive).read(MANIFEST))["python"]
+    if not here or here[0].rpartition(".")[0] != first.rpartition(".")[0] or here[0] >= first:
+        pytest.skip(f"{DEBIAN} is {here}, which the archive for {first} fits, or never will")
+    publish(redis_client, 0, 5)
+    arguments = [*on(cluster, tmp_path, "spark.executorEnv.PYTHONPATH"), "--once"]
+    arguments += ["--broker", redis_url, "--streams", "events:*", "--archive", str(archive)]
+    environment = {"PYSPARK_PYTHON": DEBIAN, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    running = Pipeline(tmp_path, tmp_path / "lake", *arguments, environment=environment)
+    assert running.process.wait(240) == 1
+    [line] = [line for line in running.err.read_text().splitlines() if "error:" in line]
+    assert f"was packed for Python {first} and later patch releases" in line
+    assert f"pack it again with --python {here[0]}" in line
