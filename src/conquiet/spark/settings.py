@@ -179,8 +179,6 @@ def recommended(master: str) -> Settings:
     settings = {
         "spark.sql.session.timeZone": "UTC",
         "spark.sql.python.filterPushdown.enabled": "true",
-        # Of 100, which is Spark's, none is left when a job with more queries begins again.
-        "spark.sql.codegen.cache.maxEntries": "1000",
         "spark.sql.streaming.stateStore.providerClass": _ROCKSDB,
         "spark.sql.streaming.stateStore.rocksdb.changelogCheckpointing.enabled": "true",
     }
