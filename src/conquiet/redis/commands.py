@@ -13,7 +13,13 @@ from typing import Any, NoReturn
 from redis.commands import CoreCommands, RedisModuleCommands
 
 from conquiet.errors import HandlerError
-from conquiet.redis.transaction import Queued, Unit, find_unit
+from conquiet.redis.transaction import (
+    Queued,
+    Unit,
+    find_unit,
+    is_inside,
+    warn_of_other_thread,
+)
 
 WRITES = frozenset(
     """APPEND BITFIELD BITOP COPY DECR DECRBY DEL DELEX EXPIRE EXPIREAT GEOADD GEOSEARCHSTORE GETDEL
@@ -37,14 +43,35 @@ _FOR_THE_RESULT = frozenset(
 """Commands that write, and are of no use without their result."""
 
 
-def commands(client: Any) -> Any:
+def commands(client: Any, *, outside: bool = False) -> Any:
     """Return the commands of the ambient transaction on the client's database, or the client.
 
     An adapter writes `commands(self.client).hset("order:17", "status", "placed")` and need not know
     of the transaction. Call it each time: what it returned inside a transaction ends with it.
+
+    Inside a transaction, a client of another database is refused, since its writes would take
+    effect whether the transaction does or not. With `outside` it is returned as it is.
     """
+    if not is_inside():
+        if not outside:
+            warn_of_other_thread(client)
+        return client
+    if type(client).__module__.startswith("redis.asyncio"):
+        raise HandlerError(
+            "commands(client) inside a transaction needs a redis.Redis, not a client of"
+            " redis.asyncio: a write waits for EXEC, so that it blocks no event loop; for a read,"
+            " await the asyncio client itself"
+        )
     unit = find_unit(client)
-    return client if unit is None else Commands(unit, client)
+    if unit is not None:
+        return Commands(unit, client)
+    if outside:
+        return client
+    raise HandlerError(
+        f"{client!r} is not known to be on the database of the transaction, so that its writes"
+        " would take effect at once, whether the transaction does or not; use the transaction's"
+        " client, or say commands(client, outside=True)"
+    )
 
 
 class Commands(CoreCommands, RedisModuleCommands):

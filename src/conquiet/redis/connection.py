@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import threading
+import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import redis
 from hiredis import pack_command
@@ -14,10 +18,14 @@ from conquiet.errors import ConfigError, HandlerError, StoreError
 from conquiet.lease import LeaseKeeper
 from conquiet.redis.wire import TROUBLE, Wire, read_reply
 
+logger = logging.getLogger("conquiet.redis")
+
 pack: Callable[[tuple[Any, ...]], bytes] = pack_command
 """Pack a command into bytes; raises TypeError for anything but text, bytes and numbers."""
 
 _KEYLESS = frozenset(("PUBLISH", "SPUBLISH"))
+_IDS_SECONDS = 1.0
+"""How old ids of servers may be that differ; a restart or a failover changes them."""
 
 
 class CrossSlot(HandlerError):
@@ -45,10 +53,39 @@ class Database:
         self._is_plain = is_utf8 and encoder.encoding_errors == "strict"
         self._flags: dict[str, frozenset[str]] = {}
         self._allows_transactions = False
+        self._has_warned = False
 
     def serves(self, client: Any) -> bool:
-        """Whether a client uses the same database, so that its writes join the transaction."""
+        """Whether a client uses the same database, so that its writes join the transaction.
+
+        A client of another address is asked for the id of its server, once: `localhost`,
+        `127.0.0.1` and a Unix socket may be one server.
+        """
+        if self.has_address_of(client):
+            return True
+        if _database_number(client) != _database_number(self.client):
+            return False
+        if _ids_of(self.client) & _ids_of(client):
+            return True
+        since = time.monotonic() - _IDS_SECONDS
+        return bool(_ids_of(self.client, since) & _ids_of(client, since))
+
+    def has_address_of(self, client: Any) -> bool:
+        """Whether a client names the database as ours does; asks no server."""
         return client is self.client or _address_of(client) == self._address
+
+    def warn_of_use_outside(self, thread: str) -> None:
+        """Log, once, that this thread writes at once while another one runs a transaction."""
+        if self._has_warned:
+            return
+        self._has_warned = True
+        logger.warning(
+            "commands(client) in thread %r is outside a transaction, while thread %r runs one on"
+            " the same database: what is written takes effect at once. If it is work of a handler,"
+            " start it by contextvars.copy_context().run; if not, say commands(client,"
+            " outside=True). This is logged once.",
+            *(threading.current_thread().name, thread),
+        )
 
     def pack(self, arguments: tuple[Any, ...]) -> bytes:
         """Pack a command; raises redis-py's `DataError` for a type that Redis cannot take."""
@@ -133,14 +170,66 @@ class Database:
 
 
 def _address_of(client: Any) -> object:
-    """Return what two clients of the same database have in common."""
+    """Return what two clients of the same database have in common if they name it alike."""
     pool = getattr(client, "connection_pool", None)
-    if pool is None:  # a cluster is recognised by its client
+    if pool is None:  # a cluster is recognised by the ids of its nodes
         return id(client)
-    settings = pool.connection_kwargs
     service = getattr(pool, "service_name", None)
-    where = (settings.get("host"), settings.get("port"), settings.get("path"))
-    return (service or where, settings.get("db") or 0)
+    if service is None:
+        where: object = _place(pool)
+    else:
+        sentinels = pool.sentinel_manager.sentinels
+        where = (service, frozenset(_place(each.connection_pool) for each in sentinels))
+    return (where, _database_number(client))
+
+
+def _place(pool: Any) -> tuple[Any, Any, Any]:
+    settings = pool.connection_kwargs
+    return (settings.get("host"), settings.get("port"), settings.get("path"))
+
+
+def _database_number(client: Any) -> int | None:
+    """Return the number of a server's database; None for a cluster, which has one."""
+    pool = getattr(client, "connection_pool", None)
+    return None if pool is None else pool.connection_kwargs.get("db") or 0
+
+
+# --- the ids of servers ---------------------------------------------------------------------
+
+
+class _Ids(NamedTuple):
+    ids: frozenset[bytes]
+    asked: float
+
+
+_ids: WeakKeyDictionary[Any, _Ids] = WeakKeyDictionary()
+_run_id = re.compile(rb"^run_id:(\S+)", re.MULTILINE)
+
+
+def _ids_of(client: Any, since: float = 0.0) -> frozenset[bytes]:
+    """Return the run id of a server, or the ids of a cluster's nodes, asked after `since`.
+
+    None if the server refuses to say: INFO needs a permission.
+    """
+    known = _ids.get(client)
+    if known is None or known.asked < since:
+        known = _ids[client] = _Ids(_ask_ids(client), time.monotonic())
+    return known.ids
+
+
+def _ask_ids(client: Any) -> frozenset[bytes]:
+    wire = Wire(client)
+    try:
+        if wire.is_cluster:
+            slots = wire.call(b"", b"CLUSTER", b"SLOTS")
+            return frozenset(node[2] for _, _, *nodes in slots for node in nodes)
+        return frozenset(_run_id.findall(wire.call(b"", b"INFO", b"server")))
+    except redis.ResponseError:
+        return frozenset()
+    except (redis.RedisError, OSError) as error:
+        raise StoreError(f"Redis cannot be asked which server it is: {error}") from error
+    finally:
+        wire.close()
 
 
 class Connection:

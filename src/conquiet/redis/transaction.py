@@ -13,6 +13,7 @@ coroutine that runs in a copied context finds the one of its worker.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -88,7 +89,7 @@ class _PartlyApplied(Exception):
         errors: dict[int, list[tuple[str, str]]] = {}
         for queued, error in self.failed:
             for message in queued.messages or batch:
-                errors.setdefault(id(message), []).append((str(queued), str(error)))
+                errors.setdefault(id(message), []).append((queued.title, str(error)))
         results: list[Result] = []
         for message in batch:
             failed = errors.get(id(message))
@@ -106,7 +107,7 @@ def _refusal(
     """Return why EXEC was refused: the first command that was refused, if there is one."""
     for command, answer in zip(commands, queued, strict=False):
         if isinstance(answer, Exception):
-            what = "a command of conquiet" if command is None else str(command)
+            what = "a command of conquiet" if command is None else command.title
             text = f"Redis refused {what}, and nothing was written: {answer}"
             is_ours = command is None or is_unwilling(answer)
             return StoreError(text) if is_ours else ExecRefused(text)
@@ -117,7 +118,11 @@ def _refusal(
 
 
 class Queued:
-    """A command that waits for EXEC. It has no result yet: to use it as one raises."""
+    """A command that waits for EXEC. It has no result yet: to use it as one raises.
+
+    Its text raises too, also its repr: text is where a result would get into the key of another
+    command.
+    """
 
     __slots__ = ("arguments", "messages", "packed")
 
@@ -129,24 +134,27 @@ class Queued:
         self.messages = messages
         """The messages whose handler queued it; empty if that is unknown."""
 
+    @property
+    def title(self) -> str:
+        """Name and key, not the values: those may be secret."""
+        return " ".join(map(_shorten, self.arguments[:2]))
+
     def _refuse(self, *_: object) -> NoReturn:
         raise HandlerError(
-            f"the result of {self} is not known before the transaction ends; to decide by what is"
-            " stored, read with commands(client).reader"
+            f"the result of {self.title} is not known before the transaction ends; to decide by"
+            " what is stored, read with commands(client).reader"
         )
 
     __bool__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
     __int__ = __float__ = __index__ = __len__ = __iter__ = __contains__ = _refuse
     __getitem__ = __add__ = __sub__ = _refuse
+    __str__ = __format__ = __repr__ = __bytes__ = _refuse
     __hash__ = object.__hash__
 
-    def __str__(self) -> str:
-        """Name and key, not the values: those may be secret."""
-        words = [_shorten(word) for word in self.arguments[:2]]
-        return " ".join(words)
-
-    def __repr__(self) -> str:
-        return f"<Queued {self}>"
+    def __await__(self) -> NoReturn:
+        raise HandlerError(
+            f"{self.title} waits for EXEC, and there is nothing to await; call it without await"
+        )
 
 
 def _shorten(word: object) -> str:
@@ -393,7 +401,7 @@ class Unit:
         ]
         if failed:
             for queued, error in failed:
-                logger.error("%s failed in a transaction that was applied: %s", queued, error)
+                logger.error("%s failed in a transaction that was applied: %s", queued.title, error)
             raise _PartlyApplied(failed, len(self._commands))
 
     def discard(self) -> None:
@@ -430,6 +438,24 @@ class Unit:
 
 _units: ContextVar[tuple[Unit, ...]] = ContextVar("conquiet.redis.units", default=())
 """The transactions around the running code, innermost last."""
+
+_running: dict[Unit, str] = {}
+"""All transactions of this process, and the names of their threads."""
+
+
+def is_inside() -> bool:
+    """Whether a transaction is around the running code, on whichever database."""
+    return bool(_units.get())
+
+
+def warn_of_other_thread(client: Any) -> None:
+    """Log that code outside any transaction uses a database on which another thread runs one.
+
+    It may be a thread of that handler: a new thread does not inherit the transaction.
+    """
+    for unit, thread in list(_running.items()):
+        if unit.database.has_address_of(client):
+            unit.database.warn_of_use_outside(thread)
 
 
 def current_unit(who: str) -> Unit:
@@ -502,6 +528,7 @@ class Transaction(transaction.Transaction):
     @contextmanager
     def _run_unit(self, batch: Sequence[Message[Any]]) -> Iterator[None]:
         unit = Unit(self._database)
+        _running[unit] = threading.current_thread().name
         entered = _units.set((*_units.get(), unit))
         around = AROUND.set((*AROUND.get(), unit.handle)) if len(batch) > 1 else None
         try:
@@ -519,6 +546,7 @@ class Transaction(transaction.Transaction):
             if around is not None:
                 AROUND.reset(around)
             _units.reset(entered)
+            _running.pop(unit, None)
             unit.close()
 
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
+import threading
+
 import pytest
 import redis
+from tests import needs
 
+from conquiet import embedded
 from conquiet.errors import HandlerError
 from conquiet.redis import Transaction, commands
 from conquiet.redis.commands import WRITES
@@ -37,10 +43,112 @@ def test_another_client_of_the_same_database_joins_the_transaction(redis_client,
     assert redis_client.get("k") == b"1"
 
 
-def test_another_database_is_another_place(redis_client):
+def test_the_same_server_by_another_name_joins_the_transaction(redis_client, redis_url, recorded):
+    assert "127.0.0.1" in redis_url
+    transaction = Transaction(redis_client)
+    with redis.Redis.from_url(redis_url.replace("127.0.0.1", "localhost")) as other:
+
+        def write():
+            for n in range(3):
+                with transaction.scope(()):
+                    commands(other).set(f"k-{n}", 1)
+                    assert redis_client.keys(f"k-{n}") == []
+
+        seen = recorded(write)
+    assert redis_client.dbsize() == 3
+    assert [command for command in seen if command.startswith("INFO")] == ["INFO server"] * 2
+
+
+def test_a_unix_socket_of_the_same_server_joins_the_transaction(tmp_path):
+    path = tmp_path / "redis.sock"
+    options = ("--unixsocket", str(path))
+    with (
+        needs.found("Redis", lambda: embedded.redis(options=options, private=True)) as server,
+        redis.Redis.from_url(server.url) as client,
+        redis.Redis(unix_socket_path=str(path)) as other,
+    ):
+        with Transaction(client).scope(()):
+            commands(other).set("k", 1)
+            assert client.get("k") is None
+        assert client.get("k") == b"1"
+
+
+def test_a_user_who_may_not_ask_for_the_run_id_is_refused_by_another_name(redis_client):
+    redis_client.acl_setuser(
+        "shy", enabled=True, nopass=True, commands=["+@all", "-info"], keys="*"
+    )
+    settings = redis_client.connection_pool.connection_kwargs
+    with (
+        redis.Redis("127.0.0.1", settings["port"], settings.get("db", 0), username="shy") as same,
+        redis.Redis("localhost", settings["port"], settings.get("db", 0), username="shy") as other,
+        Transaction(redis_client).scope(()),
+    ):
+        commands(same).set("k", 1)
+        with pytest.raises(HandlerError, match="outside=True"):
+            commands(other)
+    assert redis_client.get("k") == b"1"
+
+
+def test_a_client_of_another_database_is_refused_unless_said_to_be_outside(redis_client):
     port = redis_client.connection_pool.connection_kwargs["port"]
     with redis.Redis(port=port, db=9) as other, Transaction(redis_client).scope(()):
-        assert commands(other) is other
+        with pytest.raises(HandlerError, match="outside=True"):
+            commands(other)
+        assert commands(other, outside=True) is other
+
+
+def test_a_client_of_another_server_is_refused_unless_said_to_be_outside(redis_client):
+    with (
+        needs.found("Redis", lambda: embedded.redis(private=True)) as server,
+        redis.Redis.from_url(server.url) as other,
+        Transaction(redis_client).scope(()),
+    ):
+        with pytest.raises(HandlerError, match="outside=True"):
+            commands(other)
+        assert commands(other, outside=True) is other
+        assert commands(redis_client, outside=True) is not redis_client
+
+
+def run_in_thread(call):
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+
+
+def test_another_thread_joins_the_transaction_by_a_copied_context(redis_client, transaction):
+    with transaction.scope(()):
+        context = contextvars.copy_context()
+        run_in_thread(lambda: context.run(lambda: commands(redis_client).set("k", 1)))
+        assert redis_client.get("k") is None
+    assert redis_client.get("k") == b"1"
+
+
+def test_another_thread_that_writes_outside_the_transaction_is_logged_once(
+    redis_client, transaction, caplog
+):
+    run_in_thread(lambda: commands(redis_client))
+    with transaction.scope(()):
+        run_in_thread(lambda: commands(redis_client, outside=True))
+        assert caplog.messages == []
+        for _ in range(2):
+            run_in_thread(lambda: commands(redis_client))
+    [line] = caplog.messages
+    assert "copy_context" in line
+
+
+def test_an_asyncio_client_inside_a_transaction_is_refused_with_the_advice(
+    redis_client, redis_url, transaction
+):
+    async def write():
+        async with redis.asyncio.Redis.from_url(redis_url) as client:
+            assert commands(client) is client
+            with transaction.scope(()), pytest.raises(HandlerError, match=r"needs a redis\.Redis"):
+                await commands(client).set("k", 1)
+            with transaction.scope(()), pytest.raises(HandlerError, match="without await"):
+                await commands(redis_client).set("awaited", 1)
+
+    asyncio.run(write())
+    assert redis_client.keys() == [b"awaited"]
 
 
 @pytest.mark.parametrize(
@@ -90,6 +198,14 @@ def test_the_reader_reads_what_is_committed(redis_client, transaction):
         lambda result: result[0],
         lambda result: result + 1,
         lambda result: 1 in result,
+        str,
+        repr,
+        bytes,
+        lambda result: f"order:{result}",
+        lambda result: f"order:{result!r:>20}",
+        lambda result: "order:%s" % result,  # noqa: UP031 - so is this
+        lambda result: "order:{}".format(result),  # noqa: UP032 - another method is called
+        lambda result: f"orders:{[result]}",
     ],
 )
 def test_the_result_of_a_queued_command_cannot_be_taken_for_one(redis_client, transaction, use):

@@ -49,6 +49,13 @@ def test_keys_with_the_tag_of_the_inbox_commit_together(client, router):
     assert client.hget("order:{billing}:m-3", "status") == b"billed"
 
 
+def test_a_second_client_of_the_same_cluster_joins_the_transaction(client, cluster_ports):
+    with redis.RedisCluster("localhost", cluster_ports[1]) as other, Transaction(client).scope(()):
+        commands(other).set("k", 1)
+        assert client.get("k") is None
+    assert client.get("k") == b"1"
+
+
 def test_two_slots_in_one_transaction_are_refused_before_anything_is_sent(client, router):
     made = router(
         lambda item: commands(client).set(f"order:{item.id}", 1), Inbox("billing"), Outbox("sales")
