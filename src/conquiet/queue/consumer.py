@@ -14,7 +14,10 @@ from conquiet.queue.queue import RedisStreamsQueue
 
 
 class QueueConsumer:
-    """Yields messages until `stop()`. It does not ack, retry or catch errors.
+    """Yields messages until `stop()` or SIGTERM. It does not ack, retry or catch errors.
+
+    `iter_messages()` in the main thread handles SIGTERM until it ends; with
+    `handle_sigterm=False` it leaves the signal alone.
 
     >>> from conquiet.queue import QueueConfig, RedisStreamsQueue
     >>> queue = RedisStreamsQueue(client, QueueConfig("orders", "billing", "billing-1"))
@@ -27,13 +30,14 @@ class QueueConsumer:
     {'order': 7}
     """
 
-    def __init__(self, queue: RedisStreamsQueue) -> None:
+    def __init__(self, queue: RedisStreamsQueue, *, handle_sigterm: bool = True) -> None:
         if queue.config.max_read_count != 1:
             raise InvalidSettingError(
                 f"max_read_count={queue.config.max_read_count!r} is not allowed: a QueueConsumer "
                 f"holds one message, so it must be 1; to read more, call RedisStreamsQueue.read"
             )
         self._queue = queue
+        self._handles_sigterm = handle_sigterm
         # Not an Event: a signal handler that sets one can wait for a lock its own thread holds.
         self._stopped = False
 
@@ -52,8 +56,20 @@ class QueueConsumer:
         return messages[0] if messages else None
 
     def iter_messages(self) -> Iterator[QueueMessage]:
-        """Iterate over messages until stopped; the iterator can go on after an error."""
-        return _Messages(self)
+        """Iterate over messages until stopped; the iterator can go on after an error.
+
+        In the main thread SIGTERM calls `stop()`, and then the previous handler, until the iterator
+        ends or is left. A SIGTERM that the program ignores stays ignored.
+        """
+        return _Messages(self, self._sigterm_handler())
+
+    def _sigterm_handler(self) -> SigtermHandler | None:
+        is_main = threading.current_thread() is threading.main_thread()
+        if not self._handles_sigterm or not is_main:
+            return None
+        if signal.getsignal(signal.SIGTERM) in (None, signal.SIG_IGN):
+            return None
+        return SigtermHandler(self.stop)
 
     def ack(self, msg: QueueMessage) -> None:
         """Ack a message; `claim_stale` finds messages that were never acked."""
@@ -68,7 +84,7 @@ class QueueConsumer:
         self._stopped = True
 
     def stop_on_sigterm(self) -> SigtermHandler:
-        """Let SIGTERM call `stop()`, and then the previous handler.
+        """Let SIGTERM call `stop()`, and then the previous handler; for loops over `next()`.
 
         Call it in the main thread. The handler stays until the returned object is left as a context
         manager or its `restore()` is called.
@@ -79,8 +95,9 @@ class QueueConsumer:
 class _Messages:
     """Iterates over messages; a generator would end at the first error."""
 
-    def __init__(self, consumer: QueueConsumer) -> None:
+    def __init__(self, consumer: QueueConsumer, sigterm: SigtermHandler | None) -> None:
         self._consumer = consumer
+        self._sigterm = sigterm
 
     def __iter__(self) -> Iterator[QueueMessage]:
         return self
@@ -90,7 +107,16 @@ class _Messages:
             message = self._consumer.next()
             if message is not None:
                 return message
+        self._restore_sigterm()
         raise StopIteration
+
+    def __del__(self) -> None:  # a loop that was left by break or by an error
+        self._restore_sigterm()
+
+    def _restore_sigterm(self) -> None:
+        if self._sigterm is not None and threading.current_thread() is threading.main_thread():
+            self._sigterm.restore()
+            self._sigterm = None
 
 
 class SigtermHandler:

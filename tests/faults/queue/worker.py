@@ -46,7 +46,6 @@ def share(queue, client, name):
 def loop(queue, client, name):
     """A service that ends well on SIGTERM, with one message in its hands."""
     consumer = QueueConsumer(queue)
-    consumer.stop_on_sigterm()
     for message in consumer.iter_messages():
         client.set("held", message.id)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -145,30 +147,95 @@ def test_6_3_stop_between_read_and_return_drops_nothing(queue, consumer, monkeyp
     assert [message.id for message in consumer.iter_messages()] == [entry_id]
 
 
-def test_6_3_sigterm_stops_on_request(make_queue, in_thread, blocked_clients):
-    before = []
-    restore = signal.signal(signal.SIGTERM, lambda number, frame: before.append(number))
+PROGRAM = """
+import sys, redis
+from conquiet.queue import QueueConfig, QueueConsumer, RedisStreamsQueue
+
+url, stream = sys.argv[1:]
+queue = RedisStreamsQueue(redis.Redis.from_url(url), QueueConfig(stream, "group", "c", 300))
+consumer = QueueConsumer(queue)
+for message in consumer.iter_messages():
+    print("in flight", flush=True)
+    while not consumer.stopped:
+        pass
+print("ended", flush=True)
+"""
+
+
+def test_6_3_sigterm_ends_the_loop_of_a_program(queue, redis_client, redis_url):
+    stream = queue.config.stream_key
+    for n in range(2):
+        queue.enqueue({"n": n})
+    command = [sys.executable, "-c", PROGRAM, redis_url, stream]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "in flight\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.readline() == "ended\n"
+        assert process.wait(20) == 0
+    assert redis_client.xpending(stream, "group")["pending"] == 1
+
+
+@pytest.fixture
+def sigterms():
+    """What a handler of SIGTERM that was there before has got."""
+    seen = []
+    restore = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+    yield seen
+    signal.signal(signal.SIGTERM, restore)
+
+
+def test_6_3_sigterm_stops_and_goes_to_the_handler_before(
+    make_queue, in_thread, blocked_clients, sigterms
+):
+    before = signal.getsignal(signal.SIGTERM)
+    consumer = QueueConsumer(make_queue(block_ms=300))
+    in_thread(
+        lambda: (
+            eventually(lambda: blocked_clients() == 1),
+            os.kill(os.getpid(), signal.SIGTERM),
+        )
+    )
+    assert list(consumer.iter_messages()) == []
+    assert consumer.stopped
+    assert sigterms == [signal.SIGTERM]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_6_3_a_loop_over_next_stops_at_sigterm_on_request(queue, consumer, sigterms):
+    with consumer.stop_on_sigterm():
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert consumer.next(1) is None
+    assert consumer.stopped
+    assert sigterms == [signal.SIGTERM]
+
+
+def test_6_3_the_handler_of_sigterm_is_restored_when_the_loop_is_left(queue, sigterms):
+    before = signal.getsignal(signal.SIGTERM)
+    queue.enqueue({"n": 1})
+    for _ in QueueConsumer(queue).iter_messages():
+        assert signal.getsignal(signal.SIGTERM) is not before
+        break
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_6_3_sigterm_can_be_left_alone(queue, in_thread):
+    before = signal.getsignal(signal.SIGTERM)
+    QueueConsumer(queue).next(1)
+    messages = QueueConsumer(queue, handle_sigterm=False).iter_messages()
+    elsewhere = in_thread(QueueConsumer(queue).iter_messages)
+    eventually(lambda: elsewhere)
+    assert signal.getsignal(signal.SIGTERM) is before
+    del messages
+
+
+def test_6_3_sigterm_that_is_ignored_stays_ignored(queue):
+    restore = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        consumer = QueueConsumer(make_queue(block_ms=300))
-        with consumer.stop_on_sigterm():
-            in_thread(
-                lambda: (
-                    eventually(lambda: blocked_clients() == 1),
-                    os.kill(os.getpid(), signal.SIGTERM),
-                )
-            )
-            assert list(consumer.iter_messages()) == []
+        messages = QueueConsumer(queue).iter_messages()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+        del messages
     finally:
         signal.signal(signal.SIGTERM, restore)
-    assert consumer.stopped
-    assert before == [signal.SIGTERM]
-
-
-def test_6_3_sigterm_is_not_touched_unless_asked(queue):
-    before = signal.getsignal(signal.SIGTERM)
-    consumer = QueueConsumer(queue)
-    consumer.next(1)
-    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_6_3_sigterm_outside_the_main_thread_is_refused(consumer, in_thread):
