@@ -1,13 +1,14 @@
-"""`conquiet streams list|lag|trim`: all streams of a server at a glance."""
+"""`conquiet streams list|lag|trim|prune`: all streams of a server at a glance."""
 
 from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
+from datetime import timedelta
 from typing import Any
 
-from conquiet.cli.options import Verb, add_broker, add_group, add_verb, age, count, redis_at
+from conquiet.cli.options import Verb, add_broker, add_group, add_verb, age, count, redis_at, span
 from conquiet.cli.terminal import FAILED, OK, add_yes, confirm, print_json, print_table, yellow
 from conquiet.errors import NotFound
 
@@ -16,15 +17,15 @@ def register(commands: Any, common: ArgumentParser) -> None:
     verbs = add_group(
         commands,
         "streams",
-        "the streams of a Redis, how far behind their readers are, and trimming",
+        "the streams of a Redis, how far behind their readers are, and what may go",
         "conquiet streams lag 'orders*' --max 1000",
     )
-    listed, lag, trim = (add_verb(verbs, common, verb) for verb in _VERBS)
-    for parser in (listed, lag):
+    listed, lag, trim, prune = (add_verb(verbs, common, verb) for verb in _VERBS)
+    for parser in (listed, lag, prune):
         parser.add_argument(
             "pattern", nargs="?", default="*", metavar="PATTERN", help="of names, such as 'orders*'"
         )
-    for parser in (listed, lag, trim):
+    for parser in (listed, lag, trim, prune):
         add_broker(parser)
     lag.add_argument("--max", type=count, metavar="N", help="exit with 1 if more wait")
     trim.add_argument("streams", nargs="+", metavar="STREAM", help="its name")
@@ -36,7 +37,16 @@ def register(commands: Any, common: ArgumentParser) -> None:
     )
     trim.add_argument("--exact", action="store_true", help="exact to the entry, which is slower")
     trim.add_argument("--dry-run", action="store_true", help="count what would be deleted")
-    add_yes(trim)
+    prune.add_argument(
+        "--idle",
+        type=span,
+        default=timedelta(days=1),
+        metavar="SPAN",
+        help="only those without a request for so long, such as 12h (1d)",
+    )
+    prune.add_argument("--dry-run", action="store_true", help="show what would be removed")
+    for parser in (trim, prune):
+        add_yes(parser)
 
 
 def _list(options: Namespace) -> int:
@@ -131,6 +141,27 @@ def _trim(options: Namespace) -> int:
     return OK
 
 
+def _prune(options: Namespace) -> int:
+    from conquiet.operations import streams
+
+    idle = options.idle.total_seconds()
+    what = f"remove idle consumers from the groups of streams {options.pattern!r}"
+    if not options.dry_run and not confirm(what, options.yes):
+        return FAILED
+    with redis_at(options.broker) as client:
+        removed = streams.remove_idle_consumers(
+            client, options.pattern, idle=idle, dry_run=options.dry_run
+        )
+    if options.json:
+        print_json([asdict(consumer) for consumer in removed])
+        return OK
+    if removed:
+        print_table(("stream", "group", "consumer"), [(c.stream, c.group, c.name) for c in removed])
+    would = "would be removed" if options.dry_run else "removed"
+    print(f"{len(removed):,} idle consumers {would}")
+    return OK
+
+
 _VERBS = (
     Verb(
         "list",
@@ -160,6 +191,20 @@ _VERBS = (
         more="""
 A stream without groups and readers is not trimmed. Spark reads without a group; its position counts
 once it is registered (conquiet pipeline run does that).
+""",
+    ),
+    Verb(
+        "prune",
+        "remove the names of consumers that are idle for long and hold no entry",
+        (
+            "conquiet streams prune --dry-run",
+            "conquiet streams prune 'orders*' --idle 12h --yes",
+        ),
+        "0 done; 1 it was not confirmed, or Redis is out of reach; 2 wrong usage",
+        _prune,
+        more="""
+A process that crashed leaves its name in the group. Workers remove names that are idle for a day by
+themselves; a consumer that holds entries is never removed.
 """,
     ),
 )

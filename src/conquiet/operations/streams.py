@@ -1,4 +1,4 @@
-"""Streams: their length, their groups and readers, their entries, and claiming pending entries.
+"""Streams: their length, groups, readers and entries; claiming pending entries, idle consumers.
 
 Needs commands of Redis 6.0 only; figures that newer servers report themselves (lag, entries added)
 are used where they exist. In a cluster, each stream is asked on the node that holds it.
@@ -16,7 +16,7 @@ import redis
 from conquiet.errors import ConfigError, ConquietError, InvalidMessage, NotFound, StoreError
 from conquiet.operations.text import as_text, moment
 from conquiet.redis.entry import from_fields
-from conquiet.redis.group import GroupStream, Pending
+from conquiet.redis.group import IDLE_SECONDS, GroupStream, Pending
 from conquiet.redis.ids import FIRST, LAST, next_after, parse
 from conquiet.redis.topic import beside
 from conquiet.redis.wire import Command, Wire, pairs
@@ -141,6 +141,15 @@ class Claimed:
     ids: tuple[str, ...]
     to: str | None
     """The consumer that holds them now; None: the next worker that looks for stale entries does."""
+
+
+@dataclass(frozen=True, slots=True)
+class IdleConsumer:
+    """A consumer of a group that holds nothing, and has not read for long."""
+
+    stream: str
+    group: str
+    name: str
 
 
 # --- streams --------------------------------------------------------------------------------
@@ -473,6 +482,27 @@ def claim(
         for owner, some in owners.items():
             done += some if dry_run else _free(place, owner, some, min_idle, to)
         return Claimed(tuple(item.decode() for item in sorted(done, key=parse)), to)
+
+
+def remove_idle_consumers(
+    client: Any, pattern: str = "*", *, idle: float = IDLE_SECONDS, dry_run: bool = False
+) -> list[IdleConsumer]:
+    """Remove the names of consumers that were idle for `idle` seconds and hold nothing.
+
+    In all groups of the streams whose names match a glob pattern. Names of processes that crashed
+    stay in a group otherwise; one that still lives gets its name back with its next entry.
+    """
+    if idle < 0:
+        raise ConfigError(f"idle={idle}: must be 0 seconds or more")
+    removed: list[IdleConsumer] = []
+    with wired(client, f"streams {pattern!r}") as wire:
+        for stream in names_of(wire, pattern):
+            for group in map(pairs, wire.call(stream.encode(), b"XINFO", b"GROUPS", stream)):
+                place = GroupStream(wire, stream, stream, _plain(group[b"name"]), "")
+                names = [name for name in place.idle_consumers(idle) if name != _GIVEN_BACK]
+                done = names if dry_run else place.remove_consumers(names)
+                removed += [IdleConsumer(stream, _plain(place.group), _plain(n)) for n in done]
+    return removed
 
 
 def _free(

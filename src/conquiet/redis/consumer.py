@@ -15,13 +15,15 @@ import logging
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import redis
 
 from conquiet.errors import StoreError
-from conquiet.redis.group import GroupStream, Pending, Start
+from conquiet.message import printable
+from conquiet.redis.group import IDLE_SECONDS, GroupStream, Pending, Start
 from conquiet.redis.ids import FIRST, LAST, next_after, parse
 from conquiet.redis.wire import Argument, Wire, entries_by_stream, may_pass
 
@@ -34,6 +36,13 @@ _PAGES_PER_READ = 20
 _POLL_SECONDS = 0.02
 _SPARE = 1_000
 """How many other pending entries may lie between those that XPENDING is asked about."""
+_UNREAD_SECONDS = 0.002
+"""Without a read for so long, entries may have been added and trimmed in between."""
+_COUNT_TRIMMED_SECONDS = 1.0
+"""How often trimmed entries are counted while there is much to read."""
+_REMOVE_IDLE_SECONDS = 3_600.0
+_REMOVE_IDLE_NAMES = 1_000
+"""How often, and how many at once, names of idle consumers are removed."""
 
 
 class Delivery:
@@ -110,11 +119,14 @@ class Consumer:
         self.claimed = 0
         """Entries claimed from consumers that let their lease end."""
         self.deleted = 0
-        """Entries that were deleted from their stream before they were acked."""
+        """Entries that were deleted from their stream before they were acked, or even read."""
         self._held: dict[GroupStream, dict[bytes, Delivery]] = {s: {} for s in streams}
         # Where to read our own pending entries from. A made-up name has none from before.
         self._own_from: dict[GroupStream, bytes] = dict.fromkeys(streams, b"0") if resumes else {}
         self._stale = _StaleScan(streams, lease, claim_interval)
+        self._taken = _Taken()
+        self._trimming = _TrimWatch(streams)
+        self._remove_idle_at = time.monotonic()
         self._unsent = _UnsentAcks()
         self._by_slot = _by_slot(wire, streams)
         self._start: Start = start
@@ -172,6 +184,14 @@ class Consumer:
 
     def collect_new(self, found: list[Delivery], room: int, wait: float) -> None:
         """Read up to `room` new entries; wait up to `wait` seconds for the first of them."""
+        before = len(found)
+        self.deleted += self._trimming.count()
+        try:
+            self._collect_new(found, room, wait)
+        finally:
+            self._trimming.note_read(found_some=len(found) > before)
+
+    def _collect_new(self, found: list[Delivery], room: int, wait: float) -> None:
         if len(self._by_slot) == 1 and room >= len(self.streams):
             self._read_new_of(self._by_slot[0], found, room, wait)
             return
@@ -219,9 +239,9 @@ class Consumer:
                     delivery = Delivery(stream, entry_id, fields, row.deliveries, now)
                     held[entry_id] = delivery
                     found.append(delivery)
-            self.deleted += stream.ack_deleted(
-                [entry_id for entry_id, fields in entries if not fields]
-            )
+            deleted = [entry_id for entry_id, fields in entries if not fields]
+            self._drop_deleted(stream, deleted, self._taken)
+            self._taken.report(stream)
             self._own_from[stream] = entries[-1][0]
         if len(entries) < count:
             del self._own_from[stream]
@@ -233,6 +253,9 @@ class Consumer:
                 self._claim(stream, terms, rows, found)
             if not self._stale.advance():
                 return
+            self._taken.report(stream)
+            stream.show_alive(self._lease_ms)
+            self._remove_idle_names()
 
     def _claim(
         self, stream: GroupStream, terms: _ClaimTerms, rows: list[Pending], found: list[Delivery]
@@ -245,8 +268,40 @@ class Consumer:
             held[entry_id] = delivery
             found.append(delivery)
             self.claimed += 1
-        if missing:  # other consumers were faster, or the entries were deleted
-            self.deleted += stream.ack_deleted(missing)
+        self._taken.add_claimed(row.consumer for row in rows if row.id not in missing)
+        self._drop_deleted(stream, missing, self._taken)  # or other consumers were faster
+
+    def _drop_deleted(self, stream: GroupStream, suspects: Iterable[bytes], taken: _Taken) -> None:
+        """Ack and count those of the entries that were deleted from the stream.
+
+        In an outbox none counts: deletion is part of the ack there.
+        """
+        deleted = stream.ack_deleted(suspects)
+        self._let_go(stream, deleted)
+        if not stream.deletes:
+            self.deleted += len(deleted)
+            taken.add_deleted(deleted)
+
+    def _remove_idle_names(self) -> None:
+        """Remove names of consumers that crashed long ago, once an hour, some at a time."""
+        now = time.monotonic()
+        if self._remove_idle_at > now:
+            return
+        self._remove_idle_at = now + _REMOVE_IDLE_SECONDS
+        for stream in self.streams:
+            try:
+                idle = stream.idle_consumers(IDLE_SECONDS)
+                removed = stream.remove_consumers(idle[:_REMOVE_IDLE_NAMES])
+            except redis.ResponseError as error:  # an ACL without these commands
+                logger.debug("cannot remove idle consumers of %r: %s", stream.name, error)
+                continue
+            if removed:
+                logger.info(
+                    "removed %d consumers of group %r of stream %r that were idle for a day",
+                    *(len(removed), stream.group.decode(), stream.name),
+                )
+            if len(idle) > _REMOVE_IDLE_NAMES:
+                self._remove_idle_at = now
 
     def _read_new_of(
         self, streams: list[GroupStream], found: list[Delivery], room: int, wait: float
@@ -344,6 +399,12 @@ class Consumer:
 
     # --- leases -----------------------------------------------------------------------------
 
+    def _touch(self, stream: GroupStream, ids: Sequence[bytes], *options: Argument) -> None:
+        """Touch held entries; drop those that turn out to be deleted."""
+        taken = _Taken()  # not that of the scan, which another thread may run
+        self._drop_deleted(stream, stream.touch(ids, *options), taken)
+        taken.report(stream)
+
     def renew(self, deliveries: Iterable[Delivery]) -> None:
         """Restart the idle time of held entries, unless it was restarted recently."""
         now = time.monotonic()
@@ -352,7 +413,7 @@ class Consumer:
         for stream, some in _group(due).items():
             ours = self._still_ours(stream, (delivery.id for delivery in some))
             if ours:
-                stream.touch(list(ours))
+                self._touch(stream, list(ours))
             for delivery in some:
                 delivery.renew(now)
 
@@ -370,7 +431,7 @@ class Consumer:
                 else:
                     self._let_go(stream, (delivery.id,))
             for count, ids in by_count.items():
-                stream.touch(ids, b"RETRYCOUNT", count)
+                self._touch(stream, ids, b"RETRYCOUNT", count)
         now = time.monotonic()
         restarted = [delivery for delivery in counts if self.holds(delivery)]
         for delivery in restarted:
@@ -390,7 +451,7 @@ class Consumer:
                     if delivery.id in ours:
                         by_count.setdefault(delivery.deliveries - 1, []).append(delivery.id)
                 for count, ids in by_count.items():
-                    stream.touch(ids, *options, b"RETRYCOUNT", count)
+                    self._touch(stream, ids, *options, b"RETRYCOUNT", count)
         except (redis.RedisError, OSError) as error:
             logger.warning(
                 "could not take back %d deliveries, each costs an attempt: %r",
@@ -403,11 +464,12 @@ class Consumer:
         self.uncount(held, b"IDLE", self._lease_ms)
         for entries in self._held.values():
             entries.clear()
+        self._taken.report(self._stale.stream)
 
     def remove_name(self) -> None:
         """Remove the consumer's name from its groups, where nothing is pending under it."""
         for stream in self.streams:
-            stream.remove_consumer()
+            stream.remove_consumers([stream.consumer])
 
     def _still_ours(self, stream: GroupStream, ids: Iterable[bytes]) -> dict[bytes, Pending]:
         """Return those of the entries that no other consumer has claimed and none has acked."""
@@ -509,6 +571,81 @@ class _StaleScan:
             )
             self._can_read_leases = False
             return {}
+
+
+class _Taken:
+    """Collects what a scan took over, so that a takeover of many pages is one line of the log."""
+
+    def __init__(self) -> None:
+        self._claimed: Counter[bytes] = Counter()
+        self._deleted: list[bytes] = []
+
+    def add_claimed(self, consumers: Iterable[bytes]) -> None:
+        self._claimed.update(consumers)
+
+    def add_deleted(self, ids: Iterable[bytes]) -> None:
+        self._deleted.extend(ids)
+
+    def report(self, stream: GroupStream) -> None:
+        """Log what was collected of a stream."""
+        claimed, self._claimed = self._claimed, Counter()
+        deleted, self._deleted = self._deleted, []
+        claimed.pop(stream.consumer, None)
+        if claimed:
+            names = b", ".join(name for name, _ in claimed.most_common(5))
+            logger.info(
+                "claimed %d stale entries of stream %r from %d consumers: %s",
+                *(claimed.total(), stream.name, len(claimed)),
+                printable(names.decode(errors="backslashreplace")),
+            )
+        if deleted:
+            logger.warning(
+                "%d entries of stream %r were deleted while they were pending in group %r: %s",
+                *(len(deleted), stream.name, stream.group.decode()),
+                b", ".join(deleted[:20]).decode(),
+            )
+
+
+class _TrimWatch:
+    """Counts entries that were trimmed before their group read them; Redis 7 and later.
+
+    A read that waits gets new entries at once. So they are counted before the first read and
+    whenever there was none for a while, but at most once a second while reads find entries.
+    """
+
+    def __init__(self, streams: Sequence[GroupStream]) -> None:
+        # Acked entries of an outbox are deleted, which the counters of Redis cannot tell apart.
+        self._streams = [stream for stream in streams if not stream.deletes]
+        self._last_count = self._last_read = -math.inf
+        self._found_some = False
+
+    def note_read(self, *, found_some: bool) -> None:
+        """Note that a read has ended."""
+        self._last_read = time.monotonic()
+        self._found_some = found_some
+
+    def count(self) -> int:
+        """Count if it is due, and log; each loss is counted by one consumer of the group."""
+        now = time.monotonic()
+        since_count = now - self._last_count
+        if now - self._last_read < _UNREAD_SECONDS or (
+            self._found_some and since_count < _COUNT_TRIMMED_SECONDS
+        ):
+            return 0
+        self._last_count = now
+        total = 0
+        for stream in list(self._streams):
+            trimmed = stream.count_trimmed()
+            if trimmed is None:
+                self._streams.remove(stream)
+            elif trimmed:
+                total += trimmed
+                logger.warning(
+                    "%d entries of stream %r were trimmed before group %r read them, and are lost"
+                    " to it; trim by `conquiet streams trim`, which spares unread entries",
+                    *(trimmed, stream.name, stream.group.decode()),
+                )
+        return total
 
 
 class _UnsentAcks:

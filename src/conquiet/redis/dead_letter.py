@@ -24,7 +24,7 @@ from conquiet.middleware.dead_letter import (
     TRACEBACK,
 )
 from conquiet.redis.consumer import Delivery
-from conquiet.redis.entry import Fields, from_fields, to_fields
+from conquiet.redis.entry import Fields, to_fields
 
 STREAM = "deadstream"
 ENTRY = "deadentry"
@@ -62,7 +62,7 @@ def _reason(delivery: Delivery, deliveries: int, error: Exception | None) -> str
 
 def _content(delivery: Delivery) -> tuple[bytes, Attributes, str | None]:
     try:
-        return from_fields(delivery.fields)
+        return delivery.stream.decode(delivery.fields)
     except InvalidMessage:
         return *_unreadable(delivery), None
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from base64 import b64encode
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 from conquiet.codec import SPEC_VERSION, encode_data, from_json, to_json
@@ -21,6 +21,9 @@ Fields: TypeAlias = list[bytes]
 """Names and values in turn, as XADD takes them and XRANGE gives them."""
 Content: TypeAlias = tuple[bytes, Attributes, str | None]
 """Data, attributes and topic."""
+Decode: TypeAlias = Callable[[Fields], Content]
+Unmarshal: TypeAlias = Callable[[Mapping[str, bytes]], Message[bytes]]
+"""From the fields of an entry, without those that begin with a colon, to its message."""
 
 STRUCTURED_FIELD = b"cloudevent"
 TOPIC_FIELD = b":topic"
@@ -192,3 +195,27 @@ def _from_unusual(fields: Sequence[bytes]) -> Content:
             f"specversion must be {SPEC_VERSION!r}, not {attributes['specversion']!r:.40}"
         )
     return data, attributes, topic
+
+
+def decoder(unmarshal: Unmarshal | None) -> Decode:
+    """Return the function from fields to content; it raises `InvalidMessage`.
+
+    The topic is that of the message, or else the field `:topic` of an outbox.
+    """
+    if unmarshal is None:
+        return from_fields
+
+    def decode(fields: Fields) -> Content:
+        try:
+            named = dict(zip(fields[::2], fields[1::2], strict=True))
+            topic = named.get(TOPIC_FIELD)
+            own = {name.decode(): value for name, value in named.items() if name[:1] != b":"}
+            message = unmarshal(own)
+            if not isinstance(message.data, bytes):
+                raise TypeError(f"its message has data of type {type(message.data).__name__}")
+            place = message.topic or (None if topic is None else topic.decode())
+            return message.data, message.attributes, place
+        except Exception as error:
+            raise InvalidMessage(f"unmarshal failed: {type(error).__name__}: {error}") from error
+
+    return decode

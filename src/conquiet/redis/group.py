@@ -11,9 +11,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import redis
 
+from conquiet.redis.entry import Decode, from_fields
 from conquiet.redis.ids import FIRST, LAST, MIN
 from conquiet.redis.topic import beside
-from conquiet.redis.wire import Argument, Wire, entries_by_stream, pairs
+from conquiet.redis.wire import Argument, Wire, entries_by_stream, may_pass, pairs
 
 logger = logging.getLogger("conquiet.redis")
 
@@ -21,13 +22,60 @@ Start = Literal["beginning", "now"]
 StreamEntry: TypeAlias = tuple[bytes, list[bytes]]
 """The id and the fields of an entry."""
 
-# KEYS: the stream, the leases beside it. ARGV: the group, the consumer, its field in the leases.
-# XGROUP DELCONSUMER drops pending entries silently, so it is in one script with the check.
-_REMOVE_CONSUMER = b"""
-if #redis.call('XPENDING', KEYS[1], ARGV[1], '-', '+', 1, ARGV[2]) > 0 then return 0 end
-redis.call('XGROUP', 'DELCONSUMER', KEYS[1], ARGV[1], ARGV[2])
-redis.call('HDEL', KEYS[2], ARGV[3])
-return 1
+IDLE_SECONDS = 86_400.0
+"""How long a consumer without entries is idle until its name may be removed."""
+_AT_ONCE = 100
+"""Consumers that one script removes, so that other clients get their turn."""
+_BEHIND_ALL = b"18446744073709551615-0"
+
+# KEYS: the stream, the leases beside it. ARGV: the group, then the name and the field in the leases
+# of each consumer. Returns the names that were removed. XGROUP DELCONSUMER drops pending entries
+# silently, so it is in one script with the check.
+_REMOVE_CONSUMERS = b"""
+local removed = {}
+for i = 2, #ARGV, 2 do
+    if #redis.call('XPENDING', KEYS[1], ARGV[1], '-', '+', 1, ARGV[i]) == 0 then
+        redis.call('XGROUP', 'DELCONSUMER', KEYS[1], ARGV[1], ARGV[i])
+        redis.call('HDEL', KEYS[2], ARGV[i + 1])
+        removed[#removed + 1] = ARGV[i]
+    end
+end
+return removed
+"""
+
+# KEYS: the stream. ARGV: the group. Returns how many entries were trimmed before the group read
+# them; -1 before Redis 7, which does not count what was added.
+#
+# `entries-read` is the number of the entry that the group read last, counted from the first that
+# was ever added. If that entry is gone, all that are gone and have a higher number were not read.
+# Redis corrects the number when it reads on, so it is corrected here: each loss is counted once.
+_COUNT_TRIMMED = b"""
+local function named(row)
+    local fields = {}
+    for i = 1, #row, 2 do fields[row[i]] = row[i + 1] end
+    return fields
+end
+local function parts(id)
+    local ms, seq = string.match(id, '^(%d+)-(%d+)$')
+    return string.format('%20s', ms) .. string.format('%20s', seq)
+end
+local stream = named(redis.call('XINFO', 'STREAM', KEYS[1]))
+local added = stream['entries-added']
+if not added then return -1 end
+for _, row in ipairs(redis.call('XINFO', 'GROUPS', KEYS[1])) do
+    local group = named(row)
+    if group['name'] == ARGV[1] then
+        local last, first = group['last-delivered-id'], stream['first-entry']
+        local read = group['entries-read'] or (last == '0-0' and 0)
+        local gone = added - stream['length']
+        if not read or gone <= read or (first and parts(last) >= parts(first[1])) then
+            return 0
+        end
+        redis.call('XGROUP', 'SETID', KEYS[1], ARGV[1], last, 'ENTRIESREAD', gone)
+        return gone - read
+    end
+end
+return 0
 """
 
 
@@ -55,6 +103,7 @@ class GroupStream:
         consumer: str,
         *,
         deletes: bool = False,
+        decode: Decode = from_fields,
     ) -> None:
         self.name = name
         self.topic = topic
@@ -62,6 +111,8 @@ class GroupStream:
         self.group = group.encode()
         self.consumer = consumer.encode()
         self.deletes = deletes
+        self.decode = decode
+        """From the fields of an entry to data, attributes and topic."""
         self.client = wire.client
         self._wire = wire
         self._origin = MIN
@@ -98,13 +149,34 @@ class GroupStream:
         last = self.call(b"XREVRANGE", self.key, LAST, FIRST, b"COUNT", 1)
         return last[0][0] if last else MIN
 
-    def remove_consumer(self) -> bool:
-        """Remove the consumer's name and lease unless entries are pending; whether it did."""
-        removed = self.call(
-            *(b"EVAL", _REMOVE_CONSUMER, 2, self.key, self._leases_key),
-            *(self.group, self.consumer, self.lease_field(self.consumer)),
-        )
-        return bool(removed)
+    # --- consumers --------------------------------------------------------------------------
+
+    def idle_consumers(self, idle: float) -> list[bytes]:
+        """Return the names of consumers that were idle for `idle` seconds and hold nothing."""
+        rows = map(pairs, self.call(b"XINFO", b"CONSUMERS", self.key, self.group))
+        return [row[b"name"] for row in rows if row[b"idle"] >= idle * 1000 and not row[b"pending"]]
+
+    def remove_consumers(self, names: Sequence[bytes]) -> list[bytes]:
+        """Remove names and leases of consumers that hold nothing; return those that were removed.
+
+        A removed consumer that reads again gets its name back.
+        """
+        removed: list[bytes] = []
+        for at in range(0, len(names), _AT_ONCE):
+            some = [(name, self.lease_field(name)) for name in names[at : at + _AT_ONCE]]
+            removed += self.call(
+                *(b"EVAL", _REMOVE_CONSUMERS, 2, self.key, self._leases_key, self.group),
+                *(argument for pair in some for argument in pair),
+            )
+        return removed
+
+    def show_alive(self, lease_ms: int) -> None:
+        """Restart the idle time of our name, and store our lease again if both were removed.
+
+        Before Redis 7.2 a read that finds nothing does not restart it; a read of own entries does.
+        """
+        self.read_own(_BEHIND_ALL, 1)
+        self.store_lease(lease_ms)
 
     # --- leases of consumers ----------------------------------------------------------------
 
@@ -160,28 +232,38 @@ class GroupStream:
         # Before Redis 7, an entry that was deleted meanwhile comes back as nil.
         return [(entry[0], entry[1]) for entry in reply if entry and entry[1]]
 
-    def touch(self, ids: Sequence[bytes], *options: Argument) -> None:
-        """Restart the idle time of own entries, or set it (IDLE) and the count (RETRYCOUNT)."""
-        who = (self.key, self.group, self.consumer)
-        self.call(b"XCLAIM", *who, 0, *ids, *options, b"JUSTID")
+    def touch(self, ids: Sequence[bytes], *options: Argument) -> list[bytes]:
+        """Restart the idle time of own entries, or set it (IDLE) and the count (RETRYCOUNT).
 
-    def ack_deleted(self, ids: Iterable[bytes]) -> int:
-        """Ack those of the entries that were deleted from the stream; return how many.
-
-        In an outbox none counts: deletion is part of the ack there.
+        Return those that are not pending any more: Redis 7 drops entries that were deleted.
         """
+        who = (self.key, self.group, self.consumer)
+        touched = set(self.call(b"XCLAIM", *who, 0, *ids, *options, b"JUSTID"))
+        return [entry_id for entry_id in ids if entry_id not in touched]
+
+    def ack_deleted(self, ids: Iterable[bytes]) -> list[bytes]:
+        """Ack those of the entries that were deleted from the stream, and return them."""
         deleted = [i for i in ids if not self.call(b"XRANGE", self.key, i, i)]
-        if not deleted:
-            return 0
-        self.call(b"XACK", self.key, self.group, *deleted)
-        if self.deletes:
-            return 0
-        logger.warning(
-            "%d entries of stream %r were deleted while they were pending in group %r: %s",
-            *(len(deleted), self.name, self.group.decode()),
-            b", ".join(deleted[:20]).decode(),
-        )
-        return len(deleted)
+        if deleted:
+            self.call(b"XACK", self.key, self.group, *deleted)
+        return deleted
+
+    def count_trimmed(self) -> int | None:
+        """Count entries that were trimmed before the group read them, each loss once.
+
+        None if the server cannot count them: before Redis 7, or if it refuses the commands.
+        """
+        try:
+            trimmed = self.call(b"EVAL", _COUNT_TRIMMED, 1, self.key, self.group)
+        except redis.ResponseError as error:
+            if may_pass(error) or "no such key" in str(error):
+                return 0
+            logger.info(
+                "entries of stream %r that are trimmed unread will not be counted: %s",
+                *(self.name, error),
+            )
+            return None
+        return trimmed if trimmed >= 0 else None
 
     def ack(self, ids: Sequence[bytes]) -> None:
         """Ack; in an outbox delete in the same MULTI, so that an acked entry is always gone."""
@@ -193,15 +275,10 @@ class GroupStream:
 
 
 def remove_idle_consumers(
-    client: Any, stream: str, group: str, *, idle: float = 86_400.0
+    client: Any, stream: str, group: str, *, idle: float = IDLE_SECONDS
 ) -> list[str]:
     """Remove consumers that were idle for `idle` seconds and hold nothing; return their names."""
     wire = client if isinstance(client, Wire) else Wire(client)
-    rows = wire.call(stream.encode(), b"XINFO", b"CONSUMERS", stream, group)
-    removed: list[str] = []
-    for row in map(pairs, rows):
-        name = row[b"name"].decode()
-        is_idle = row[b"idle"] >= idle * 1000 and not row[b"pending"]
-        if is_idle and GroupStream(wire, stream, stream, group, name).remove_consumer():
-            removed.append(name)
-    return removed
+    place = GroupStream(wire, stream, stream, group, "")
+    removed = place.remove_consumers(place.idle_consumers(idle))
+    return [name.decode(errors="backslashreplace") for name in removed]

@@ -19,7 +19,7 @@ from conquiet import outbox
 from conquiet.errors import ConfigError, ConquietError, HandlerError
 from conquiet.message import Message, describe
 from conquiet.redis.commands import Commands
-from conquiet.redis.entry import TOPIC_FIELD, Mode, encoder
+from conquiet.redis.entry import TOPIC_FIELD, Mode, Unmarshal, encoder
 from conquiet.redis.source import StreamSource
 from conquiet.redis.transaction import current_unit
 
@@ -33,8 +33,8 @@ class Outbox(outbox.Outbox):
     """Middleware: adds the events that handlers return to `stream`, in the same EXEC.
 
     `mode="structured"` writes an event as JSON in one field. `marshal` writes fields of your own,
-    which a relay then reads by a source of your own; field names that begin with a colon belong to
-    conquiet. In a cluster, `stream` needs the hash tag of the other keys.
+    which a relay reads by `outbox_source(unmarshal=…)`; field names that begin with a colon belong
+    to conquiet. In a cluster, `stream` needs the hash tag of the other keys.
 
     Without a router, use `add` in a pipeline of your own.
     """
@@ -130,12 +130,17 @@ def outbox_source(
     lease: float = 60.0,
     max_attempts: int = 10,
     dead_letters: str | None = None,
+    unmarshal: Unmarshal | None = None,
 ) -> StreamSource:
     """Return a source that reads an outbox for a relay; acked entries are deleted.
 
     The consumer is named after the host, so that a relay that crashed goes on with its entries.
     Name consumers yourself if several relays of one outbox share a host: two of one name deliver
     twice.
+
+    `unmarshal` is the reverse of `Outbox(marshal=…)`: from the fields, as bytes by their names, to
+    a message, whose `topic` is that of the outbox unless it sets one. An entry for which it raises
+    is tried again, then goes to the dead letters.
     """
     return StreamSource(
         client,
@@ -149,4 +154,5 @@ def outbox_source(
         max_attempts=max_attempts,
         dead_letters=dead_letters,
         delete=True,
+        unmarshal=unmarshal,
     )

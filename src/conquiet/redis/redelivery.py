@@ -20,7 +20,7 @@ from conquiet.errors import Blameless, GivenBack, InvalidMessage, PermanentError
 from conquiet.message import Message, printable
 from conquiet.redis.consumer import Consumer, Delivery
 from conquiet.redis.dead_letter import to_dead_letter
-from conquiet.redis.entry import UndecodableEntry, from_fields
+from conquiet.redis.entry import UndecodableEntry
 from conquiet.redis.wire import Wire
 
 logger = logging.getLogger("conquiet.redis")
@@ -174,7 +174,7 @@ class Redelivery:
             seconds = self._pauses.after(delivery.nacks)
             delivery.count_nack()
         try:
-            data, attributes, _ = from_fields(delivery.fields)
+            data, attributes, _ = delivery.stream.decode(delivery.fields)
             key = self._key_of(Message(data, attributes))
         except InvalidMessage:
             key = ""

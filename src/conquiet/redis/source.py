@@ -21,7 +21,7 @@ from conquiet.acking import Acking, Error
 from conquiet.errors import ConfigError, InvalidMessage, StoreError
 from conquiet.message import Message, new_id, printable
 from conquiet.redis.consumer import Consumer, Delivery
-from conquiet.redis.entry import UndecodableEntry, from_fields
+from conquiet.redis.entry import UndecodableEntry, Unmarshal, decoder
 from conquiet.redis.group import GroupStream, Start
 from conquiet.redis.ids import FIRST, LAST, next_after, parse
 from conquiet.redis.redelivery import KeyOf, Pauses, Redelivery
@@ -58,6 +58,7 @@ class StreamSource:
     the stream `dead_letters`, by default the name of its stream and `:dead`; with a permanent error
     at once. `max_attempts=None` sets no limit: only entries with a permanent error go there, and
     those that are no CloudEvents. `delete` is for outboxes: acked entries are deleted.
+    `unmarshal` makes messages of entries that are no CloudEvents.
 
     A nacked message pauses `backoff` seconds, then twice as long, up to `max_backoff`. Later
     messages of its `key` (`Message.key`, unless you pass a function) wait behind it.
@@ -82,6 +83,7 @@ class StreamSource:
         max_backoff: float = 5.0,
         key: KeyOf | None = None,
         delete: bool = False,
+        unmarshal: Unmarshal | None = None,
     ) -> None:
         _check_names(group, consumer, start)
         _check_seconds(lease=lease, claim_interval=claim_interval, block=block)
@@ -95,7 +97,11 @@ class StreamSource:
         self._max_in_flight = max_in_flight
         self._wire = Wire(client)
         self._streams = [
-            GroupStream(self._wire, name, topic, group, self.consumer, deletes=delete)
+            GroupStream(
+                *(self._wire, name, topic, group, self.consumer),
+                deletes=delete,
+                decode=decoder(unmarshal),
+            )
             for name, topic in streams_of(streams).items()
         ]
         self._consumer = Consumer(
@@ -137,7 +143,7 @@ class StreamSource:
 
     @property
     def deleted(self) -> int:
-        """How many entries were found to be deleted before they were acked."""
+        """How many entries were found to be deleted before they were acked, or trimmed unread."""
         return self._consumer.deleted
 
     @property
@@ -217,7 +223,7 @@ class StreamSource:
             if self._redelivery.bury_if_exhausted(delivery):
                 continue
             try:
-                data, attributes, topic = from_fields(delivery.fields)
+                data, attributes, topic = delivery.stream.decode(delivery.fields)
             except InvalidMessage as error:
                 self._redelivery.refuse(delivery, error)
                 continue
@@ -304,7 +310,7 @@ def _replay(stream: GroupStream, start: str | None, end: str | None) -> Iterator
             raise StoreError(f"could not replay stream {stream.name!r}: {error}") from error
         for entry_id, fields in page:
             try:
-                data, attributes, topic = from_fields(fields)
+                data, attributes, topic = stream.decode(fields)
             except InvalidMessage as error:
                 why = UndecodableEntry(stream.name, entry_id.decode(), str(error))
                 logger.warning("left out of a replay: %s", printable(str(why)))

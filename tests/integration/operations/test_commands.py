@@ -120,6 +120,29 @@ def test_streams_list_and_lag(publish, source, told, said) -> None:
     assert "no stream matches 'typo*'" in said("streams", "lag", "typo*", code=1)[1]
 
 
+def test_streams_prune_removes_consumers_that_are_idle_and_hold_nothing(
+    publish, source, told, said, redis_client
+) -> None:
+    publish(1)
+    source(consumer="holds").read(1, 1.0)
+    for group in ("billing", "mail"):
+        if group != "billing":
+            redis_client.xgroup_create("orders", group)
+        redis_client.xgroup_createconsumer("orders", group, "crashed")
+    assert told("streams", "prune", "--yes") == []
+    would = told("streams", "prune", "ord*", "--idle", "0s", "--dry-run")
+    assert [(item["group"], item["name"]) for item in would] == [
+        ("billing", "crashed"),
+        ("mail", "crashed"),
+    ]
+    _, err = said("streams", "prune", "--idle", "0s", code=2)
+    assert "--yes" in err
+    out, _ = said("streams", "prune", "ord*", "--idle", "0s", "--yes")
+    assert "2 idle consumers removed" in out
+    names = [row["name"] for row in redis_client.xinfo_consumers("orders", "billing")]
+    assert (names, redis_client.xinfo_consumers("orders", "mail")) == ([b"holds"], [])
+
+
 def test_streams_trim_deletes_only_what_all_are_done_with(
     publish, source, told, said, redis_client
 ) -> None:

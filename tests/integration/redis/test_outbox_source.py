@@ -9,7 +9,8 @@ import pytest
 from tests.integration.redis.conftest import numbered
 from tests.waiting import eventually
 
-from conquiet.redis import StreamSink, StreamSource, outbox_source
+from conquiet.message import Message
+from conquiet.redis import Outbox, StreamSink, StreamSource, outbox_source
 from conquiet.redis.entry import TOPIC_FIELD, to_fields
 from conquiet.relay import Relay
 
@@ -106,3 +107,57 @@ def test_several_streams_may_be_outboxes_of_one_relay(redis_client):
         message.ack()
     assert redis_client.xlen("a") == redis_client.xlen("b") == 0
     source.close()
+
+
+def to_pairs(message):
+    return {"kind": message.type, "n": message.id, "body": message.data}
+
+
+def from_pairs(fields):
+    attributes = {"type": fields["kind"].decode(), "id": fields["n"].decode(), "source": "/test"}
+    return Message(fields["body"], attributes)
+
+
+def test_what_a_marshaller_of_ones_own_wrote_is_relayed_by_its_unmarshaller(redis_client):
+    with redis_client.pipeline() as pipe:
+        Outbox("orders", "outbox", marshal=to_pairs).add(pipe, numbered(2))
+        pipe.execute()
+    source = outbox_source(redis_client, "outbox", unmarshal=from_pairs)
+    Relay(source, StreamSink(redis_client)).run_once()
+    source.close()
+    assert arrived(redis_client, "orders") == ["m-0", "m-1"]
+    assert [fields[b"data"] for _, fields in redis_client.xrange("orders")] == [b"0", b"1"]
+    assert redis_client.xlen("outbox:dead") == redis_client.xlen("outbox") == 0
+
+
+def test_the_topic_that_an_unmarshaller_sets_wins(redis_client):
+    def unmarshal(fields):
+        message = from_pairs(fields)
+        message.topic = "sales"
+        return message
+
+    redis_client.xadd("outbox", {":topic": "orders", "kind": "sample", "n": "m-0", "body": "x"})
+    source = outbox_source(redis_client, "outbox", unmarshal=unmarshal)
+    [message] = source.read(limit=10, timeout=1.0)
+    source.close()
+    assert message.topic == "sales"
+
+
+@pytest.mark.parametrize(
+    ("unmarshal", "why"),
+    [
+        (from_pairs, "KeyError: 'kind'"),
+        (lambda fields: Message({"typed": 1}, {"id": "1"}), "data of type dict"),
+        (lambda fields: None, "AttributeError"),
+    ],
+)
+def test_an_entry_that_cannot_be_unmarshalled_goes_to_the_dead_letters(
+    redis_client, unmarshal, why
+):
+    redis_client.xadd("outbox", {"other": "field"})
+    source = outbox_source(redis_client, "outbox", max_attempts=1, unmarshal=unmarshal)
+    assert source.read(limit=10, timeout=0.01) == []
+    source.close()
+    [(_, letter)] = redis_client.xrange("outbox:dead")
+    assert why in letter[b"deadreason"].decode()
+    assert letter[b"data"] == b'[["other","field"]]'

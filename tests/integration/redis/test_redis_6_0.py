@@ -35,9 +35,10 @@ KNOWN_TO_6_0 = [
     rf"XCLAIM {KEY} \S+ \S+ \d+( {ID})+( IDLE \d+)?( RETRYCOUNT \d+)?( JUSTID)?",
     rf"XRANGE {KEY} (-|{ID}) (\+|{ID})( COUNT \d+)?",
     rf"XREVRANGE {KEY} \+ - COUNT 1",
-    rf"XINFO (GROUPS|CONSUMERS) {KEY}.*",
+    rf"XINFO (STREAM|GROUPS|CONSUMERS) {KEY}.*",
     r"(HSET|HGETALL|HDEL) conquiet:(leases|readers):\S+.*",
-    r"EVAL .* 2 \S+ \S+ \S+ \S+ \S+",
+    r"EVAL .* 2 \S+ \S+ \S+( \S+ \S+)+",  # removes consumers
+    rf"EVAL .* 1 {KEY} \S+",  # counts trimmed entries
     r"XGROUP DELCONSUMER \S+ \S+ \S+",  # in the script
     r"MULTI|EXEC|TIME|INFO server",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from tests.integration.redis.conftest import GROUP, STREAM
 
@@ -120,9 +122,9 @@ def test_no_consumer_is_removed_while_it_holds_something(source, publish, redis_
     one = source(consumer="one")
     [message] = one.read(1, 1.0)
     name = GroupStream(Wire(redis_client), STREAM, STREAM, GROUP, "one")
-    assert not name.remove_consumer()
+    assert name.remove_consumers([b"one"]) == []
     message.ack()
-    assert name.remove_consumer()
+    assert name.remove_consumers([b"one"]) == [b"one"]
     assert redis_client.xinfo_consumers(STREAM, GROUP) == []
 
 
@@ -132,6 +134,35 @@ def test_idle_consumers_are_removed(source, publish, redis_client):
     source(consumer="idle").read(1, 0.01)
     assert remove_idle_consumers(redis_client, STREAM, GROUP, idle=3600) == []
     assert remove_idle_consumers(redis_client, STREAM, GROUP, idle=0) == ["idle"]
+
+
+def test_a_worker_removes_the_names_of_crashed_consumers_by_itself(
+    source, publish, redis_client, monkeypatch
+):
+    monkeypatch.setattr("conquiet.redis.consumer.IDLE_SECONDS", 0.05)
+    publish(1)
+    source(consumer="holds").read(1, 1.0)
+    for n in range(250):
+        redis_client.xgroup_createconsumer(STREAM, GROUP, f"crashed-{n}")
+    redis_client.hset(f"conquiet:leases:{{{STREAM}}}", f"7:{GROUP}:crashed-0", 60_000)
+    time.sleep(0.1)
+    alive = source(consumer="alive")
+    alive.read(1, 0.05)
+    names = {row["name"] for row in redis_client.xinfo_consumers(STREAM, GROUP)}
+    assert names == {b"holds", b"alive"}
+    leases = redis_client.hkeys(f"conquiet:leases:{{{STREAM}}}")
+    assert sorted(leases) == [b"7:billing:alive", b"7:billing:holds"]
+
+
+def test_a_living_consumer_whose_name_was_removed_stores_its_lease_again(source, redis_client):
+    alive = source(consumer="alive", lease=7.0)
+    alive.read(1, 0.05)
+    assert remove_idle_consumers(redis_client, STREAM, GROUP, idle=0) == ["alive"]
+    assert redis_client.hgetall(f"conquiet:leases:{{{STREAM}}}") == {}
+    alive.read(1, 0.05)
+    assert redis_client.hgetall(f"conquiet:leases:{{{STREAM}}}") == {b"7:billing:alive": b"7000"}
+    [row] = redis_client.xinfo_consumers(STREAM, GROUP)
+    assert row["name"] == b"alive"
 
 
 def test_the_server_tells_its_version(redis_client):

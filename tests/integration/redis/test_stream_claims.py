@@ -65,6 +65,23 @@ def test_a_consumer_that_told_no_lease_is_judged_by_the_own(source, publish, red
     assert ids(read(one, 1)) == ["m-0"]
 
 
+def test_a_takeover_is_one_line_of_the_log(source, publish, redis_client, caplog):
+    caplog.set_level("INFO", "conquiet.redis")
+    publish(60)
+    read(source(consumer="dead-1", lease=SHORT), 30)
+    read(source(consumer="dead-2", lease=SHORT), 30)
+    redis_client.xdel(STREAM, *[entry_id for entry_id, _ in redis_client.xrange(STREAM)[::10]])
+    time.sleep(SHORT)
+    alive = source()
+    assert len(read(alive, 54, limit=5)) == 54
+    alive.close()
+    claims = [line for line in caplog.messages if "claimed" in line]
+    assert claims == [
+        "claimed 54 stale entries of stream 'orders' from 2 consumers: dead-1, dead-2"
+    ]
+    assert sum("deleted while they were pending" in line for line in caplog.messages) == 1
+
+
 def test_own_pending_entries_come_first_after_a_restart(source, publish):
     source_settings = {"consumer": "pod-0", "lease": 60.0}
     publish(5)

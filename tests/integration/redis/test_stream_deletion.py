@@ -11,6 +11,7 @@ from tests.waiting import eventually
 
 from conquiet.errors import NoHandler, StoreError, UnknownType
 from conquiet.redis import StreamSource, outbox_source
+from conquiet.redis.wire import server_of
 
 # --- what is acked ----------------------------------------------------------------------------
 
@@ -81,6 +82,80 @@ def test_a_deleted_entry_of_our_own_is_acked_too(source, publish, redis_client, 
     assert ids(read(again, 1)) == ["m-1"]
     assert len(pending()) == 1
     assert again.deleted == 1
+
+
+@pytest.mark.parametrize("step", ["close", "renew", "redeliver"])
+def test_an_entry_deleted_in_the_hands_of_its_consumer_is_counted(
+    source, publish, redis_client, pending, caplog, step
+):
+    publish(3)
+    one = source(consumer="pod-0", lease=60.0 if step == "close" else 0.4)
+    messages = read(one, 3)
+    redis_client.xdel(STREAM, redis_client.xrange(STREAM)[1][0])
+    if step == "renew":
+        time.sleep(0.15)  # a lease that was renewed a moment ago is not renewed again
+        one.renew(messages)
+    elif step == "redeliver":
+        for message in messages:
+            message.nack(ValueError("no stock"))
+        assert ids(one.read(10, 1.0)) == ["m-0", "m-2"]
+    one.close()
+    if server_of(redis_client).at_least("7.0"):
+        assert one.deleted == 1
+        assert caplog.text.count("deleted while they were pending") == 1
+        assert len(pending()) == 2
+
+
+# --- what was trimmed before it was read ------------------------------------------------------
+
+
+@pytest.fixture
+def needs_counters(redis_client):
+    if not server_of(redis_client).at_least("7.0"):
+        pytest.skip("Redis 7 counts what was added")
+
+
+@pytest.mark.usefixtures("needs_counters")
+def test_entries_trimmed_before_they_were_read_are_counted_once_in_the_group(
+    source, publish, redis_client, caplog
+):
+    one, other = source(), source()
+    publish(5)
+    for message in read(one, 5):
+        message.ack()
+    assert one.deleted == 0
+    publish(100, first=5)
+    redis_client.xtrim(STREAM, maxlen=10, approximate=False)
+    again = source()
+    assert ids(read(again, 10)) == [f"m-{n}" for n in range(95, 105)]
+    assert list(other.read(10, 0.01)) == []
+    assert again.deleted + other.deleted == 90
+    assert next(line for line in caplog.messages if "trimmed" in line).startswith("90 entries")
+    assert redis_client.xinfo_groups(STREAM)[0]["lag"] == 0
+
+
+@pytest.mark.usefixtures("needs_counters")
+def test_a_stream_that_was_emptied_before_its_first_read_is_noticed(source, publish, redis_client):
+    one = source()
+    assert list(one.read(10, 0.01)) == []
+    publish(7)
+    redis_client.xtrim(STREAM, maxlen=0, approximate=False)
+    for _ in range(2):
+        assert list(one.read(10, 0.01)) == []
+    publish(1, first=7)
+    assert ids(read(one, 1)) == ["m-7"]
+    assert one.deleted == 7
+
+
+@pytest.mark.usefixtures("needs_counters")
+def test_entries_that_were_read_may_be_trimmed_and_deleted(source, publish, redis_client):
+    one = source(group="first")
+    publish(20)
+    read(one, 10)
+    redis_client.xdel(STREAM, *[entry_id for entry_id, _ in redis_client.xrange(STREAM)[3:6]])
+    redis_client.xtrim(STREAM, maxlen=10, approximate=False)
+    assert source(group="first").read(3, 0.01)
+    assert one.deleted == 0
 
 
 # --- dead letters -----------------------------------------------------------------------------
