@@ -43,12 +43,13 @@ end
 return removed
 """
 
-# KEYS: the stream. ARGV: the group. Returns how many entries were trimmed before the group read
-# them; -1 before Redis 7, which does not count what was added.
+# KEYS: the stream. ARGV: the group, and 'new' if it was created just now. Returns how many entries
+# were trimmed before the group read them; -1 before Redis 7, which does not count what was added.
 #
 # `entries-read` is the number of the entry that the group read last, counted from the first that
 # was ever added. If that entry is gone, all that are gone and have a higher number were not read.
-# Redis corrects the number when it reads on, so it is corrected here: each loss is counted once.
+# Redis corrects the number when the group reads on; here too, so that a loss is counted once. A new
+# group has no number: it gets one, since what was trimmed before is no loss to it.
 _COUNT_TRIMMED = b"""
 local function named(row)
     local fields = {}
@@ -66,9 +67,15 @@ for _, row in ipairs(redis.call('XINFO', 'GROUPS', KEYS[1])) do
     local group = named(row)
     if group['name'] == ARGV[1] then
         local last, first = group['last-delivered-id'], stream['first-entry']
-        local read = group['entries-read'] or (last == '0-0' and 0)
-        local gone = added - stream['length']
-        if not read or gone <= read or (first and parts(last) >= parts(first[1])) then
+        local gone, read = added - stream['length'], group['entries-read']
+        if last == stream['last-generated-id'] then
+            gone = added
+        elseif first and parts(last) >= parts(first[1]) then
+            return 0
+        end
+        if ARGV[2] == 'new' then
+            read = gone
+        elseif not read or gone <= read then
             return 0
         end
         redis.call('XGROUP', 'SETID', KEYS[1], ARGV[1], last, 'ENTRIESREAD', gone)
@@ -143,6 +150,8 @@ class GroupStream:
             if not str(error).startswith("BUSYGROUP"):
                 raise
             return False
+        if not self.deletes:
+            self.count_trimmed(is_new=True)
         return True
 
     def _last_id(self) -> bytes:
@@ -248,13 +257,15 @@ class GroupStream:
             self.call(b"XACK", self.key, self.group, *deleted)
         return deleted
 
-    def count_trimmed(self) -> int | None:
+    def count_trimmed(self, *, is_new: bool = False) -> int | None:
         """Count entries that were trimmed before the group read them, each loss once.
 
-        None if the server cannot count them: before Redis 7, or if it refuses the commands.
+        None if the server cannot count them: before Redis 7, or if it refuses the commands. What
+        was trimmed before a new group is no loss to it.
         """
+        state = b"new" if is_new else b"known"
         try:
-            trimmed = self.call(b"EVAL", _COUNT_TRIMMED, 1, self.key, self.group)
+            trimmed = self.call(b"EVAL", _COUNT_TRIMMED, 1, self.key, self.group, state)
         except redis.ResponseError as error:
             if may_pass(error) or "no such key" in str(error):
                 return 0

@@ -148,6 +148,24 @@ def test_a_stream_that_was_emptied_before_its_first_read_is_noticed(source, publ
 
 
 @pytest.mark.usefixtures("needs_counters")
+@pytest.mark.parametrize("start", ["beginning", "now"])
+def test_what_was_trimmed_before_the_group_was_created_is_no_loss_to_it(
+    source, publish, redis_client, start
+):
+    publish(9)
+    redis_client.xtrim(STREAM, maxlen=3, approximate=False)
+    one = source(start=start)
+    publish(4, first=9)
+    count = 7 if start == "beginning" else 4
+    assert len(read(one, count)) == count
+    publish(4, first=13)
+    redis_client.xtrim(STREAM, maxlen=1, approximate=False)
+    other = source(start=start)
+    assert ids(read(other, 1)) == ["m-16"]
+    assert (one.deleted, other.deleted) == (0, 3)
+
+
+@pytest.mark.usefixtures("needs_counters")
 def test_entries_that_were_read_may_be_trimmed_and_deleted(source, publish, redis_client):
     one = source(group="first")
     publish(20)
