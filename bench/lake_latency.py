@@ -116,7 +116,11 @@ def measure(url: str, place: Path, rate: int, seconds: float, refresh_seconds: f
     spark = session(
         "latency",
         master="local[2]",
-        config={"spark.log.level": "ERROR", "spark.ui.enabled": "false"},
+        config={
+            "spark.log.level": "ERROR",
+            "spark.ui.enabled": "false",
+            "spark.ui.showConsoleProgress": "false",
+        },
     )
     pipeline.lake = str(place)
     reader = spark.readStream.format("conquiet")
@@ -136,6 +140,7 @@ def measure(url: str, place: Path, rate: int, seconds: float, refresh_seconds: f
             producers[0].start()
 
     pipeline.run(log, refresh_seconds=refresh_seconds, on_progress=clock.see, on_query=begin)
+    spark.stop()
     for name, found in zip(("silver", "mart"), latencies(place, clock), strict=True):
         if len(found):
             p50, p95, p99 = np.percentile(found, [50, 95, 99])

@@ -98,6 +98,9 @@ def _register_run(verbs: Any, common: ArgumentParser) -> None:
         "--starting", default="earliest", metavar="OFFSETS", help="where a first run begins"
     )
     run.add_argument("--max-events", type=count, metavar="N", help="per batch at most")
+    run.add_argument(
+        "--metrics", type=_host_port, metavar="HOST:PORT", help="where /metrics answers (nowhere)"
+    )
     run.add_argument("--master", metavar="URL", help="local[*] (default), spark://…, k8s://…, yarn")
     run.add_argument(
         "--remote", metavar="URL", help="a Spark Connect server, as sc://host:15002; with --once"
@@ -279,6 +282,13 @@ def _day(text: str) -> date:
         return date.fromisoformat(text)
     except ValueError:
         raise ArgumentTypeError(f"{text!r} is no day such as 2026-01-31") from None
+
+
+def _host_port(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65_535:
+        raise ArgumentTypeError(f"{text!r} is no HOST:PORT such as 127.0.0.1:9100")
+    return host, int(port)
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -7,8 +7,8 @@ import re
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from conquiet.cli.logs import set_up_logs
@@ -18,6 +18,8 @@ from conquiet.errors import ConfigError, ConquietError
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
+    from conquiet.lake import Pipeline
 
 _ENDS_OF_QUERIES = "org.apache.spark.sql.execution.streaming.runtime.MicroBatchExecution"
 _FORMATS = {"log": "conquiet", "outbox": "conquiet-outbox"}
@@ -50,6 +52,8 @@ def run(options: Namespace) -> int:
     progress = Progress(options.json)
     with ExitStack() as stack:
         stack.callback(progress.clear)
+        if options.metrics is not None:
+            stack.enter_context(serve_metrics(pipeline, *options.metrics))
         try:
             spark = _session(options, config, debug)
             stack.callback(spark.stop)
@@ -72,6 +76,26 @@ def run(options: Namespace) -> int:
             return _failed(error, debug)
         progress.end(pipeline.lake, stopped)
     return OK
+
+
+@contextmanager
+def serve_metrics(pipeline: Pipeline, host: str, port: int) -> Iterator[int]:
+    """Answer `/metrics` of a pipeline over HTTP; yield the port, which is chosen for 0."""
+    collector = pipeline.metrics()
+    from prometheus_client import CollectorRegistry, start_http_server
+
+    registry = CollectorRegistry()
+    registry.register(collector)
+    try:
+        server, thread = start_http_server(port, host, registry)
+    except OSError as error:
+        raise ConfigError(f"--metrics {host}:{port} cannot be used ({error.strerror})") from error
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
 
 
 def _session(options: Namespace, config: dict[str, str], debug: bool) -> SparkSession:

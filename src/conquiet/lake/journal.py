@@ -16,17 +16,26 @@ import os
 import threading
 import time
 import uuid
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
+import pyarrow as pa
 
-from conquiet.errors import ConfigError
+from conquiet.errors import ConfigError, ConquietError
 from conquiet.lake.tables import DataFile, Files
+
+if TYPE_CHECKING:
+    from deltalake import DeltaTable
 
 logger = logging.getLogger("conquiet.lake")
 
 FOLDER = "_pipeline"
 _LEASE_SECONDS = 60.0
+_KEPT_LEASES = "interval 1 hours"
+
+
+class LeaseLost(ConquietError):
+    """A driver could not renew its lease of a lake in an object store."""
 
 
 class Plan(msgspec.Struct):
@@ -170,21 +179,14 @@ class Journal:
 
 
 class Lock:
-    """One driver per lake: a lock of the operating system on a local disk; in an object store a
-    lease that is refused while another driver renews it."""
+    """One driver per lake: a lock of the operating system on a local disk, which ends with the
+    process."""
 
     def __init__(self, files: Files) -> None:
         self._files = files
-        self._owner = uuid.uuid4().hex
         self._descriptor: int | None = None
-        self._released = threading.Event()
 
     def acquire(self) -> None:
-        if not self._files.is_local:
-            self._lease()
-            self._released.clear()
-            threading.Thread(target=self._renew, daemon=True).start()
-            return
         os.makedirs(self._files.uri(FOLDER), exist_ok=True)
         descriptor = os.open(self._files.uri(FOLDER, "lock"), os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -200,32 +202,97 @@ class Lock:
         os.pwrite(descriptor, str(os.getpid()).encode(), 0)
         self._descriptor = descriptor
 
-    def _lease(self) -> None:
-        held: dict[str, Any] = msgspec.json.decode(self._files.get(f"{FOLDER}/lock") or b"{}")
-        age = time.time() - held.get("at", 0)
-        if held.get("owner") not in (None, self._owner) and age < _LEASE_SECONDS:
-            raise ConfigError(
-                f"the lake {self._files.root} is in use by another driver ({held.get('host')}):"
-                f" stop it, or wait {_LEASE_SECONDS - age:.0f} s for its lease to end"
-            )
-        self._write_lease(time.time())
-
-    def _write_lease(self, at: float) -> None:
-        record = {"owner": self._owner, "at": at, "host": f"{os.uname().nodename}:{os.getpid()}"}
-        self._files.put(f"{FOLDER}/lock", msgspec.json.encode(record))
-
-    def _renew(self) -> None:
-        """Keep the lease while a batch takes long; the lock of a local disk needs no renewal."""
-        while not self._released.wait(_LEASE_SECONDS / 4):
-            try:
-                self._lease()
-            except Exception as error:  # noqa: BLE001 - Delta refuses the commits of a second driver
-                logger.error("could not renew the lease of %s: %s", self._files.root, error)
+    def check(self) -> None:
+        """Raise if the lock was lost; that of the operating system never is."""
 
     def release(self) -> None:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
-        elif not self._files.is_local:
-            self._released.set()
-            self._write_lease(0.0)
+
+
+class Lease(Lock):
+    """One driver per lake in an object store: a lease that is refused while another driver renews
+    it.
+
+    It is the last commit of a Delta table without rows. A commit is a conditional put: of two
+    drivers that take the lease at once, one is refused.
+    """
+
+    def __init__(self, files: Files) -> None:
+        super().__init__(files)
+        self._owner = uuid.uuid4().hex
+        self._until = 0.0
+        self._released = threading.Event()
+
+    def acquire(self) -> None:
+        self._commit(_LEASE_SECONDS)
+        self._released.clear()
+        threading.Thread(target=self._renew, daemon=True).start()
+
+    def _commit(self, seconds: float) -> None:
+        from deltalake import CommitProperties, Transaction
+        from deltalake.exceptions import CommitFailedError
+
+        table = self._table()
+        [last] = table.history(1)
+        left = float(last.get("until", 0)) - time.time()
+        if last.get("owner") not in (None, self._owner) and left > 0:
+            raise ConfigError(
+                f"the lake {self._files.root} is in use by another driver ({last.get('host')}):"
+                f" stop it, or wait {left:.0f} s for its lease to end"
+            )
+        until = time.time() + seconds
+        record = {"owner": self._owner, "until": str(until)}
+        record["host"] = f"{os.uname().nodename}:{os.getpid()}"
+        try:
+            table.create_write_transaction(
+                [],
+                "append",
+                table.schema(),
+                [],
+                commit_properties=CommitProperties(
+                    custom_metadata=record,
+                    app_transactions=[Transaction("lease", table.version() + 1)],
+                    max_commit_retries=0,
+                ),
+            )
+        except CommitFailedError as error:
+            raise ConfigError(
+                f"the lake {self._files.root} was taken by another driver at this moment: stop it,"
+                f" or wait {_LEASE_SECONDS:.0f} s for its lease to end"
+            ) from error
+        self._until = until
+
+    def _table(self) -> DeltaTable:
+        from deltalake import DeltaTable
+        from deltalake import Schema as DeltaSchema
+
+        uri, options = self._files.uri(FOLDER, "lease"), self._files.options
+        if not DeltaTable.is_deltatable(uri, options):
+            columns = DeltaSchema.from_arrow(pa.schema([("owner", pa.string())]))
+            kept = {"delta.checkpointInterval": "50", "delta.logRetentionDuration": _KEPT_LEASES}
+            DeltaTable.create(
+                uri, columns, mode="ignore", storage_options=options, configuration=kept
+            )
+        return DeltaTable(uri, storage_options=options)
+
+    def _renew(self) -> None:
+        while not self._released.wait(_LEASE_SECONDS / 4):
+            try:
+                self._commit(_LEASE_SECONDS)
+            except Exception as error:  # noqa: BLE001 - `check` ends the driver if none succeeds
+                logger.error("could not renew the lease of %s: %s", self._files.root, error)
+
+    def check(self) -> None:
+        """Raise if the lease has ended: another driver may have it."""
+        if time.time() > self._until:
+            raise LeaseLost(
+                f"the lease of {self._files.root} has ended, since it could not be renewed; another"
+                " driver may write the lake now. Start again"
+            )
+
+    def release(self) -> None:
+        self._released.set()
+        if time.time() < self._until:
+            self._commit(0.0)

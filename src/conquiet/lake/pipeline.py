@@ -21,7 +21,7 @@ from conquiet.errors import ConfigError
 from conquiet.events.catalog import Catalog
 from conquiet.lake import facts, silver
 from conquiet.lake.definition import Definitions
-from conquiet.lake.journal import FOLDER, Batch, Folded, Journal, Lock, Refresh
+from conquiet.lake.journal import FOLDER, Batch, Folded, Journal, Lease, Lock, Refresh
 from conquiet.lake.query import ROWS_PER_FILE as QUERY_ROWS_PER_FILE
 from conquiet.lake.query import Database, Mart, Query, forget_changes, mart
 from conquiet.lake.query import Refresh as QueryRefresh
@@ -34,6 +34,8 @@ from conquiet.lake.tasks import Executors, Here, Tasks, share_definition
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
+
+    from conquiet.lake.metrics import LakeMetrics
 
 logger = logging.getLogger("conquiet.lake")
 
@@ -78,7 +80,7 @@ class Driver:
         self.known = silver.KnownIds(self.store, silver.id_tables(self.definition))
         self.tasks = tasks or Here()
         self.shared = share_definition(self.definition, self.tasks)
-        self._lock = Lock(self.files)
+        self._lock = Lock(self.files) if self.files.is_local else Lease(self.files)
         self._busy = threading.RLock()
         self._on_progress = on_progress
         self._began = time.monotonic()
@@ -99,6 +101,7 @@ class Driver:
         self._lock.release()
 
     def step(self, name: str, batch: int) -> None:
+        self._lock.check()
         logger.debug("batch %d: %s", batch, name)
         self._on_progress(Progress(name, batch, self._events, time.monotonic() - self._began))
 
@@ -575,6 +578,13 @@ class Pipeline(Definitions):
         store = self.open_store()
         names = self.names if self.definition.structs else [*self.names, *store.names()]
         return Database(store, names, self.definition.zone)
+
+    def metrics(self) -> LakeMetrics:
+        """Return what the lake says of rules and quarantine, for a registry of Prometheus:
+        `REGISTRY.register(pipeline.metrics())`."""
+        from conquiet.lake.metrics import LakeMetrics
+
+        return LakeMetrics(self)
 
     def chart(self, title: str, sql: str) -> None:
         """Add a chart to the report: SQL whose first column is a day or a name, the second a

@@ -9,13 +9,16 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from tests.unit.lake.payments import entries, pipeline
 from tests.unit.lake.test_engine import contents
 
 from conquiet.errors import ConfigError
+from conquiet.lake.journal import Lease, LeaseLost
 from conquiet.lake.pipeline import as_table
+from conquiet.lake.tables import Files
 
 BUCKET = "conquiet-tests"
 
@@ -93,6 +96,47 @@ def test_a_second_driver_is_refused_while_the_first_keeps_its_lease(lake):
     assert lake.refresh() == 0
 
 
+def test_of_two_drivers_that_take_the_lease_at_once_one_is_refused(lake, monkeypatch):
+    """Both have seen that no driver has the lease before either takes it."""
+    files = Files(lake.lake)
+    with lake.driver():
+        pass
+    both_have_looked = threading.Barrier(2)
+    look = Lease._table
+
+    def look_together(lease):
+        table = look(lease)
+        both_have_looked.wait(timeout=30)
+        return table
+
+    monkeypatch.setattr(Lease, "_table", look_together)
+    leases = [Lease(files), Lease(files)]
+
+    def take(lease: Lease) -> str:
+        try:
+            lease.acquire()
+        except ConfigError as error:
+            return str(error)
+        return "taken"
+
+    with ThreadPoolExecutor(2) as pool:
+        said = sorted(pool.map(take, leases), key=len)
+    assert said[0] == "taken"
+    assert "was taken by another driver at this moment" in said[1]
+    for one in leases:
+        one._released.set()
+
+
+def test_a_driver_that_lost_its_lease_stops_before_the_next_step(lake):
+    log = entries(2)
+    with lake.driver() as driver:
+        driver.take(as_table(log[:1]), "rows", 0)
+        driver._lock._until = time.time() - 1  # no renewal has reached the store
+        with pytest.raises(LeaseLost, match="has ended"):
+            driver.take(as_table(log[1:]), "rows", 1)
+    assert lake.read("events").num_rows == 1
+
+
 def test_readers_see_whole_commits_while_batches_come_in(lake):
     log = [one for one in entries(12) if one["type"] == "payment_authorized"]
     lake.run(as_table(log[:1]))
@@ -120,8 +164,6 @@ def test_readers_see_whole_commits_while_batches_come_in(lake):
 
 
 def test_the_checkpoint_of_a_stream_must_be_named(lake):
-    from conquiet.lake.tables import Files
-
     with pytest.raises(ConfigError, match="checkpoint="):
         lake._checkpoint(Files(lake.lake))
     assert os.environ["AWS_ENDPOINT_URL"].startswith("http://")

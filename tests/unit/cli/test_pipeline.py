@@ -8,13 +8,14 @@ import sys
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
+from urllib.request import urlopen
 
 import pyarrow.parquet
 import pytest
 
 from conquiet import spark
 from conquiet.cli import build_parser, main
-from conquiet.cli.pipeline_run import Progress, source_options, spark_settings
+from conquiet.cli.pipeline_run import Progress, serve_metrics, source_options, spark_settings
 from conquiet.errors import ConfigError
 from conquiet.spark.packaging import first_python, needed, this_python
 
@@ -70,7 +71,8 @@ def test_what_cannot_work_is_told_before_spark_starts(
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--conf", "nothing"], ["--max-events", "0"], ["--from", "kafka"]]
+    "arguments",
+    [["--conf", "nothing"], ["--max-events", "0"], ["--from", "kafka"], ["--metrics", "9100"]],
 )
 def test_wrong_usage_is_refused(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
@@ -149,6 +151,29 @@ def test_steps_are_printed_for_people_and_not_between_lines_of_json(
     assert capsys.readouterr() == ("", "store_daily committed\n")
     Progress(as_json=True).say(done)
     assert capsys.readouterr() == ("", "")
+
+
+def test_metrics_answer_while_a_run_goes_on(tmp_path: Path) -> None:
+    from tests.unit.lake.payments import entries, pipeline
+
+    def scrape(port: int) -> str:
+        with urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+            return answer.read().decode()
+
+    pipeline.lake = str(tmp_path / "lake")
+    with serve_metrics(pipeline, "127.0.0.1", 0) as port:
+        assert "conquiet_lake_broken{" not in scrape(port)  # no lake yet
+        pipeline.take(entries(16))
+        text = scrape(port)
+        assert 'conquiet_lake_broken{pipeline="payments",rule="captures_something"} 2.0' in text
+        assert 'conquiet_lake_checked{pipeline="payments",rule="captures_something"} 18.0' in text
+        reason = 'conquiet_lake_quarantined_events{pipeline="payments",reason="captures_something"}'
+        assert f"{reason} 2.0" in text
+        with (
+            pytest.raises(ConfigError, match="cannot be used"),
+            serve_metrics(pipeline, "127.0.0.1", port),
+        ):
+            pass
 
 
 def test_files_that_hold_no_log_are_refused_before_anything_is_read(
