@@ -55,7 +55,14 @@ class Blameless(ConquietError):
 
 
 class StoreError(Blameless):
-    """The store itself failed (connection, deadlock, serialization): the batch is retried."""
+    """The store itself failed, such as a lost connection: the batch is retried."""
+
+    at_begin = False
+    """Whether no transaction could begin: then no message can be the cause."""
+
+
+class Conflict(StoreError):
+    """Another transaction won (deadlock, serialization): the batch is run in smaller groups."""
 
 
 class GivenBack(Blameless):

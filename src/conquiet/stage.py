@@ -57,6 +57,14 @@ def check_order(middlewares: Sequence[Middleware]) -> None:
                 f"{_name(outer)} is outside {_name(inner)}; it must be inside."
                 f" Use this order: router.use({', '.join(_name(item) for item in right)})"
             )
+    transactions = [item for stage, item in staged if stage is Stage.TRANSACTION]
+    if len(transactions) > 1:
+        raise ConfigError(
+            f"{len(transactions)} transactions in one chain: the inner one would be committed"
+            " although the outer one may fail. Use one database per chain, with its inbox and"
+            " outbox; for a second database, return an event, and let a worker with a transaction"
+            " there handle it"
+        )
     stages = {stage for stage, _ in staged}
     for stage, item in staged:
         if stage in (Stage.INBOX, Stage.OUTBOX) and Stage.TRANSACTION not in stages:

@@ -1,33 +1,50 @@
 """Run a batch in one transaction; the same state machine for every store.
 
 batch ──▶ begin ──▶ chain ──▶ commit ──▶ results
-                      │ a message fails: roll back; then, if there were several,
-                      │ run each again in a transaction of its own
-                      └ the store fails: roll back, retry the batch, then give it
-                        back whole; it costs no message an attempt
+  ▲                   │ a message fails: roll back; if there were several, one by one
+  │                   │ the store fails: roll back, retry, then smaller groups, then one by one
+  └──── groups ◀──────┘
+            no transaction can begin: what is left is given back
+            one fails alone, also after others have committed: it is to blame
+            nothing commits: all are given back, and it costs no message an attempt
 """
 
 from __future__ import annotations
 
 import random
+import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 from conquiet.acking import defer_settlements
-from conquiet.errors import StoreError
+from conquiet.errors import Conflict, HandlerError, StoreError
 from conquiet.gate import FailedKeys
 from conquiet.handler import Process, Result
-from conquiet.message import Message
+from conquiet.message import Message, describe
 from conquiet.shutdown import pause
 from conquiet.stage import Stage
 
 ATOMIC: ContextVar[bool] = ContextVar("conquiet.atomic", default=False)
 """True inside a transaction: the first failure there ends the batch at once."""
 
+MAX_BLAMELESS = 20
+"""How many deliveries of a message may fail as the store's before the store is probed."""
+
 _RETRY_SECONDS = 0.05
+_CONFLICT_SECONDS = 0.01
+_CONFLICT_ATTEMPTS = 10
+"""How often a single message is run while other transactions win; one of them commits each time."""
+_PARTS = 4
+"""A group that failed as the store's is cut into about this many."""
+_CALM_COMMITS = 50
+"""After so many commits without a conflict, groups may be twice as large."""
+_MAX_LIMIT = 500
+_MAX_SUSPECTS = 10_000
 
 
 class Transaction(ABC):
@@ -35,7 +52,7 @@ class Transaction(ABC):
 
     stage = Stage.TRANSACTION
     max_store_attempts = 3
-    """How often a batch is run while the store fails, before it is given back."""
+    """How often a batch is run while the store fails, before it is cut into smaller groups."""
 
     @abstractmethod
     def scope(self, batch: Sequence[Message[Any]]) -> AbstractContextManager[object]:
@@ -45,34 +62,32 @@ class Transaction(ABC):
         """
 
     def __call__(self, next: Process) -> Process:
-        def process(batch: Sequence[Message[Any]]) -> Sequence[Result]:
-            try:
-                return self._commit(next, batch)
-            except StoreError as error:
-                return [error] * len(batch)
-            except Exception as error:  # noqa: BLE001 - any error was rolled back
-                if len(batch) == 1:
-                    return [error]
-            # Outside the except, so that the batch's error is not the context of later errors.
-            return _one_by_one(process, batch)
+        return Batches(self, next).process
 
-        return process
+    def probe(self) -> None:
+        """Commit a transaction without messages; raise if the store fails."""
+        with self.scope(()):
+            pass
 
-    def _commit(self, next: Process, batch: Sequence[Message[Any]]) -> Sequence[Result]:
+    def commit(self, next: Process, batch: Sequence[Message[Any]]) -> Sequence[Result]:
+        """Run a batch in one transaction, once."""
+        begun = False
         ackings = [message.acking for message in batch if message.acking is not None]
-        for attempt in range(1, self.max_store_attempts + 1):
-            try:
-                with defer_settlements(ackings), self.scope(batch):
-                    return _atomically(next, batch)
-            except StoreError:
-                if attempt == self.max_store_attempts:
-                    raise
-                if not pause(_RETRY_SECONDS * attempt * random.uniform(0.5, 1.5)):
-                    raise  # the worker stops
-        raise AssertionError("unreachable")
+        try:
+            with defer_settlements(ackings), self.scope(batch):
+                begun = True
+                return self.run(next, batch)
+        except StoreError as error:
+            error.at_begin = not begun
+            raise
+
+    def run(self, next: Process, batch: Sequence[Message[Any]]) -> Sequence[Result]:
+        """Run a batch inside the transaction; the first failure is raised."""
+        return run_atomically(next, batch)
 
 
-def _atomically(next: Process, batch: Sequence[Message[Any]]) -> Sequence[Result]:
+def run_atomically(next: Process, batch: Sequence[Message[Any]]) -> Sequence[Result]:
+    """Run the rest of the chain; raise the first failure."""
     token = ATOMIC.set(True)
     try:
         results = next(batch)
@@ -84,15 +99,207 @@ def _atomically(next: Process, batch: Sequence[Message[Any]]) -> Sequence[Result
     return results
 
 
-def _one_by_one(process: Process, batch: Sequence[Message[Any]]) -> Sequence[Result]:
-    failed_keys = FailedKeys()
-    results: list[Result] = []
-    for message in batch:
-        result: Result = failed_keys.blocking_error(message) or process((message,))[0]
-        if isinstance(result, Exception):
-            failed_keys.add(message)
-        results.append(result)
-        if isinstance(result, StoreError):  # the rest would fail as well
-            results += [result] * (len(batch) - len(results))
-            break
-    return results
+class Batches:
+    """Runs the batches of one chain, whole or in groups, and decides who is to blame.
+
+    All threads of a worker share it.
+    """
+
+    def __init__(self, transaction: Transaction, next: Process) -> None:
+        self._transaction = transaction
+        self._next = next
+        self._size = GroupSize()
+        self._suspects = Suspects()
+        self._commits = 0
+
+    def process(self, batch: Sequence[Message[Any]]) -> Sequence[Result]:
+        """Run a batch and return one result per message."""
+        commits = self._commits
+        attempts = self._transaction.max_store_attempts
+        groups: deque[tuple[Sequence[int], int]] = deque([(range(len(batch)), attempts)])
+        results: dict[int, Result] = {}
+        suspects: list[int] = []
+        failed_keys = FailedKeys()
+        while groups:
+            group, attempts = groups.popleft()
+            if self._size.is_exceeded(group):
+                groups.extendleft((part, attempts) for part in reversed(self._size.cut(group)))
+                continue
+            if results:
+                group = _unblocked(group, batch, failed_keys, results)
+                if not group:
+                    continue
+            messages = batch if len(group) == len(batch) else [batch[index] for index in group]
+            try:
+                done = self._commit(messages, 1 if suspects else attempts)
+            except StoreError as error:
+                if error.at_begin or not pause(0):
+                    left = [*group, *(index for rest, _ in groups for index in rest)]
+                    results.update(dict.fromkeys(left, error))
+                    suspects.clear()
+                    break
+                if len(group) > 1:
+                    groups.extendleft((part, 1) for part in reversed(_cut(group)))
+                    continue
+                suspects.append(group[0])
+                done = [error]
+            except Exception as error:  # noqa: BLE001 - any error was rolled back
+                if len(group) > 1:
+                    groups.extendleft(([index], attempts) for index in reversed(group))
+                    continue
+                done = [error]
+            if len(group) == len(batch) and not suspects:
+                return done
+            for index, result in zip(group, done, strict=True):
+                results[index] = result
+                if isinstance(result, Exception):
+                    failed_keys.add(batch[index])
+        for index in suspects:
+            results[index] = self._judge(batch[index], results[index], commits)
+        return [results[index] for index in range(len(batch))]
+
+    def _commit(self, messages: Sequence[Message[Any]], attempts: int) -> Sequence[Result]:
+        """Run messages in one transaction, up to `attempts` times while the store fails."""
+        attempt = 0
+        while True:
+            attempt += 1
+            try:
+                results = self._transaction.commit(self._next, messages)
+            except Conflict as error:
+                failure: StoreError = error
+                self._size.shrink(len(messages))
+                last = 1 if len(messages) > 1 else _CONFLICT_ATTEMPTS
+                seconds = _CONFLICT_SECONDS
+            except StoreError as error:
+                failure = error
+                last = self._transaction.max_store_attempts if error.at_begin else attempts
+                seconds = _RETRY_SECONDS
+            else:
+                self._size.grow()
+                self._suspects.remove(messages)
+                if any(not isinstance(result, Exception) for result in results):
+                    self._commits += 1
+                return results
+            if attempt >= last or not pause(seconds * attempt * random.uniform(0.5, 1.5)):
+                raise failure
+
+    def _judge(self, message: Message[Any], error: Result, commits: int) -> Result:
+        """Return the final result of a message that failed alone as the store's.
+
+        If nothing has committed since it first failed, the store may be at fault. Else it runs
+        again, since the store may have recovered in between.
+        """
+        suspect = self._suspects.add(message, commits)
+        if suspect.commits == self._commits and suspect.failures >= MAX_BLAMELESS:
+            try:
+                self._transaction.probe()
+            except Exception:  # noqa: BLE001 - the store fails, whatever it says
+                return error
+            self._commits += 1
+        if suspect.commits == self._commits:
+            return error
+        try:
+            return self._commit([message], self._transaction.max_store_attempts)[0]
+        except StoreError as again:
+            if again.at_begin or not pause(0):
+                return again
+            blamed = HandlerError(
+                f"{describe(message.attributes)} fails alone while other messages are committed,"
+                f" so that it counts as a failed attempt: {again}"
+            )
+            blamed.__cause__ = again
+            return blamed
+        except Exception as other:  # noqa: BLE001 - any error was rolled back
+            return other
+
+
+class GroupSize:
+    """Limits how many messages share a transaction, after a conflict with another transaction.
+
+    A group holds all its locks until it commits: the smaller it is, the fewer conflicts.
+    """
+
+    def __init__(self) -> None:
+        self._limit = 0
+        self._calm = 0
+
+    def is_exceeded(self, group: Sequence[int]) -> bool:
+        """Return whether a group must be cut."""
+        return 0 < self._limit < len(group)
+
+    def cut(self, group: Sequence[int]) -> list[Sequence[int]]:
+        """Cut a group by the limit."""
+        return _cut(group, self._limit or len(group))
+
+    def shrink(self, size: int) -> None:
+        """Note a conflict of a group of this size."""
+        self._calm = 0
+        if size > 1:
+            self._limit = max(1, size // _PARTS)
+
+    def grow(self) -> None:
+        """Note a commit; after many of them without a conflict, double the limit."""
+        if not self._limit:
+            return
+        self._calm += 1
+        if self._calm >= _CALM_COMMITS:
+            self._calm = 0
+            self._limit = 2 * self._limit if self._limit < _MAX_LIMIT else 0
+
+
+@dataclass(slots=True)
+class Suspect:
+    """Counts the failures of a message that failed alone as the store's."""
+
+    commits: int
+    """The commits of its chain before it first failed."""
+    failures: int = 0
+
+
+class Suspects:
+    """Remembers messages that failed alone as the store's, until they are committed."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, str], Suspect] = {}
+        self._lock = threading.Lock()
+
+    def add(self, message: Message[Any], commits: int) -> Suspect:
+        """Count a failure; `commits` is kept from the first one."""
+        key = _key(message)
+        with self._lock:
+            suspect = self._known.pop(key, None) or Suspect(commits)
+            suspect.failures += 1
+            self._known[key] = suspect
+            if len(self._known) > _MAX_SUSPECTS:
+                del self._known[next(iter(self._known))]
+        return suspect
+
+    def remove(self, messages: Sequence[Message[Any]]) -> None:
+        """Forget messages that were committed."""
+        if self._known:
+            with self._lock:
+                for message in messages:
+                    self._known.pop(_key(message), None)
+
+
+def _key(message: Message[Any]) -> tuple[str, str]:
+    return message.identity, message.handler.name if message.handler is not None else ""
+
+
+def _cut(group: Sequence[int], size: int = 0) -> list[Sequence[int]]:
+    size = size or max(1, len(group) // _PARTS)
+    return [group[start : start + size] for start in range(0, len(group), size)]
+
+
+def _unblocked(
+    group: Sequence[int],
+    batch: Sequence[Message[Any]],
+    failed_keys: FailedKeys,
+    results: dict[int, Result],
+) -> Sequence[int]:
+    """Return the messages of a group that need not wait for an earlier one of their key."""
+    for index in group:
+        blocked = failed_keys.blocking_error(batch[index])
+        if blocked is not None:
+            results[index] = blocked
+    return [index for index in group if index not in results]

@@ -53,6 +53,8 @@ class Health:
     handled: int
     failed: int
     """How many of the handled messages were nacked."""
+    given_back: int
+    """How many of the failed ones were not to blame: the store failed, or an earlier one had."""
     failures_in_a_row: int
     """Failed reads since the last successful one."""
     last_error: str
@@ -114,6 +116,7 @@ class Worker:
         self._ended_threads = 0
         self._handled = 0
         self._failed = 0
+        self._given_back = 0
         self._failures_in_a_row = 0
         self._last_error = ""
 
@@ -211,6 +214,7 @@ class Worker:
             oldest=name,
             handled=self._handled,
             failed=self._failed,
+            given_back=self._given_back,
             failures_in_a_row=self._failures_in_a_row,
             last_error=self._last_error,
         )
@@ -274,12 +278,13 @@ class Worker:
             self._in_flight.remove(batch)
 
     def _count(self, handled: Handled, failed: int) -> None:
+        errors = [result for result in handled.results if isinstance(result, Exception)]
         with self._state_lock:
             self._handled += len(handled.messages)
             self._failed += failed
-        if failed:
-            errors = (result for result in handled.results if isinstance(result, Exception))
-            self._last_error = repr(next(errors))
+            self._given_back += sum(isinstance(error, Blameless) for error in errors)
+        if errors:
+            self._last_error = repr(errors[0])
 
     def _keep(self) -> None:
         """Renew the leases of messages in flight, and report stuck ones."""

@@ -62,17 +62,21 @@ class ListTransaction(Transaction):
         """What an inbox noted; it commits and rolls back with the effects."""
         self.failures = 0
         """How many of the next commits fail as if the store had."""
+        self.is_away = False
+        """Whether no transaction can begin."""
 
     @contextmanager
     def scope(self, batch: Sequence[Message[Any]]) -> Iterator[None]:
         self.trace.append(("begin", len(batch)))
+        if self.is_away:
+            raise StoreError("the store is away")
         self.pending = []
         self.pending_marks = set()
         try:
             yield
             if self.failures:
                 self.failures -= 1
-                raise StoreError("the store is away")
+                raise StoreError("the store refused the commit")
         except BaseException:
             self.trace.append("rollback")
             raise

@@ -19,7 +19,16 @@ from tests.unit.chains import (
 )
 
 from conquiet import Message, Router
-from conquiet.errors import ConfigError, GivenBack, HandlerError, PermanentError, StoreError
+from conquiet.errors import (
+    Blameless,
+    ConfigError,
+    Conflict,
+    GivenBack,
+    HandlerError,
+    PermanentError,
+    StoreError,
+)
+from conquiet.transaction import MAX_BLAMELESS
 
 
 def handler_failing_on(*bad: int, transaction: ListTransaction) -> Any:
@@ -29,6 +38,12 @@ def handler_failing_on(*bad: int, transaction: ListTransaction) -> Any:
             raise ValueError(f"bad {order.id}")
 
     return effect
+
+
+def test_a_second_transaction_in_a_chain_is_refused_at_start():
+    router = router_with(succeed, ListTransaction(), ListTransaction())
+    with pytest.raises(ConfigError, match=r"2 transactions in one chain.*one database per chain"):
+        router.start()
 
 
 def test_a_batch_is_one_transaction():
@@ -177,11 +192,9 @@ def test_in_a_transaction_inside_another_settlements_wait_for_the_outer_commit()
     inner = ListTransaction(ledger.trace)
 
     def handle(order: PlaceOrder, message: Message) -> None:
-        message.ack()
+        inner.commit(lambda batch: [(), batch[0].ack()][:1], [message])
 
-    router_with(handle, ListTransaction(ledger.trace), inner, ack="manual").process(
-        [ledger.message(1)]
-    )
+    router_with(handle, ListTransaction(ledger.trace), ack="manual").process([ledger.message(1)])
     assert ledger.trace[-3:] == ["commit", "commit", ("ack", "1")]
 
 
@@ -265,14 +278,157 @@ def test_a_store_that_dies_during_single_runs_is_not_asked_for_each_of_the_rest(
 
     def effect(order: PlaceOrder) -> None:
         begun.append(order.id)
-        if order.id == 0 and transaction.trace.count("rollback") == 0:
-            transaction.failures = 99
+        if order.id == 0:
+            transaction.is_away = True
             raise ValueError("the batch fails, and then the store does")
 
     router_with(effect, transaction).process(ledger.batch(20))
     assert set(begun) == {0}
+    assert len(transaction.trace) <= 2 + transaction.max_store_attempts
     assert len(ledger.nacked) == 20
     assert all(isinstance(error, StoreError) for error in ledger.nacked.values())
+
+
+# --- who is to blame ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("conquiet.transaction._RETRY_SECONDS", 0)
+
+
+def handler_that_meets(error: type[StoreError], *bad: int, transaction: ListTransaction) -> Any:
+    def effect(order: PlaceOrder) -> None:
+        transaction.pending.append(order.id)
+        if order.id in bad:
+            raise error(f"could not obtain lock, says {order.id}")
+
+    return effect
+
+
+@pytest.mark.parametrize("bad", [(0,), (7,), (19,), (0, 1, 2, 3, 4), (3, 9, 18)])
+def test_a_message_that_fails_alone_as_the_store_while_others_commit_is_to_blame(bad):
+    ledger, transaction = Ledger(), ListTransaction()
+    handler = handler_that_meets(StoreError, *bad, transaction=transaction)
+    router_with(handler, transaction).process(ledger.batch(20))
+    assert transaction.effects == [number for number in range(20) if number not in bad]
+    assert list(ledger.nacked) == [str(number) for number in bad]
+    for error in ledger.nacked.values():
+        assert not isinstance(error, Blameless)
+        assert "fails alone while other messages are committed" in str(error)
+        assert "could not obtain lock" in str(error)
+
+
+@pytest.mark.parametrize("failures", range(1, 14))
+@pytest.mark.usefixtures("no_pauses")
+def test_an_outage_that_ends_between_two_groups_blames_no_message(failures):
+    ledger, transaction = Ledger(), ListTransaction()
+    transaction.failures = failures
+    router_with(handler_failing_on(transaction=transaction), transaction).process(ledger.batch(8))
+    assert all(isinstance(error, StoreError) for error in ledger.nacked.values())
+    assert sorted(transaction.effects) == sorted(int(name) for name in ledger.acked)
+
+
+@pytest.mark.usefixtures("no_pauses")
+def test_a_message_that_failed_as_the_store_is_blamed_later_if_others_were_committed_since():
+    ledger, transaction = Ledger(), ListTransaction()
+    handler = handler_that_meets(StoreError, 0, transaction=transaction)
+    router = router_with(handler, transaction)
+    errors = []
+    for number in (0, 0, 1, 0, 0):
+        router.process([ledger.message(number)])
+        errors.append(type(ledger.nacked["0"]))
+    assert errors == [StoreError, StoreError, StoreError, HandlerError, HandlerError]
+
+
+@pytest.mark.usefixtures("no_pauses")
+def test_blameless_deliveries_of_one_message_are_bounded():
+    ledger, transaction = Ledger(), ListTransaction()
+    handler = handler_that_meets(StoreError, 0, transaction=transaction)
+    router = router_with(handler, transaction)
+    errors = []
+    for _ in range(MAX_BLAMELESS + 1):
+        router.process([ledger.message(0)])
+        errors.append(ledger.nacked["0"])
+    blamed = [not isinstance(error, Blameless) for error in errors]
+    assert blamed == [False] * (MAX_BLAMELESS - 1) + [True] * 2
+
+
+@pytest.mark.usefixtures("no_pauses")
+def test_a_store_that_commits_nothing_blames_no_message_however_often_it_fails():
+    ledger, transaction = Ledger(), ListTransaction()
+    transaction.failures = 10_000
+    router = router_with(handler_failing_on(transaction=transaction), transaction)
+    for _ in range(2 * MAX_BLAMELESS):
+        router.process(ledger.batch(2))
+    assert all(isinstance(error, StoreError) for error in ledger.nacked.values())
+
+
+def test_a_blamed_message_that_succeeds_in_the_end_is_acked():
+    ledger, transaction, tries = Ledger(), ListTransaction(), []
+
+    def effect(order: PlaceOrder) -> None:
+        tries.append(order.id)
+        if order.id == 0 and tries.count(0) < 9:
+            raise StoreError("could not obtain lock")
+        transaction.pending.append(order.id)
+
+    router = router_with(effect, transaction)
+    router.process(ledger.batch(2))
+    router.process([ledger.message(0)])
+    assert transaction.effects == [1, 0]
+    assert ledger.acked == ["1", "0"]
+
+
+def test_ordered_messages_wait_for_one_that_failed_as_the_store():
+    ledger, transaction = Ledger(), ListTransaction()
+    batch = ledger.batch(4)
+    for message, key in zip(batch, "aabb", strict=True):
+        message.order_key = key
+    handler = handler_that_meets(StoreError, 0, transaction=transaction)
+    router_with(handler, transaction).process(batch)
+    assert transaction.effects == [2, 3]
+    assert isinstance(ledger.nacked["1"], GivenBack)
+
+
+def sizes(transaction: ListTransaction) -> list[int]:
+    return [step[1] for step in transaction.trace if step != "commit" and step != "rollback"]
+
+
+def test_after_a_conflict_groups_are_smaller_and_stay_so_for_a_while():
+    ledger, transaction = Ledger(), ListTransaction()
+    largest = 2
+
+    def effect(order: PlaceOrder) -> None:
+        transaction.pending.append(order.id)
+        if len(transaction.pending) > largest:
+            raise Conflict("deadlock detected")
+
+    router = router_with(effect, transaction)
+    router.process(ledger.batch(15))
+    assert sizes(transaction) == [15, 3, *[1] * 15]
+    assert transaction.effects == list(range(15))
+    transaction.trace.clear()
+    router.process(ledger.batch(15))
+    assert sizes(transaction) == [1] * 15
+    largest = 100
+    for _ in range(60):
+        router.process(ledger.batch(15))
+    transaction.trace.clear()
+    router.process(ledger.batch(15))
+    assert sizes(transaction) == [15]
+
+
+def test_a_single_message_outlasts_many_conflicts():
+    ledger, transaction, tries = Ledger(), ListTransaction(), []
+
+    def effect(order: PlaceOrder) -> None:
+        tries.append(order.id)
+        if len(tries) < 10:
+            raise Conflict("could not serialize access")
+
+    router_with(effect, transaction).process([ledger.message(0)])
+    assert (len(tries), ledger.acked) == (10, ["0"])
 
 
 def test_a_message_in_progress_elsewhere_is_given_back_and_not_its_neighbours():

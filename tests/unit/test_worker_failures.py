@@ -164,5 +164,8 @@ def test_a_batch_that_fails_again_and_again_is_not_asked_for_as_fast_as_possible
     def fail(order: PlaceOrder) -> None:
         raise error
 
-    start(workers, log_of(1).source("g"), router)
+    worker = start(workers, log_of(1).source("g"), router)
     eventually(lambda: len(waits) > 3)
+    health = worker.health()
+    assert (health.given_back > 0) is (error is StoreError)
+    assert health.failed >= max(3, health.given_back)

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 from conquiet import inbox, outbox, transaction
 from conquiet.codec import encode_data
-from conquiet.errors import ConfigError, HandlerError, StoreError
+from conquiet.errors import ConfigError, Conflict, HandlerError, StoreError
 from conquiet.inbox import Entry
 from conquiet.memory.log import Log, LogSource
 from conquiet.message import Message
@@ -264,7 +264,7 @@ class Store:
                 while other.waits_for is not None:
                     other = other.waits_for
                     if other is unit:
-                        raise StoreError(f"deadlock: two transactions wait at {entry}")
+                        raise Conflict(f"deadlock: two transactions wait at {entry}")
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise StoreError(f"waited {self.lock_timeout:g} s for {entry}, held elsewhere")

@@ -498,7 +498,8 @@ class Transaction(transaction.Transaction):
         outer = find_unit(self.client)
         return self._run_unit(batch) if outer is None else outer.savepoint()
 
-    def _commit(self, next: Process, batch: Sequence[Message[Any]]) -> Sequence[Result]:
+    def commit(self, next: Process, batch: Sequence[Message[Any]]) -> Sequence[Result]:
+        """Run a batch in one MULTI … EXEC; a command that failed fails its own message."""
         last: Unit | None = None
 
         def run(batch: Sequence[Message[Any]]) -> Sequence[Result]:
@@ -520,10 +521,10 @@ class Transaction(transaction.Transaction):
         """Run a single message that was fenced again; a batch of several runs one by one."""
         for _ in range(self.max_store_attempts - 1 if len(batch) == 1 else 0):
             try:
-                return super()._commit(run, batch)
+                return super().commit(run, batch)
             except Fenced:
                 pass
-        return super()._commit(run, batch)
+        return super().commit(run, batch)
 
     @contextmanager
     def _run_unit(self, batch: Sequence[Message[Any]]) -> Iterator[None]:

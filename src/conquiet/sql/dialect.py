@@ -33,6 +33,7 @@ _PREPARED_CODES = {"26000", "42P05"}
 _PREPARED_NAME = "_pg3_"
 _PREPARE = "prepare_threshold"
 _READ_ONLY = "25006"
+_CONFLICT_CODES = {"40001", "40P01"}  # serialization failure, deadlock
 _IN_FAILED_TRANSACTION = "25P02"
 _UNDEFINED_TABLE = "42P01"
 # Primary result codes of SQLite: busy, locked, no memory, interrupted, I/O, full, cannot open,
@@ -217,19 +218,23 @@ def translate_errors(connection: Connection) -> Iterator[None]:
         yield
     except driver.Error as error:
         lost = connection.dialect.is_disconnect(error, driver_connection(connection), None)
-        raise DBAPIError.instance(
+        translated = DBAPIError.instance(
             None,
             None,
             error,
             driver.Error,
             connection_invalidated=lost,
             dialect=connection.dialect,
-        ) from error
+        )
+        note = getattr(connection, "note_failure", None)  # of a TransactionConnection
+        if note is not None:
+            note(translated)
+        raise translated from error
 
 
 def one_line(error: BaseException) -> str:
     """Format a driver's error in one line, with advice where the cause is known."""
-    original = getattr(error, "orig", None) or error
+    original = _original(error)
     reason = " ".join(str(original).split()) or type(original).__name__
     if _is_mixed_up(original):
         reason += (
@@ -243,15 +248,21 @@ def one_line(error: BaseException) -> str:
 
 def is_consequence(error: BaseException) -> bool:
     """Return whether a statement failed only because an earlier one had failed."""
-    return _sqlstate(getattr(error, "orig", None) or error) == _IN_FAILED_TRANSACTION
+    return _sqlstate(_original(error)) == _IN_FAILED_TRANSACTION
+
+
+def is_conflict(error: BaseException) -> bool:
+    """Return whether another transaction won: a deadlock, or a serialization failure."""
+    return any(_sqlstate(_original(link)) in _CONFLICT_CODES for link in chain(error))
 
 
 def is_store_failure(error: BaseException, *, read_only: bool = False) -> bool:
     """Return whether the store failed, not the statement; causes of the error count too."""
-    return any(_is_store_failure(link, read_only) for link in _chain(error))
+    return any(_is_store_failure(link, read_only) for link in chain(error))
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error, its cause, the cause of that, and so on."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
@@ -296,6 +307,10 @@ def _driver_blames_store(error: BaseException, read_only: bool) -> bool:
 
 def _is_mixed_up(error: BaseException) -> bool:
     return _sqlstate(error) in _PREPARED_CODES and _PREPARED_NAME in str(error)
+
+
+def _original(error: BaseException) -> BaseException:
+    return getattr(error, "orig", None) or error
 
 
 def _sqlstate(error: BaseException) -> str | None:

@@ -21,7 +21,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 from conquiet import transaction
-from conquiet.errors import ConfigError, DeadlineExceeded, HandlerError, StoreError
+from conquiet.errors import ConfigError, Conflict, DeadlineExceeded, HandlerError, StoreError
 from conquiet.message import Message
 from conquiet.sql import dialect
 from conquiet.sql.dialect import control_error, refuse_control
@@ -75,6 +75,10 @@ class TransactionConnection(Connection):
 
     def close(self) -> None:
         raise control_error("close()")
+
+    def note_failure(self, error: BaseException) -> None:
+        """Remember the error of a statement of this connection."""
+        self.unit.failure = error
 
     def _revalidate_connection(self) -> Any:
         # Called when there is no driver connection any more: the transaction is over, or its
@@ -276,6 +280,14 @@ class Transaction(transaction.Transaction):
         outer = find(self.engine)
         return self._whole() if outer is None else self._savepoint(outer)
 
+    def probe(self) -> None:
+        with self.scope(()) as found:
+            if dialect.is_postgresql(found.dialect) and not self.read_only:
+                # With a transaction id, the commit is written to disk, and refused by a replica.
+                found.exec_driver_sql("SELECT pg_current_xact_id()")
+            else:
+                found.exec_driver_sql("SELECT 1")
+
     @contextmanager
     def _whole(self) -> Iterator[Connection]:
         try:
@@ -314,15 +326,14 @@ class Transaction(transaction.Transaction):
             savepoint.commit()
             outer.wrote = outer.wrote or unit.wrote
         except BaseException as error:
+            blamed = self._own_failure(connection, error)
             if savepoint is not None and savepoint.is_active:
                 try:
                     savepoint.rollback()
                 except DBAPIError as failure:
                     raise self._store_error(failure) from error
-            if not isinstance(error, DeadlineExceeded) and dialect.is_store_failure(
-                error, read_only=self.read_only
-            ):
-                raise self._store_error(error) from error
+            if blamed is not None and not isinstance(error, StoreError):
+                raise self._store_error(blamed) from error
             raise
         finally:
             unit.end()
@@ -372,19 +383,18 @@ class Transaction(transaction.Transaction):
         """Roll back; raise a `StoreError` if the store caused the failure."""
         connection = unit.connection
         unit.drop_queued()
-        blamed, store = error, False
-        if not isinstance(error, DeadlineExceeded):  # else the interrupt broke the connection
-            store = dialect.is_store_failure(error, read_only=self.read_only)
-            if not store:
-                blamed = _first_failure(unit, error)
-                store = dialect.is_store_failure(blamed, read_only=self.read_only)
+        blamed = self._own_failure(connection, error)
         if dialect.is_lost(connection):
             _invalidate_pool(connection)
         try:
             Connection.rollback(connection)
         except DBAPIError:
             connection.invalidate()
-        if store and isinstance(error, Exception) and not isinstance(error, StoreError):
+        if (
+            blamed is not None
+            and isinstance(error, Exception)
+            and not isinstance(error, StoreError)
+        ):
             raise self._store_error(blamed) from error
         if dialect.is_consequence(error):
             raise _rolled_back_error(unit, _ABORTED)
@@ -394,18 +404,30 @@ class Transaction(transaction.Transaction):
             dialect.driver_connection(connection).execute("PRAGMA query_only=OFF")
         Connection.close(connection)
 
+    def _own_failure(
+        self, connection: TransactionConnection, error: BaseException
+    ) -> BaseException | None:
+        """Return the failure of the store behind an error, if this connection met one.
+
+        A handler may use other connections; their errors are the message's fault. It may also
+        have swallowed an error of this one, or met it by the driver, which notes nothing: then
+        the connection is lost or its transaction aborted.
+        """
+        if isinstance(error, DeadlineExceeded):  # the interrupt broke the connection
+            return None
+        noted = connection.unit.failure
+        own = (noted, getattr(noted, "orig", None))
+        candidates = [link for link in dialect.chain(error) if any(link is item for item in own)]
+        if dialect.is_lost(connection) or dialect.is_aborted(connection):
+            candidates += [error] if noted is None else [noted, error]
+        for candidate in candidates:
+            if dialect.is_store_failure(candidate, read_only=self.read_only):
+                return candidate
+        return None
+
     def _store_error(self, error: BaseException) -> StoreError:
-        reason = dialect.one_line(error)
-        return StoreError(f"{dialect.display_url(self.engine.url)}: {reason:.300}")
-
-
-def _first_failure(unit: Unit, error: BaseException) -> BaseException:
-    """Return the error that was raised, or an earlier one that a handler swallowed."""
-    connection = unit.connection
-    if unit.failure is None:
-        return error
-    gone = dialect.is_lost(connection) or dialect.is_aborted(connection)
-    return unit.failure if gone else error
+        kind = Conflict if dialect.is_conflict(error) else StoreError
+        return kind(f"{dialect.display_url(self.engine.url)}: {dialect.one_line(error):.300}")
 
 
 def _rolled_back_error(unit: Unit, how: str) -> HandlerError:
@@ -474,4 +496,4 @@ def _warn_of_other(connection: Connection) -> None:
 def _note(context: ExceptionContext) -> None:
     connection = context.connection
     if isinstance(connection, TransactionConnection):
-        connection.unit.failure = context.sqlalchemy_exception or context.original_exception
+        connection.note_failure(context.sqlalchemy_exception or context.original_exception)

@@ -186,6 +186,34 @@ def test_deadlocks_are_tried_again_and_blame_no_message(postgres):
     assert deadlocks
 
 
+def test_batches_that_deadlock_get_smaller_and_none_is_given_back(postgres):
+    with postgres.begin() as found:
+        found.execute(text("CREATE TABLE hot (id INTEGER PRIMARY KEY, hits INTEGER)"))
+        found.execute(text("INSERT INTO hot SELECT number, 0 FROM generate_series(0, 9) number"))
+        found.execute(
+            text("ALTER DATABASE " + postgres.url.database + " SET deadlock_timeout='100ms'")
+        )
+    postgres.dispose()
+    deadlocks = []
+    event.listen(
+        postgres,
+        "handle_error",
+        lambda c: deadlocks.append(c) if "deadlock" in str(c.original_exception) else None,
+    )
+
+    def hit(found, order):
+        row = int(order.id[2:]) * 7 % 11 % 10
+        found.execute(text("UPDATE hot SET hits = hits + 1 WHERE id = :row"), {"row": row})
+        time.sleep(0.001)
+        found.execute(text(UPSERT), {"id": order.id})
+
+    with Service(postgres, threads=4, batch_size=15, handler=hit) as service:
+        service.send(0, 240)
+        service.check(240)
+        assert service.worker.health().failed == 0
+    assert 0 < len(deadlocks) < 16
+
+
 def test_serialization_failures_are_tried_again(postgres):
     with postgres.begin() as found:
         found.execute(text("CREATE TABLE counter (value INTEGER)"))

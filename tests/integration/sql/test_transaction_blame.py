@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sqlite3
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import psycopg
 import pytest
@@ -12,10 +15,13 @@ from sqlalchemy import Engine, text
 from sqlalchemy.exc import IntegrityError, OperationalError
 from tests.integration.sql.orders import run, save, saved
 
-from conquiet.errors import DeadlineExceeded, StoreError
-from conquiet.middleware import Deadline
-from conquiet.sql import connection, dialect
+from conquiet import Message, Router, Worker
+from conquiet.errors import Blameless, DeadlineExceeded, StoreError
+from conquiet.memory import Log
+from conquiet.middleware import DeadLetter, Deadline
+from conquiet.sql import Inbox, Outbox, Transaction, connection, dialect
 from conquiet.sql import engine as make_engine
+from conquiet.testing import eventually, message
 
 
 def test_an_integrity_error_is_the_fault_of_its_message(engine: Engine) -> None:
@@ -172,3 +178,108 @@ def test_a_handler_that_exceeds_its_time_is_to_blame_also_if_the_interrupt_break
 
     delivered = run(engine, never_end, outside=[Deadline(0.02)])
     assert isinstance(delivered.errors[0], DeadlineExceeded)
+
+
+# --- errors of other connections, and messages that fail as the store does ---------------------
+
+
+def meet_a_lock(engine: Engine) -> None:
+    with connection(engine) as found:
+        found.execute(text("SELECT * FROM orders WHERE id = 'locked' FOR UPDATE NOWAIT"))
+
+
+def meet_a_missing_file(engine: Engine) -> None:
+    with connection(engine) as found:
+        found.execute(text("LOAD 'no-such-library'"))
+
+
+def meet_a_missing_database(engine: Engine) -> None:
+    psycopg.connect("postgresql://nobody@127.0.0.1:1/none").close()
+
+
+def meet_an_engine_that_is_away(engine: Engine) -> None:
+    make_engine("postgresql://nobody@127.0.0.1:1/none").connect().close()
+
+
+def meet_itself(engine: Engine) -> None:
+    """Write by a connection of its own, while the transaction has SQLite's write lock."""
+    save(engine, "mine")
+    with sqlite3.connect(str(engine.url.database), timeout=0.01) as own:
+        own.execute("INSERT INTO orders (id) VALUES ('other')")
+
+
+def deliver_twenty(engine: Engine, fail: Callable[[Engine], None]) -> tuple[Worker, Log]:
+    """Run 20 messages through a worker until none is left; the message 7 fails."""
+    router, log, dead = Router(), Log(), Log()
+    router.use(DeadLetter(dead.sink("dead"), 3), Transaction(engine), Inbox("t"), Outbox("orders"))
+
+    @router.raw(name="handler")
+    def handle(item: Message[Any]) -> None:
+        save(engine, item.id)
+        if item.id == "m-07":
+            fail(engine)
+
+    log.append([message(id=f"m-{number:02}") for number in range(20)])
+    worker = Worker(log.source("group"), router)
+    worker.start()
+    eventually(lambda: not log.unsettled("group"), timeout=20)
+    worker.stop()
+    return worker, dead
+
+
+@pytest.mark.parametrize(
+    "fail",
+    [meet_a_lock, meet_a_missing_file, meet_a_missing_database, meet_an_engine_that_is_away],
+)
+def test_a_message_that_fails_as_the_store_does_is_dead_in_the_end_and_its_neighbours_are_done(
+    postgres: Engine, fail: Callable[[Engine], None]
+) -> None:
+    save(postgres, "locked")
+    with postgres.connect() as holder:
+        holder.execute(text("SELECT * FROM orders WHERE id = 'locked' FOR UPDATE"))
+        _, dead = deliver_twenty(postgres, fail)
+    [letter] = dead.replay()
+    assert (letter.id, letter.attributes["deadattempts"]) == ("m-07", "3")
+    good = [f"m-{number:02}" for number in range(20) if number != 7]
+    assert saved(postgres) == ["locked", *good]
+
+
+def test_a_connection_of_the_handlers_own_to_sqlite_blames_its_message(sqlite: Engine) -> None:
+    _, dead = deliver_twenty(sqlite, meet_itself)
+    [letter] = dead.replay()
+    assert "database is locked" in letter.attributes["deadreason"]
+    assert len(saved(sqlite)) == 19
+
+
+@pytest.mark.parametrize("fail", [meet_a_missing_database, meet_an_engine_that_is_away])
+def test_an_error_of_another_connection_is_the_fault_of_its_message(
+    postgres: Engine, fail: Callable[[Engine], None]
+) -> None:
+    assert not isinstance(run(postgres, lambda: fail(postgres)).errors[0], Blameless)
+
+
+def test_a_lost_connection_that_the_driver_meets_blames_no_message(postgres: Engine) -> None:
+    """Statements by psycopg itself are not seen by SQLAlchemy, nor are their errors."""
+
+    def lose() -> None:
+        with connection(postgres) as found:
+            driver: Any = found.connection.driver_connection
+            driver.execute("SELECT pg_terminate_backend(pg_backend_pid())")
+
+    assert isinstance(run(postgres, lose).errors[0], StoreError)
+
+
+def test_a_deadlock_that_the_driver_meets_blames_no_message(postgres: Engine) -> None:
+    def fail() -> None:
+        with connection(postgres) as found:
+            driver: Any = found.connection.driver_connection
+            driver.execute("DO $$ BEGIN RAISE SQLSTATE '40P01'; END $$")
+
+    assert isinstance(run(postgres, fail).errors[0], StoreError)
+
+
+def test_a_probe_commits_or_raises(engine: Engine) -> None:
+    Transaction(engine).probe()
+    Transaction(engine, read_only=True).probe()
+    with pytest.raises(StoreError):
+        Transaction("postgresql://nobody@127.0.0.1:1/none").probe()
