@@ -19,7 +19,6 @@ import os
 import random
 import threading
 import time
-import zlib
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -336,7 +335,7 @@ def relay_lock(engine: Engine, table: Table) -> RelayLock:
 # Step from one key to the next by the index on (key, order): a key costs one step for any backlog.
 # Skip keys with a parked row and keys that another relay has locked. CASE guarantees the order of
 # evaluation, and keeps the planner from joining instead of stepping. Keys are passed as text, which
-# every driver supports.
+# every driver supports. The lock belongs to the table, by whatever name a relay knows it.
 _LOCK_KEYS = """
 WITH RECURSIVE waiting (key) AS (
     (SELECT {key} FROM {table}
@@ -352,18 +351,29 @@ SELECT CAST(key AS text) FROM waiting
 WHERE CASE
     WHEN key = ANY(CAST(CAST(:held AS text[]) AS {type}[])) THEN false
     WHEN {stuck} THEN false
-    ELSE pg_try_advisory_xact_lock(hashtextextended(CAST(key AS text), :seed)) END
+    ELSE pg_try_advisory_xact_lock(
+        hashtextextended(CAST(key AS text), CAST(CAST(CAST(:name AS text) AS regclass) AS bigint)))
+    END
 LIMIT :count
 """
 
 # A separate statement, so that it sees what the last holder of the key has committed: its marks,
 # and a row that it may have parked.
-_OF_KEYS = (
-    "SELECT o.* FROM (SELECT key FROM unnest(CAST(CAST({keys} AS text[]) AS {type}[]))"
-    " AS given (key) WHERE CASE WHEN {stuck} THEN false ELSE true END) AS mine"
-    " CROSS JOIN LATERAL (SELECT {columns} FROM {table}"
-    " WHERE {keyed} AND {key} = mine.key ORDER BY {order} LIMIT {each} FOR UPDATE SKIP LOCKED) AS o"
-)
+# A row that another transaction has locked is skipped, and rows behind it must wait: keep only rows
+# that have the same place among all rows of their key and among those that are not locked.
+_OF_KEYS = """
+SELECT {names} FROM (
+    SELECT key, ARRAY(
+        SELECT id FROM {table} WHERE {keyed} AND {key} = given.key
+        ORDER BY {order} LIMIT {each}) AS ids
+    FROM unnest(CAST(CAST({keys} AS text[]) AS {type}[])) AS given (key)
+    WHERE CASE WHEN {stuck} THEN false ELSE true END) AS mine
+CROSS JOIN LATERAL (
+    SELECT free.*, row_number() OVER () AS place FROM (
+        SELECT {columns} FROM {table} WHERE {keyed} AND {key} = mine.key
+        ORDER BY {order} LIMIT {each} FOR UPDATE SKIP LOCKED) AS free) AS o
+WHERE o.id = mine.ids[o.place]
+"""
 
 
 def lock_keys(layout: Layout, table: str, dialect: Dialect, *, beyond: str) -> str:
@@ -378,6 +388,7 @@ def of_keys(layout: Layout, table: str, dialect: Dialect, *, keys: str, each: st
     return _OF_KEYS.format(
         **_parts(layout, table, dialect),
         stuck=layout.stuck(table, "given.key"),
+        names=", ".join(f"o.{name}" for name in layout.row._fields),
         columns=layout.select_list(),
         keys=keys,
         each=each,
@@ -507,8 +518,7 @@ class Claimer:
                 beyond=">=" if after == first else ">",
             )
             missing = count - len(found)
-            seed = zlib.crc32(self.name.encode())
-            given = {"after": after, "held": list(held), "count": missing, "seed": seed}
+            given = {"after": after, "held": list(held), "count": missing, "name": self.name}
             new = [key for (key,) in connection.execute(text(sql), given)]
             found.extend(key for key in new if key not in found)
             self._after = new[-1] if new else first
@@ -699,7 +709,7 @@ class PsycopgClaimer(Claimer):
         return rows
 
     def _of_keys(self, connection: Connection, keys: Sequence[str], each: int) -> list[ClaimedRow]:
-        return self._fetch(connection, self._of_keys_sql, (keys, each))
+        return self._fetch(connection, self._of_keys_sql, (each, keys, each))
 
     def _fetch(self, connection: Connection, sql: str, given: Sequence[Any]) -> list[ClaimedRow]:
         driver = dialect.driver_connection(connection)

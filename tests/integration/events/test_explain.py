@@ -75,7 +75,8 @@ def test_a_claim_reads_the_partial_index_and_sorts_nothing(engine: Engine) -> No
 def test_an_ordered_claim_steps_from_aggregate_to_aggregate(engine: Engine) -> None:
     sql = claim.lock_keys(LAYOUT, "outbox_events", engine.dialect, beyond=">=")
     first = f"'{LAYOUT.first_key}'"
-    for name, value in (("after", first), ("held", "'{}'"), ("seed", "7"), ("count", "50")):
+    given = {"after": first, "held": "'{}'", "name": "'outbox_events'", "count": "50"}
+    for name, value in given.items():
         sql = sql.replace(f":{name}", value)
     indexes, kinds = plan(engine, sql)
     assert indexes == {"outbox_events_by_aggregate"}
@@ -84,7 +85,7 @@ def test_an_ordered_claim_steps_from_aggregate_to_aggregate(engine: Engine) -> N
 
 def test_the_rows_of_an_aggregate_are_found_by_it(engine: Engine) -> None:
     statements = PsycopgClaimer(engine, LAYOUT, ordered=True)
-    indexes, kinds = plan(engine, statements._of_keys_sql, ([LAYOUT.first_key] * 2, 50))
+    indexes, kinds = plan(engine, statements._of_keys_sql, (50, [LAYOUT.first_key] * 2, 50))
     assert indexes == {"outbox_events_by_aggregate"}
     assert kinds.isdisjoint(SLOW_STEPS)
 

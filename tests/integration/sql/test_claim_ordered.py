@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from sqlalchemy import func, update
+import pytest
+from sqlalchemy import func, select, update
 from tests.integration.sql.claiming import (
     OUTBOX,
     ListSink,
@@ -77,6 +78,32 @@ def test_a_key_that_got_stuck_while_it_was_claimed_is_left_alone(postgres, monke
     monkeypatch.setattr(source._claimer, "_lock_keys", lock_then_park)
     assert [message.id for message in source.read(10, 0)] == ["e-3"]
     source.close()
+
+
+@pytest.mark.parametrize(("locked", "claimed"), [("e-1", ["e-5"]), ("e-3", ["e-1", "e-2", "e-5"])])
+def test_nothing_overtakes_a_row_that_another_transaction_has_locked(postgres, locked, claimed):
+    store(postgres, *(row(n, key="k") for n in range(1, 5)), row(5, key="free"))
+    source = OutboxSource(postgres, ordered=True, wakeup=False)
+    with postgres.begin() as other:
+        other.execute(select(OUTBOX).where(OUTBOX.c.event_id == locked).with_for_update())
+        messages = source.read(20, 0)
+        assert [message.id for message in messages] == claimed
+        settle([message.acking for message in messages])
+    rest = source.read(20, 0)
+    assert [message.id for message in rest] == [f"e-{n}" for n in range(len(claimed), 5)]
+    settle([message.acking for message in rest])
+    source.close()
+
+
+def test_a_key_is_locked_by_whatever_name_a_relay_knows_the_table(postgres):
+    store(postgres, *(row(n, key="k") for n in range(1, 5)))
+    ours = OutboxSource(postgres, "outbox", ordered=True, wakeup=False)
+    theirs = OutboxSource(postgres, "public.outbox", ordered=True, wakeup=False)
+    assert [message.id for message in ours.read(1, 0)] == ["e-1"]
+    assert theirs.read(10, 0) == []
+    ours.close()
+    assert [message.id for message in theirs.read(10, 0)] == [f"e-{n}" for n in range(1, 5)]
+    theirs.close()
 
 
 def test_a_resting_key_rests_whole(engine, open_source):

@@ -98,7 +98,7 @@ def test_the_mark_goes_by_the_primary_key(engine):
 
 def test_an_ordered_claim_steps_from_key_to_key(engine):
     sql = claim.lock_keys(outbox_layout(), "outbox", engine.dialect, beyond=">=")
-    for name, value in (("after", "''"), ("held", "'{}'"), ("seed", "7"), ("count", "100")):
+    for name, value in (("after", "''"), ("held", "'{}'"), ("name", "'outbox'"), ("count", "100")):
         sql = sql.replace(f":{name}", value)
     steps = plan(engine, sql)
     assert indexes(steps) == {"outbox_claimable_key", "outbox_parked"}
@@ -107,7 +107,7 @@ def test_an_ordered_claim_steps_from_key_to_key(engine):
 
 def test_the_rows_of_a_key_are_found_by_the_key(engine):
     statements = PsycopgClaimer(engine, outbox_layout(), ordered=True)
-    steps = plan(engine, statements._of_keys_sql, (["k1", "k2"], 50))
+    steps = plan(engine, statements._of_keys_sql, (50, ["k1", "k2"], 50))
     assert indexes(steps) == {"outbox_claimable_key", "outbox_parked"}
     assert kinds(steps).isdisjoint({"Sort", "Seq Scan", "Hash Join"})
 
