@@ -146,7 +146,7 @@ def test_what_does_not_stand_in_its_file_is_noticed(tmp_path: Path) -> None:
     assert misquoted(document) == ["broken.md:2: not so in compose.yaml"]
 
 
-LONG = ("spark.md", "cli.md", "quickstart.md", "outbox.md", "celery.md")
+LONG = ("spark.md", "cli.md", "quickstart.md", "outbox.md", "celery.md", "migrations.md")
 """They start Spark, or a process for each of many commands."""
 
 

@@ -175,11 +175,16 @@ def _migrate(options: Namespace) -> int:
     url = database_url(options.database)
     with Reached(url):
         tables.migrate(url)
+        differences = tables.verify(url)
     if options.json:
-        print_json({"ok": True})
+        print_json({"ok": not differences, "differences": [str(item) for item in differences]})
+    elif differences:
+        for item in differences:
+            print(red(str(item), sys.stdout))
+        print("the tables were changed by hand; change them back", file=sys.stderr)
     else:
         print(green("the tables are up to date", sys.stdout))
-    return OK
+    return FAILED if differences else OK
 
 
 def _tables_of(options: Namespace) -> _Tables:

@@ -195,6 +195,9 @@ def migrate(
             command.stamp(given, "0001")  # created by other means, such as your own migration
         command.upgrade(given, revision)
         if revision == "head":
+            if not inspect(connection).has_table(name, schema=schema):
+                # The version is that of another table of this layout.
+                create(connection, catalog, table, append_only=append_only)
             extend_enums(connection, catalog, table)
             _add_indexes(connection, catalog, table, ordered)
 
@@ -330,22 +333,26 @@ def _differences(connection: Connection, catalog: Catalog, table: Table) -> Iter
     if not inspector.has_table(table.name, schema=table.schema):
         yield Difference(name, "table", "there", "missing")
         return
+    columns = inspector.get_columns(table.name, schema=table.schema)
     found = {
         column["name"]: _column(_type(column["type"], connection.dialect), column["nullable"])
-        for column in inspector.get_columns(table.name, schema=table.schema)
+        for column in columns
     }
+    filled = {column["name"] for column in columns if column["default"] is not None}
     for column in table.columns:
         expected = _column(_type(column.type, connection.dialect), bool(column.nullable))
-        if found.get(column.name, "missing") != expected:
-            there = found.get(column.name, "missing")
+        there = found.get(column.name, "missing")
+        if there == expected and column.server_default is not None and column.name not in filled:
+            expected += " with a default"
+        if there != expected:
             yield Difference(name, f"column {column.name}", expected, there)
     key = inspector.get_pk_constraint(table.name, schema=table.schema)["constrained_columns"]
     if key != ["id"]:
         yield Difference(name, "primary key", "id", ", ".join(key) or "missing")
     for index in _missing_indexes(connection, table):
-        columns = ", ".join(column.name for column in index.columns)
+        indexed = ", ".join(column.name for column in index.columns)
         some = " of what is unpublished" if _is_for_some(index) else ""
-        yield Difference(name, f"index {index.name}", f"({columns}){some}", "missing")
+        yield Difference(name, f"index {index.name}", f"({indexed}){some}", "missing")
     for enum, wanted_values, values in compare_enums(connection, catalog, table):
         if set(wanted_values) - set(values):
             missing = ", ".join(sorted(set(wanted_values) - set(values)))

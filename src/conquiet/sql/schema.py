@@ -3,16 +3,18 @@
     row of the outbox:   stored ──published──▶ published_at set ──retention──▶ deleted
                            └─max_attempts───▶ parked_at set ──retry by hand──▶ stored
 
-Constructors never create tables: call `init` or `migrate`, or run `ddl` in your own migrations.
+Constructors never create tables: call `init` or `migrate`, or run `ddl` in your own migrations. In
+an Alembic project of your own, `include_object` keeps autogenerate from dropping the tables, or
+`add_tables` puts them into your metadata.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sqlalchemy import (
     JSON,
@@ -22,6 +24,7 @@ from sqlalchemy import (
     Column,
     Connection,
     DateTime,
+    DefaultClause,
     Dialect,
     Engine,
     Index,
@@ -35,11 +38,12 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects import registry
 from sqlalchemy.dialects.postgresql import JSONB
+from sqlalchemy.dialects.postgresql.base import ischema_names
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.schema import CreateIndex, CreateTable
 from sqlalchemy.sql.expression import FunctionElement
 from sqlalchemy.sql.functions import now
-from sqlalchemy.types import UserDefinedType
+from sqlalchemy.types import TypeEngine, UserDefinedType
 
 from conquiet.errors import ConfigError
 from conquiet.sql import dialect
@@ -73,6 +77,9 @@ class Xid8(UserDefinedType[int]):
     cache_ok = True
 
 
+ischema_names.setdefault("xid8", Xid8)  # SQLAlchemy reflects no other type under this name
+
+
 @compiles(Xid8, "postgresql")
 def _xid8_on_postgresql(element: Xid8, compiler: Any, **options: Any) -> str:
     return "xid8"
@@ -98,6 +105,9 @@ def _current_on_postgresql(element: CurrentTransaction, compiler: Any, **options
 @compiles(CurrentTransaction)
 def _current_elsewhere(element: CurrentTransaction, compiler: Any, **options: Any) -> str:
     return "0"
+
+
+_ATTRIBUTES = JSON(none_as_null=True).with_variant(JSONB(), "postgresql")
 
 
 def inbox_table(name: str = INBOX_TABLE, metadata: MetaData | None = None) -> Table:
@@ -135,11 +145,7 @@ def outbox_table(name: str = OUTBOX_TABLE, metadata: MetaData | None = None) -> 
         key,
         Column("content_type", Text, nullable=False),
         Column("data", LargeBinary, nullable=False),
-        Column(
-            "attributes",
-            JSON(none_as_null=True).with_variant(JSONB(), "postgresql"),
-            nullable=False,
-        ),
+        Column("attributes", _ATTRIBUTES, nullable=False),
         Column("attempts", Integer, nullable=False, server_default="0"),
         Column("last_error", Text),
         published_at,
@@ -180,6 +186,14 @@ def outbox_table(name: str = OUTBOX_TABLE, metadata: MetaData | None = None) -> 
 
 
 VERSION_TABLE = "conquiet_alembic_version"
+OWN_TABLES = (
+    INBOX_TABLE,
+    OUTBOX_TABLE,
+    VERSION_TABLE,
+    "outbox_events",
+    "conquiet_events_alembic_version",
+)
+"""The tables that `include_object` leaves alone: those of `conquiet.events` too."""
 DIALECTS = ("postgresql", "sqlite")
 _LOCK = 0x636F6E71  # "conq": the advisory lock for changes of the tables
 
@@ -229,12 +243,16 @@ def migrate(
 ) -> None:
     """Create or upgrade the tables by Alembic's migrations.
 
-    A second pair of tables in one database needs a version table of its own.
+    A second pair of tables in one database needs a version table of its own, or only the first
+    pair would be upgraded.
     """
     from alembic import command
 
     with _locked(engine) as connection:
         command.upgrade(_config(connection, inbox, outbox, version_table), revision)
+        if revision == "head":
+            # The version may be that of other tables: of a second pair, or after init(outbox=None).
+            _metadata(inbox, outbox).create_all(connection)
 
 
 def ddl(
@@ -261,14 +279,61 @@ def verify(
 ) -> list[Difference]:
     """Return the differences from what conquiet needs; an empty list if there are none.
 
-    Columns, their types and what is indexed must match; names of indexes may differ, and other
-    columns and indexes may exist.
+    Columns, their types, whether they have a default, and what is indexed must match; names of
+    indexes may differ, and other indexes may exist, and other columns that an INSERT can leave out.
     """
     with _engine(engine) as checked, checked.connect() as connection:
         found: list[Difference] = []
         for table in _metadata(inbox, outbox).sorted_tables:
             found.extend(_differences(connection, table))
         return found
+
+
+def add_tables(
+    metadata: MetaData, inbox: str | None = INBOX_TABLE, outbox: str | None = OUTBOX_TABLE
+) -> None:
+    """Add the tables to metadata of your own, so that your migrations create and upgrade them."""
+    if inbox is not None:
+        inbox_table(inbox, metadata)
+    if outbox is not None:
+        outbox_table(outbox, metadata)
+
+
+def include_object(
+    item: Any,
+    name: str | None,
+    kind: str,
+    reflected: bool,
+    compare_to: Any,
+    *,
+    tables: Collection[str] = OWN_TABLES,
+) -> bool:
+    """Tell Alembic's autogenerate to leave tables alone that only the database has.
+
+    In `env.py`: `context.configure(…, include_object=schema.include_object)`. Tables of other names
+    are given by `functools.partial(schema.include_object, tables=["sales.outbox"])`.
+    """
+    if kind != "table" or not reflected or compare_to is not None:
+        return True
+    return item.fullname not in tables
+
+
+def render_item(kind: str, item: Any, context: Any) -> str | bool:
+    """Render our types and defaults for every dialect, for `context.configure(render_item=…)`."""
+    given = item.arg if kind == "server_default" and isinstance(item, DefaultClause) else item
+    if isinstance(given, (Xid8, CurrentTransaction)):
+        name = type(given).__name__
+    elif given is _ATTRIBUTES:
+        name = "attributes_type"
+    else:
+        return False
+    context.imports.add(f"from conquiet.sql.schema import {name}")
+    return f"{name}()"
+
+
+def attributes_type() -> TypeEngine[Any]:
+    """Return the type of the column `attributes`."""
+    return _ATTRIBUTES
 
 
 @contextmanager
@@ -300,10 +365,7 @@ def _locked(given: Engine | str | URL) -> Iterator[Connection]:
 
 def _metadata(inbox: str | None, outbox: str | None) -> MetaData:
     metadata = MetaData()
-    if inbox is not None:
-        inbox_table(inbox, metadata)
-    if outbox is not None:
-        outbox_table(outbox, metadata)
+    add_tables(metadata, inbox, outbox)
     return metadata
 
 
@@ -337,13 +399,18 @@ def _differences(connection: Connection, table: Table) -> Iterator[Difference]:
         yield Difference(name, "table", "there", "missing")
         return
     for column in table.columns:
-        expected = _column_text(
-            column.type.compile(connection.dialect).lower(), bool(column.nullable)
-        )
-        if columns.get(column.name, "missing") != expected:
-            yield Difference(
-                name, f"column {column.name}", expected, columns.get(column.name, "missing")
-            )
+        fills = column.server_default is not None or column is table.autoincrement_column
+        kind = column.type.compile(connection.dialect).lower()
+        expected = _Column(kind, not column.nullable, fills)
+        there = columns.pop(column.name, None)
+        if there is not None and not fills:
+            there = there._replace(has_default=False)  # one more does no harm
+        if there != expected:
+            yield Difference(name, f"column {column.name}", str(expected), str(there or "missing"))
+    for other, there in columns.items():
+        if there.is_required and not there.has_default:
+            filled = there._replace(has_default=True)
+            yield Difference(name, f"column {other}, which is yours,", str(filled), str(there))
     inspector = inspect(connection)
     key = inspector.get_pk_constraint(table.name, schema=table.schema)["constrained_columns"]
     expected_key = [column.name for column in table.primary_key]
@@ -357,21 +424,37 @@ def _differences(connection: Connection, table: Table) -> Iterator[Difference]:
             yield Difference(name, f"index {index.name}", wanted, found)
 
 
-def _column_text(kind: str, nullable: bool) -> str:
-    return kind if nullable else f"{kind} not null"
+class _Column(NamedTuple):
+    kind: str
+    is_required: bool
+    has_default: bool
+
+    def __str__(self) -> str:
+        required = " not null" if self.is_required else ""
+        return f"{self.kind}{required}{' with a default' if self.has_default else ''}"
 
 
-def _columns(connection: Connection, table: Table) -> dict[str, str]:
-    # Not by SQLAlchemy's reflection, which does not support xid8.
+def _columns(connection: Connection, table: Table) -> dict[str, _Column]:
+    # Not by SQLAlchemy's reflection, which omits the defaults of SQLite's keys.
     if dialect.is_sqlite(connection.dialect):
         rows = connection.exec_driver_sql(f"PRAGMA table_info({table.name})").all()
-        return {row[1]: _column_text(row[2].lower(), not row[3]) for row in rows}
+        keys = [row[1] for row in rows if row[5]]
+        return {
+            # SQLite itself numbers a single INTEGER PRIMARY KEY.
+            row[1]: _Column(
+                row[2].lower(),
+                bool(row[3]),
+                row[4] is not None or (keys == [row[1]] and row[2].lower() == "integer"),
+            )
+            for row in rows
+        }
     rows = connection.exec_driver_sql(
-        "SELECT attname, format_type(atttypid, atttypmod), attnotnull FROM pg_attribute"
+        "SELECT attname, format_type(atttypid, atttypmod), attnotnull,"
+        " atthasdef OR attidentity <> '' FROM pg_attribute"
         " WHERE attrelid = to_regclass(%s) AND attnum > 0 AND NOT attisdropped",
         (table.fullname,),
     ).all()
-    return {row[0]: _column_text(row[1], not row[2]) for row in rows}
+    return {row[0]: _Column(*row[1:]) for row in rows}
 
 
 def _indexes(connection: Connection, table: Table) -> dict[str, str]:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from io import StringIO
+from pathlib import Path
 
 import pytest
+from alembic import command
+from alembic.config import Config
 from sqlalchemy import Engine, event, inspect, text
 
 from conquiet.errors import ConfigError
@@ -144,6 +148,150 @@ def test_verify_says_what_is_missing(empty: Engine, change: str, found: str) -> 
         connection.execute(text(change))
     [difference] = schema.verify(empty)
     assert found in str(difference)
+
+
+def test_a_second_pair_of_tables_is_created_beside_the_first(empty: Engine) -> None:
+    schema.migrate(empty)
+    names = {"inbox": "seen", "outbox": "events_out"}
+    schema.migrate(empty, **names)
+    assert schema.verify(empty, **names) == []
+    # A second outbox that shares the inbox, with a version table of its own.
+    schema.migrate(empty, outbox="letters_out", version_table="letters_version")
+    assert schema.verify(empty, outbox="letters_out") == []
+    assert schema.verify(empty) == []
+
+
+def test_migrate_creates_what_init_left_out(empty: Engine) -> None:
+    schema.init(empty, outbox=None)
+    schema.migrate(empty)
+    assert schema.verify(empty) == []
+
+
+def test_migrate_takes_over_what_ddl_created(empty: Engine) -> None:
+    by_ddl(empty)
+    schema.migrate(empty)
+    assert schema.verify(empty) == []
+
+
+@pytest.mark.parametrize("column", ["id", "created_at", "attempts", "xid"])
+def test_verify_finds_a_lost_default(database_url: str, column: str) -> None:
+    engine = make_engine(database_url)
+    schema.init(engine)
+    with engine.begin() as connection:
+        connection.execute(text(f"ALTER TABLE outbox ALTER COLUMN {column} DROP DEFAULT"))
+    [difference] = schema.verify(engine)
+    engine.dispose()
+    assert f"column {column} should be" in str(difference)
+    assert "with a default, is" in str(difference)
+
+
+def test_verify_finds_a_lost_default_in_sqlite(sqlite_url: str) -> None:
+    engine = make_engine(sqlite_url)
+    with engine.begin() as connection:
+        for statement in schema.ddl("sqlite").split(";"):
+            lost = statement.replace("attempts INTEGER DEFAULT '0'", "attempts INTEGER")
+            if statement.strip():
+                connection.exec_driver_sql(lost)
+    assert ["column attempts" in str(found) for found in schema.verify(engine)] == [True]
+    engine.dispose()
+
+
+def test_a_column_of_ones_own_must_take_rows_without_it(database_url: str) -> None:
+    engine = make_engine(database_url)
+    schema.init(engine)
+    with engine.begin() as connection:
+        connection.execute(text("ALTER TABLE outbox ADD tenant text NOT NULL DEFAULT 'a'"))
+    assert schema.verify(engine) == []
+    with engine.begin() as connection:
+        connection.execute(text("ALTER TABLE outbox ALTER tenant DROP DEFAULT"))
+    [difference] = schema.verify(engine)
+    engine.dispose()
+    assert "column tenant, which is yours, should be text not null with a d" in str(difference)
+
+
+# --- a project of the user's own, with Alembic ------------------------------------------------
+
+ENV = """
+from alembic import context
+from sqlalchemy import Column, MetaData, Table, Text, create_engine
+
+from conquiet.sql import schema
+
+metadata = MetaData()
+Table("customers", metadata, Column("id", Text, primary_key=True))
+{more}
+
+engine = create_engine(context.config.get_main_option("sqlalchemy.url"))
+with engine.connect() as connection:
+    context.configure(connection=connection, target_metadata=metadata{hooks})
+    with context.begin_transaction():
+        context.run_migrations()
+engine.dispose()
+"""
+
+
+@pytest.fixture
+def project(empty: Engine, tmp_path: Path) -> Callable[..., Config]:
+    """Makes a project by `alembic init` and writes its env.py."""
+
+    def make(more: str = "", hooks: str = "") -> Config:
+        config = Config(tmp_path / "alembic.ini", stdout=StringIO())
+        command.init(config, str(tmp_path / "migrations"))
+        url = empty.url.render_as_string(hide_password=False).replace("%", "%%")
+        config = Config(tmp_path / "alembic.ini", stdout=StringIO())
+        config.set_main_option("sqlalchemy.url", url)
+        (tmp_path / "migrations" / "env.py").write_text(ENV.format(more=more, hooks=hooks))
+        return config
+
+    return make
+
+
+def written(tmp_path: Path) -> str:
+    """The migrations of the project."""
+    versions = (tmp_path / "migrations" / "versions").glob("*.py")
+    return "".join(path.read_text() for path in versions)
+
+
+def test_autogenerate_of_a_users_project_leaves_the_tables_alone(
+    empty: Engine, project: Callable[..., Config], tmp_path: Path
+) -> None:
+    schema.init(empty)
+    schema.init(empty, inbox="seen", outbox="letters_out", version_table="letters_version")
+    names = '"seen", "letters_out", "letters_version"'
+    config = project(
+        "from functools import partial",
+        f", include_object=partial(schema.include_object, tables=[*schema.OWN_TABLES, {names}])",
+    )
+    command.revision(config, "customers", autogenerate=True)
+    assert "create_table('customers'" in written(tmp_path)
+    assert "drop_table('customers'" in written(tmp_path)  # in downgrade()
+    for name in ("outbox", "processed_messages", "conquiet", "seen", "letters"):
+        assert name not in written(tmp_path)
+    command.upgrade(config, "head")
+    command.check(config)
+    assert schema.verify(empty) == []
+
+
+def test_autogenerate_creates_the_tables_that_were_added_to_the_metadata(
+    empty: Engine, project: Callable[..., Config], tmp_path: Path
+) -> None:
+    config = project("schema.add_tables(metadata)", ", render_item=schema.render_item")
+    command.revision(config, "customers and outbox", autogenerate=True)
+    assert "create_table('outbox'" in written(tmp_path)
+    command.upgrade(config, "head")
+    assert schema.verify(empty) == []
+    command.check(config)
+
+
+@pytest.mark.parametrize("empty", ["sqlite_url"], indirect=True)
+def test_a_migration_that_was_generated_on_sqlite_fits_postgresql(
+    project: Callable[..., Config], empty: Engine, database_url: str, tmp_path: Path
+) -> None:
+    config = project("schema.add_tables(metadata)", ", render_item=schema.render_item")
+    command.revision(config, "outbox", autogenerate=True)
+    config.set_main_option("sqlalchemy.url", make_engine(database_url).url.render_as_string(False))
+    command.upgrade(config, "head")
+    assert schema.verify(database_url) == []
 
 
 def test_verify_says_what_has_the_wrong_type(database_url: str) -> None:

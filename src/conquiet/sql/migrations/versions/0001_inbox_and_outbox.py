@@ -20,11 +20,14 @@ MOMENT = sa.DateTime(timezone=True)
 
 
 def upgrade() -> None:
+    # Tables that exist belong to a pair with another version table, or were created by DDL.
     names = context.config.attributes
-    if names["inbox"] is not None:
-        _create_inbox(*checked_name(names["inbox"]))
-    if names["outbox"] is not None:
-        _create_outbox(*checked_name(names["outbox"]))
+    exists = sa.inspect(op.get_bind()).has_table
+    for name, create in ((names["inbox"], _create_inbox), (names["outbox"], _create_outbox)):
+        if name is not None:
+            schema, table = checked_name(name)
+            if not exists(table, schema=schema):
+                create(schema, table)
 
 
 def downgrade() -> None:
