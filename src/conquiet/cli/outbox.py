@@ -181,7 +181,7 @@ def _migrate(options: Namespace) -> int:
     elif differences:
         for item in differences:
             print(red(str(item), sys.stdout))
-        print("the tables were changed by hand; change them back", file=sys.stderr)
+        print("migrate does not repair them; conquiet outbox schema prints how", file=sys.stderr)
     else:
         print(green("the tables are up to date", sys.stdout))
     return FAILED if differences else OK
@@ -384,7 +384,7 @@ _TABLE_VERBS = (
             "conquiet outbox migrate --database sqlite:///shop.sqlite",
             "conquiet outbox migrate --table outbox_events --catalog shop.events:CATALOG",
         ),
-        "0 the tables are up to date, 1 it failed, 2 wrong usage or settings",
+        "0 the tables are up to date, 1 they still differ or it failed, 2 wrong usage or settings",
         _migrate,
         more="It is safe to run it again, and to run several at once.",
     ),

@@ -54,8 +54,7 @@ def open_queue(connection: Connection, own_listener: object) -> StatementQueue |
     does not.
     """
     driver = connection.connection.driver_connection
-    assert isinstance(driver, psycopg.Connection)
-    if driver.cursor_factory is not psycopg.Cursor:
+    if not isinstance(driver, psycopg.Connection) or driver.cursor_factory is not psycopg.Cursor:
         return None
     of_cursors, of_dialect = connection.dispatch, connection.dialect.dispatch
     listeners = (

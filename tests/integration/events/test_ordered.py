@@ -53,6 +53,21 @@ def send_again(engine: Engine) -> None:
         connection.execute(text("UPDATE outbox_events SET attempt_count = 0"))
 
 
+def test_nothing_overtakes_an_event_that_another_transaction_has_locked(
+    engine: Engine, open_source: Opens
+) -> None:
+    if engine.dialect.name == "sqlite":
+        pytest.skip("SQLite has no row locks")
+    aggregate = uuid.uuid4()
+    ids = stored(engine, aggregate, aggregate, aggregate)
+    source = open_source()
+    with engine.begin() as other:
+        lock = text("SELECT 1 FROM outbox_events WHERE id = :id FOR UPDATE")
+        other.execute(lock, {"id": ids[0]})
+        assert source.read(10, 0) == []
+    assert [message.id for message in source.read(10, 0)] == ids
+
+
 def test_an_aggregate_is_published_by_one_relay_at_a_time(engine, open_source: Opens) -> None:
     first, second = uuid.uuid4(), uuid.uuid4()
     stored(engine, first, second, first, second)

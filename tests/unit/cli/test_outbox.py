@@ -64,6 +64,21 @@ def test_migrate_makes_tables_that_verify_and_can_be_run_again(sqlite_url, capsy
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"ok": True, "differences": []}
 
 
+def test_migrate_makes_a_second_pair_of_tables(sqlite_url) -> None:
+    assert main(["outbox", "migrate", "--database", sqlite_url]) == 0
+    second = ["--database", sqlite_url, "--table", "letters", "--inbox-table", "seen"]
+    assert main(["outbox", "verify", *second]) == 1
+    assert main(["outbox", "migrate", *second]) == 0
+    assert main(["outbox", "verify", *second]) == 0
+
+
+def test_migrate_fails_if_the_tables_still_differ(sqlite_url, capsys) -> None:
+    assert main(["outbox", "migrate", "--database", sqlite_url]) == 0
+    execute(Path(sqlite_url.removeprefix("sqlite:///")), "DROP INDEX outbox_claimable")
+    assert main(["outbox", "migrate", "--database", sqlite_url]) == 1
+    assert "index outbox_claimable should be" in capsys.readouterr().out
+
+
 def test_the_database_may_be_named_by_the_environment(sqlite_url, monkeypatch) -> None:
     monkeypatch.setenv("CONQUIET_DATABASE_URL", sqlite_url)
     assert main(["outbox", "migrate"]) == 0
