@@ -14,7 +14,7 @@ import ssl
 import sys
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from queue import Empty
 from typing import Any
@@ -25,6 +25,7 @@ from kombu.exceptions import ChannelError
 from kombu.transport import redis as lists
 from kombu.transport import virtual
 from kombu.transport.base import to_rabbitmq_queue_arguments
+from kombu.utils.json import loads
 from kombu.utils.url import url_to_parts
 from kombu.utils.uuid import uuid
 from redis import sentinel
@@ -88,6 +89,15 @@ class QoS(lists.QoS):  # type: ignore[misc]  # Kombu has no types
             self.channel.settle(delivery_tag)
         self._quick_ack(delivery_tag)
 
+    def unacked(self) -> list[str]:
+        """List the tags of the messages that were handed over and not settled."""
+        return [tag for tag in list(self._delivered) if tag not in self._dirty]
+
+    def lose(self, tags: Iterable[str]) -> None:
+        """Hold messages no more that other consumers have; they may still be acked."""
+        for tag in tags:
+            self._delivered.pop(tag, None)
+
     def restore_unacked(self, client: Any = None) -> list[Any]:
         """Give back everything that was delivered and not acked; it keeps its place."""
         self._flush()
@@ -148,7 +158,7 @@ class Channel(lists.Channel):  # type: ignore[misc]  # Kombu has no types
         self.lease_seconds = options.get("lease") or DEFAULT_LEASE
         self.commands = Commands(self._create_client)
         super().__init__(connection, **kwargs)
-        # Kombu's own is one for all channels of the process, and would make us listen to PUB/SUB.
+        # Kombu's own is one for all channels of the process, and would take streams for PUB/SUB.
         self._fanout_queues: dict[str, Any] = {}
         self.keys = Keys(self.global_keyprefix or "")
         self.topology = Topology(
@@ -156,6 +166,8 @@ class Channel(lists.Channel):  # type: ignore[misc]  # Kombu has no types
             self.keys,
             self.state,
             self.typeof,
+            connection.broadcasts,
+            self._prepare_virtual_host(connection.client.virtual_host),
             deadletter_queue=self.deadletter_queue,
             fanout_patterns=self.fanout_patterns,
         )
@@ -346,21 +358,34 @@ class Channel(lists.Channel):  # type: ignore[misc]  # Kombu has no types
     def basic_consume(
         self, queue: str, no_ack: bool, callback: Any, consumer_tag: str, **kwargs: Any
     ) -> Any:
-        self.consumer.consume(queue)
+        is_broadcast = queue in self.topology.broadcasts
+        if is_broadcast:
+            self.active_fanout_queues.add(queue)
+        else:
+            self.consumer.consume(queue)
         self.delivery.subscribe(queue, Subscriber(consumer_tag, no_ack, callback))
         self.reader.read_again()
-        return super().basic_consume(queue, no_ack, callback, consumer_tag, **kwargs)
+        result = super().basic_consume(queue, no_ack, callback, consumer_tag, **kwargs)
+        if is_broadcast:
+            self.connection.cycle.listen(self)
+        return result
 
     def _basic_cancel(self, consumer_tag: str) -> Any:
         queue = self._tag_to_queue.get(consumer_tag)
         if queue is None:
             return None
+        is_broadcast = queue in self.active_fanout_queues
         result = super()._basic_cancel(consumer_tag)
         if self.delivery.unsubscribe(queue, consumer_tag):
+            if is_broadcast:
+                self.active_fanout_queues.add(queue)
+                self.connection.cycle.listen(self)
             return result
         if not self.delivery.subscribers:
             self._end_read()
         self.reader.give_back(queue)
+        if is_broadcast:
+            return result
         if self.consumer.unsubscribe(queue) and queue in self.topology.auto_delete:
             self._delete_unused(queue)
         return result
@@ -379,7 +404,10 @@ class Channel(lists.Channel):  # type: ignore[misc]  # Kombu has no types
 
         With `confirm` return when Redis has the ack; so does a channel that reads no queue.
         """
-        self.settlement.ack(*place_of(delivery_tag))
+        stream, entry = place_of(delivery_tag)
+        if not stream:  # a broadcast
+            return
+        self.settlement.ack(stream, entry)
         if self.consumer.lease is None:
             self.settlement.send(self.commands.client)
         elif self.closed:
@@ -388,13 +416,14 @@ class Channel(lists.Channel):  # type: ignore[misc]  # Kombu has no types
             self.settlement.send(self.commands.client)
 
     def requeue(self, delivery_tag: str) -> None:
-        """Move a message to the end of its queue."""
+        """Move a message to the end of its queue; a broadcast, which has none, is dropped."""
         place = place_of(delivery_tag)
-        self.settlement.requeue(self.commands.client, *place, self.delivery_limit)
+        if place[0]:
+            self.settlement.requeue(self.commands.client, *place, self.delivery_limit)
 
     def give_back(self, delivery_tags: Any) -> None:
         """Return messages to their places in the queues."""
-        places = [place_of(tag) for tag in delivery_tags]
+        places = [place for tag in delivery_tags if (place := place_of(tag))[0]]
         self.settlement.give_back_now(self.commands.client, places)
 
     def _restore(self, message: virtual.Message, leftmost: bool = False) -> None:
@@ -454,6 +483,9 @@ class Channel(lists.Channel):  # type: ignore[misc]  # Kombu has no types
     def _brpop_read(self, **options: Any) -> bool:
         """Parse the reply and hand over: one message if `drain_events` called."""
         self._receive_reply()
+        return self._hand_over()
+
+    def _hand_over(self) -> bool:
         delivery = self.delivery
         handed = delivery.hand_over_in_turn() if self._in_event_loop() else delivery.hand_over()
         if not handed:
@@ -461,7 +493,7 @@ class Channel(lists.Channel):  # type: ignore[misc]  # Kombu has no types
         return True
 
     def _poll_error(self, type: str, **options: Any) -> None:
-        self._brpop_read()
+        self.handlers[type]()
 
     def _receive_reply(self) -> None:
         connection = self._in_poll
@@ -528,13 +560,58 @@ class Channel(lists.Channel):  # type: ignore[misc]  # Kombu has no types
             return LONGEST_BLOCK + 1
         return REPLY_TIMEOUT / 2
 
-    # Fanout queues are streams like the others, so Kombu's PUB/SUB is not used.
+    # --- broadcasts: Kombu's poller listens by PUB/SUB -----------------------------------------
 
     def _subscribe(self) -> None:
-        pass
+        """Subscribe to the broadcasts of all queues that are consumed; never wait for a reply."""
+        channels = self._subscriptions(self.active_fanout_queues)
+        connection = self.subclient.connection
+        if connection._sock is None:
+            connection.connect()
+        self._in_listen = connection
+        self.subclient.subscribe(*channels)
 
     def _unsubscribe_from(self, queue: str) -> None:
-        pass
+        """Listen no more for a queue, which is no longer among those that are consumed."""
+        others = self._subscriptions(self.active_fanout_queues)
+        unused = [one for one in self._subscriptions([queue]) if one not in others]
+        connection = self.subclient.connection
+        if unused and connection and connection._sock:
+            self.subclient.unsubscribe(*unused)
+
+    def _subscriptions(self, queues: Iterable[str]) -> list[str]:
+        found = (channel for queue in queues for channel in self.topology.subscriptions_of(queue))
+        return list(dict.fromkeys(found))
+
+    def _receive(self) -> bool:
+        """Parse the broadcasts that have arrived, and hand over."""
+        client = self.subclient
+        self._receive_one(client)
+        while client.connection is not None and client.connection.can_read(timeout=0):
+            self._receive_one(client)
+        return self._hand_over()
+
+    def _receive_one(self, client: Any) -> None:
+        try:
+            response = client.parse_response()
+        except self.connection_errors:
+            self._in_listen = None
+            raise
+        if not isinstance(response, list | tuple):
+            return
+        kind, _, payload = response[:3]
+        if kind == b"unsubscribe":
+            client.handle_message(response)
+        if kind != b"message":
+            return
+        try:
+            info = loads(payload)["properties"]["delivery_info"]
+            exchange, routing_key = info["exchange"], info["routing_key"]
+        except Exception as error:  # noqa: BLE001 - any error condemns this broadcast, not the next
+            logger.error("a broadcast cannot be decoded, and is dropped: %r", error)
+            return
+        queues = self.topology.receivers(self.active_fanout_queues, exchange, routing_key)
+        self.reader.accept_broadcast(payload, queues)
 
     # --- end --------------------------------------------------------------------------------
 
@@ -555,7 +632,8 @@ class Channel(lists.Channel):  # type: ignore[misc]  # Kombu has no types
         self._registered = False  # so that closing our copies does not reach the parent's poller
         super()._after_fork()
         self.__dict__.pop("client", None)
-        self._in_poll = None
+        self.__dict__.pop("subclient", None)
+        self._in_poll = self._in_listen = None
         # The subscribers stay: a child that goes on consuming takes a lease of its own then.
         self._join(self.delivery.subscribers)
         if self._qos is not None:

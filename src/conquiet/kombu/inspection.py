@@ -9,6 +9,7 @@ Every function takes a redis-py client and the `global_keyprefix` of the applica
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,6 +85,43 @@ def queues(client: Any, prefix: str = "") -> list[QueueInfo]:
     seconds, microseconds = client.time()
     now_ms = seconds * 1000 + microseconds / 1000
     return [_queue(client, keys, name, settings[name], leases, now_ms) for name in sorted(settings)]
+
+
+class Gauges:
+    """Collect the state of every queue for Prometheus, when it is scraped.
+
+    `prometheus_client.REGISTRY.register(Gauges(client))`: `conquiet_kombu_ready`, `_pending`,
+    `_consumers` (living ones) and `_dead_letters`, each with the label `queue`, all priorities
+    together. Let one process do so; each would report the same.
+    """
+
+    def __init__(self, client: Any, prefix: str = "") -> None:
+        self._client = client
+        self._prefix = prefix
+
+    def describe(self) -> list[Any]:
+        """Return no metrics, so that registering does not ask Redis."""
+        return []
+
+    def collect(self) -> list[Any]:
+        from prometheus_client.core import GaugeMetricFamily
+
+        found = [info for info in queues(self._client, self._prefix) if info.exists]
+        families = []
+        for name, meaning, value in _GAUGES:
+            family = GaugeMetricFamily(f"conquiet_kombu_{name}", meaning, labels=["queue"])
+            for info in found:
+                family.add_metric([info.name], value(info))
+            families.append(family)
+        return families
+
+
+_GAUGES: tuple[tuple[str, str, Callable[[QueueInfo], int]], ...] = (
+    ("ready", "Messages that wait for a consumer", lambda info: info.ready),
+    ("pending", "Messages that consumers have not acked yet", lambda info: info.pending),
+    ("consumers", "Consumers that are alive", lambda info: info.alive),
+    ("dead_letters", "Messages that are not delivered any more", lambda info: info.dead_letters),
+)
 
 
 def remove_dead_consumers(client: Any, prefix: str = "", queue: str | None = None) -> Removed:

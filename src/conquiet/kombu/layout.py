@@ -43,6 +43,14 @@ class Keys:
     def queue(self, stream: str) -> str:
         return stream[len(self._streams) :].partition(":")[2]
 
+    def broadcasts(self, database: int, exchange: str, word: str | None = None) -> str:
+        """Name the PUB/SUB channel of an exchange, or of its messages of one kind.
+
+        The databases of a server share their channels.
+        """
+        kind = "all" if word is None else f"word:{word}"
+        return f"{self.namespace}fanout:{database}:{kind}:{exchange}"
+
     def bindings(self, exchange: str) -> str:
         return f"{self.namespace}bindings:{exchange}"
 
@@ -78,7 +86,10 @@ class QueueSettings(NamedTuple):
 
 
 def tag_of(stream: str, entry: str) -> str:
-    """Build the delivery tag; it names the entry, so that any channel can ack it at any time."""
+    """Build the delivery tag; it names the entry, so that any channel can ack it at any time.
+
+    The stream of a broadcast is empty: there is nothing to ack.
+    """
     return f"{entry} {stream}"
 
 

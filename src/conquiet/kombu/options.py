@@ -96,7 +96,7 @@ NOTHING = (
     Option("unacked_restore_limit", "nothing", "all messages of a dead process are given back"),
     Option("unacked_restore_interval", "nothing", "see `autoclaim_interval`"),
     Option("unacked_restore_throttle", "nothing", "see `autoclaim_interval`"),
-    Option("fanout_prefix", "nothing", "fanout goes to the streams of the queues, not to PUB/SUB"),
+    Option("fanout_prefix", "nothing", "PUB/SUB channels begin with the key prefix, as keys do"),
     Option("sentinel_fanout_compat", "nothing", "as `fanout_prefix`"),
     Option("sep", "nothing", "no key or binding contains it"),
 )

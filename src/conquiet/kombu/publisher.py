@@ -50,9 +50,23 @@ class Publisher:
             queues = [queue for queue in queues if queue and queue != topology.deadletter_queue]
         return self.send(queues, message, **kwargs)
 
-    def publish_fanout(self, message: Any, exchange: str, routing_key: str, **kwargs: Any) -> None:
-        queues = self._topology.route_fanout(exchange, routing_key)
-        self.send(queues, message, declared_only=True, **kwargs)
+    def publish_fanout(
+        self,
+        message: Any,
+        exchange: str,
+        routing_key: str,
+        _publish_batch: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Broadcast to the consumers of auto_delete queues, and send to the other queues."""
+        topology, payload = self._topology, dumps(message)
+        if _publish_batch is None:
+            queues = topology.publish_fanout(exchange, routing_key, payload)
+        else:
+            queues = topology.route_fanout(exchange, routing_key)
+            for channel in topology.channels_of(exchange, routing_key):
+                _publish_batch.add("publish", channel, payload)
+        self.send(queues, message, declared_only=True, _publish_batch=_publish_batch, **kwargs)
 
     def send(
         self,

@@ -93,6 +93,7 @@ class Reader:
         self._in_event_loop = in_event_loop
         self._delivery_limit = delivery_limit
         self._buffer: deque[Entry] = deque()
+        self._broadcasts = 0
         self._order: list[str] = []  # the streams of the read under way
         self._wanted = 0
         self._in_flight: Acks = {}
@@ -179,6 +180,12 @@ class Reader:
             self._give_back(excess)
         self._buffer.extend(found)
 
+    def accept_broadcast(self, payload: bytes, queues: Iterable[str]) -> None:
+        """Move a broadcast into the buffer, once for each queue; no stream holds it."""
+        for queue in queues:
+            self._broadcasts += 1
+            self._buffer.append(Entry(queue, "", str(self._broadcasts), False, payload))
+
     def lose(self) -> None:
         """Prepare for a reply that never comes: acks are sent again, entries looked for."""
         self.has_strays = True
@@ -228,20 +235,22 @@ class Reader:
 
         Return how many of those that were handed over they have, which cannot be taken back.
         """
-        handed = [place_of(tag) for tag in list(self._qos()._delivered)]
-        places = [entry.place for entry in self._buffer] + handed
-        taken = self._settlement.find_taken(self._commands.client, places)
+        qos = self._qos()
+        handed = {tag: place for tag in qos.unacked() if (place := place_of(tag))[0]}
+        places = [entry.place for entry in self._buffer if entry.stream]
+        taken = self._settlement.find_taken(self._commands.client, [*places, *handed.values()])
         kept = deque(entry for entry in self._buffer if entry.place not in taken)
         dropped, self._buffer = len(self._buffer) - len(kept), kept
-        lost = sum(place in taken for place in handed)
+        lost = [tag for tag, place in handed.items() if place in taken]
+        qos.lose(lost)
         logger.warning(
             "%s was silent for longer than its lease: of its messages other consumers got %d that "
             "were buffered, and are dropped here, and %d that the application has",
             self._consumer.name,
             dropped,
-            lost,
+            len(lost),
         )
-        return lost
+        return len(lost)
 
     def _held(self) -> Iterator[Place]:
         yield from self._settlement.places()
@@ -281,6 +290,10 @@ class Reader:
         found = decode_fetch(reply, streams, self._consumer.queue_of)
         return found[0] if found else None
 
+    def put_back(self, entry: Entry) -> None:
+        """Return an entry that has no subscriber any more."""
+        self._give_back([entry])
+
     def give_back(self, queue: str) -> None:
         """Return the buffered entries of a queue that has no subscriber any more."""
         kept = deque(entry for entry in self._buffer if entry.queue != queue)
@@ -293,7 +306,8 @@ class Reader:
 
     def _give_back(self, entries: Iterable[Entry]) -> None:
         for entry in entries:
-            self._settlement.give_back(*entry.place)
+            if entry.stream:
+                self._settlement.give_back(*entry.place)
 
 
 class Subscriber(NamedTuple):
@@ -368,7 +382,7 @@ class Delivery:
             entry = self._reader.pop()
             subscribers = self.subscribers.get(entry.queue)
             if not subscribers:
-                self._settlement.give_back(*entry.place)
+                self._reader.put_back(entry)
                 continue
             message = self.decode(entry)
             if message is None:
@@ -384,7 +398,8 @@ class Delivery:
 
     def _own(self, entry: Entry, message: Any, no_ack: bool) -> None:
         if no_ack:
-            self._settlement.ack(*entry.place)
+            if entry.stream:
+                self._settlement.ack(*entry.place)
         else:
             self._qos().append(message, message.delivery_tag)
 
@@ -406,5 +421,6 @@ class Delivery:
                 entry.queue,
                 reason,
             )
-            self._settlement.bury(*entry.place, f"it cannot be decoded: {reason}")
+            if entry.stream:
+                self._settlement.bury(*entry.place, f"it cannot be decoded: {reason}")
             return None

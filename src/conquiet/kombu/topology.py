@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from kombu.exceptions import ChannelError
@@ -33,6 +33,10 @@ class Topology:
     them again after the server lost them. `expires_ms` has the x-expires of those queues and of
     the queues that it consumes. `auto_delete` names the queues to delete with their last consumer.
     `state` is Kombu's record of exchanges and bindings, shared by the channels of a transport.
+
+    `broadcasts` maps queues to their exchange and routing key, likewise shared: an auto_delete
+    queue of a fanout exchange is no stream, but a subscription of its consumer by PUB/SUB. Control
+    commands and events of Celery need no more, and every worker gets those of all others.
     """
 
     def __init__(
@@ -41,6 +45,8 @@ class Topology:
         keys: Keys,
         state: Any,
         typeof: Callable[[str], Any],
+        broadcasts: dict[str, tuple[str, str]],
+        database: int,
         deadletter_queue: str | None = None,
         fanout_patterns: bool = True,
     ) -> None:
@@ -49,6 +55,8 @@ class Topology:
         self.declared: dict[str, QueueSettings] = {}
         self.expires_ms: dict[str, int] = {}
         self.auto_delete: set[str] = set()
+        self.broadcasts = broadcasts
+        self._database = database
         self._commands = commands
         self._keys = keys
         self._state = state
@@ -88,7 +96,7 @@ class Topology:
         if self._commands.client.hexists(self._keys.queues, queue):
             return
         self._declare(queue, self.declared.get(queue))
-        for exchange, routing_key, arguments in list(self._state.queue_bindings(queue)):
+        for exchange, routing_key, arguments in self._bindings_of(queue):
             self._store(exchange, self._bind(exchange, routing_key, queue, arguments))
 
     def has(self, queue: str) -> bool:
@@ -135,6 +143,7 @@ class Topology:
     def forget(self, queue: str) -> None:
         """Drop what this process knows of a queue that was deleted."""
         self.auto_delete.discard(queue)
+        self.broadcasts.pop(queue, None)
         self.declared.pop(queue, None)
         self.expires_ms.pop(queue, None)
         self._state.queue_bindings_delete(queue)
@@ -155,11 +164,25 @@ class Topology:
     def bind(self, queue: str, exchange: str, routing_key: str, arguments: Any = None) -> None:
         self._state.exchanges.setdefault(exchange, _unknown_exchange())
         # Also if this connection bound it before: the queue may have expired since.
+        others = [one for one in self._bindings_of(queue) if one[:2] != (exchange, routing_key)]
         self._state.binding_declare(queue, exchange, routing_key, arguments)
+        is_fanout = self.typeof(exchange).type == "fanout"
+        if is_fanout and queue in self.auto_delete and not others:
+            self.broadcasts[queue] = exchange, routing_key
+            self.delete(queue)
+            return
+        if self.broadcasts.pop(queue, None):  # with a second binding it needs a stream
+            self._declare(queue, self.declared.get(queue))
+            for name, key, given in others:
+                self._store(name, self._bind(name, key, queue, given))
         self._store(exchange, self._bind(exchange, routing_key, queue, arguments))
+
+    def _bindings_of(self, queue: str) -> list[tuple[str, str, Any]]:
+        return list(self._state.queue_bindings(queue))
 
     def unbind(self, queue: str, exchange: str, routing_key: str, arguments: Any = None) -> None:
         self._state.binding_delete(queue, exchange, routing_key)
+        self.broadcasts.pop(queue, None)
         binding = self._bind(exchange, routing_key, queue, arguments)
         self._commands.client.srem(self._keys.bindings(exchange), encode_binding(*binding))
 
@@ -176,8 +199,7 @@ class Topology:
 
     def table(self, exchange: str) -> list[Binding]:
         """Return the bindings of an exchange, those of other processes included."""
-        members = self._commands.client.smembers(self._keys.bindings(exchange))
-        return [found for member in members if (found := decode_binding(member)) is not None]
+        return decode_bindings(self._commands.client.smembers(self._keys.bindings(exchange)))
 
     # --- routes -----------------------------------------------------------------------------
 
@@ -194,19 +216,53 @@ class Topology:
         warnings.warn(UndeliverableWarning(text), stacklevel=2)
         return [default]
 
+    def publish_fanout(self, exchange: str, routing_key: str, payload: str) -> list[str]:
+        """Broadcast a message, and find the queues that have a stream for it."""
+        with self._commands.client.pipeline(transaction=False) as pipe:
+            pipe.smembers(self._keys.bindings(exchange))
+            for channel in self.channels_of(exchange, routing_key):
+                pipe.publish(channel, payload)
+            members, *_ = pipe.execute()
+        return self._fanout(decode_bindings(members), routing_key)
+
     def route_fanout(self, exchange: str, routing_key: str) -> list[str]:
+        """Find the bound queues that have a stream."""
+        return self._fanout(self.table(exchange), routing_key)
+
+    def _fanout(self, table: list[Binding], routing_key: str) -> list[str]:
         """Find all bound queues; one bound with a routing key gets matching messages only."""
-        table = self.table(exchange)
-        if not routing_key or not self._fanout_patterns:
-            return list({queue for _, _, queue in table})
-        topic = self._topic
-        return list(
-            {
-                queue
-                for bound, _, queue in table
-                if not bound or topic._match(topic.key_to_pattern(bound), routing_key)
-            }
-        )
+        return list({queue for bound, _, queue in table if self._matches(bound, routing_key)})
+
+    def _matches(self, bound: str, routing_key: str) -> bool:
+        if not bound or not routing_key or not self._fanout_patterns:
+            return True
+        return bool(self._topic._match(self._topic.key_to_pattern(bound), routing_key))
+
+    def channels_of(self, exchange: str, routing_key: str) -> list[str]:
+        """Name the PUB/SUB channels of a message: of its exchange, and of its first word there."""
+        word = (routing_key or "").partition(".")[0]
+        broadcasts, database = self._keys.broadcasts, self._database
+        return [broadcasts(database, exchange), broadcasts(database, exchange, word)]
+
+    def subscriptions_of(self, queue: str) -> list[str]:
+        """Name the PUB/SUB channels that bring the broadcasts of a queue, and few others.
+
+        Not one pattern: an ACL would have to allow it literally.
+        """
+        exchange, routing_key = self.broadcasts.get(queue, ("", ""))
+        every, of_the_word = self.channels_of(exchange, routing_key)
+        if not self._fanout_patterns or routing_key[:1] in ("", "#", "*"):
+            return [every]
+        return [of_the_word, self._keys.broadcasts(self._database, exchange, "")]
+
+    def receivers(self, queues: Iterable[str], exchange: str, routing_key: str) -> list[str]:
+        """Find those queues that get a broadcast."""
+        found = ((queue, self.broadcasts.get(queue)) for queue in queues)
+        return [
+            queue
+            for queue, bound in found
+            if bound and bound[0] == exchange and self._matches(bound[1], routing_key)
+        ]
 
 
 def forget_expired(client: Any, keys: Keys, kept_ms: int, every_ms: int = 0) -> list[str]:
@@ -236,6 +292,10 @@ def forget_expired(client: Any, keys: Keys, kept_ms: int, every_ms: int = 0) -> 
 
 def encode_binding(routing_key: str | None, pattern: str | None, queue: str) -> str:
     return json.dumps([routing_key or "", pattern or "", queue])
+
+
+def decode_bindings(members: Iterable[bytes]) -> list[Binding]:
+    return [found for member in members if (found := decode_binding(member)) is not None]
 
 
 def decode_binding(member: bytes) -> Binding | None:

@@ -136,8 +136,17 @@ class Poller(lists.MultiChannelPoller):  # type: ignore[misc]  # Kombu has no ty
 
     # --- for both ---------------------------------------------------------------------------
 
+    def listen(self, channel: Any) -> None:
+        """Subscribe to broadcasts at once; at the next poll, some would be lost."""
+        if channel._in_listen:
+            channel._subscribe()
+        else:
+            self._register_LISTEN(channel)
+
     def _register(self, channel: Any, client: Any, type: str) -> None:
         super()._register(channel, client, type)
+        if type != "BRPOP":
+            return
 
         def execute(*command: Any) -> Any:
             # Over this connection, which is new; the others may be half-open.
@@ -170,6 +179,9 @@ class Transport(lists.Transport):  # type: ignore[misc]  # Kombu has no types
         options.check(client.transport_options)
         self._refuse_other_transports(client)
         super().__init__(client, **kwargs)
+        # A read blocks for so long; `drain_events` of Kombu would also sleep for it between two.
+        self.polling_interval = None
+        self.broadcasts: dict[str, tuple[str, str]] = {}
         self.leases = Leases()
         self.cycle = Poller(self.leases.pulse)
         self._pid = os.getpid()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import kombu
 import pytest
 from tests.faults.proxy import Proxy
@@ -65,6 +67,21 @@ def test_queue_order_strategy(redis_url, strategy, order):
         queues = [kombu.Queue("b"), kombu.Queue("a")]
         with connection.Consumer(queues, callbacks=[taken], prefetch_count=1):
             assert drain(connection, taken, 4) == order
+
+
+def test_a_polling_interval_does_not_delay_messages(redis_url, redis_client):
+    with connected(redis_url, polling_interval=60) as connection, connected(redis_url) as other:
+        taken = Taken()
+
+        def put_later():
+            eventually(lambda: redis_client.info("clients")["blocked_clients"])
+            put(other, "orders", "a")
+
+        with connection.Consumer(kombu.Queue("orders"), callbacks=[taken]):
+            thread = threading.Thread(target=put_later)
+            thread.start()
+            assert drain(connection, taken, 1) == ["a"]
+            thread.join()
 
 
 def test_a_visibility_timeout_is_answered_with_what_to_set_instead(redis_url):

@@ -12,6 +12,7 @@ from tests.integration.kombu.brokers import (
     drain,
     nothing_comes,
     put,
+    since_5_7,
     size,
     unacked,
 )
@@ -115,7 +116,7 @@ def test_a_consumer_outlives_the_deletion_of_its_queue(redis_url):
 
 
 def test_an_auto_delete_queue_goes_with_its_last_consumer(redis_url):
-    queue = kombu.Queue("control", kombu.Exchange("pidbox", type="fanout"), auto_delete=True)
+    queue = kombu.Queue("control", kombu.Exchange("pidbox"), auto_delete=True)
     with connected(redis_url) as connection, connected(redis_url) as other:
         first = connection.Consumer(queue, callbacks=[Taken()])
         second = other.Consumer(queue, callbacks=[Taken()])
@@ -130,8 +131,9 @@ def test_an_auto_delete_queue_goes_with_its_last_consumer(redis_url):
         assert other.default_channel.get_table("pidbox") == []
 
 
-def test_closing_the_connection_deletes_its_auto_delete_queues(redis_url, redis_client):
-    queue = kombu.Queue("control", kombu.Exchange("pidbox", type="fanout"), auto_delete=True)
+@pytest.mark.parametrize("kind", ["direct", "fanout"])
+def test_closing_the_connection_deletes_its_auto_delete_queues(redis_url, redis_client, kind):
+    queue = kombu.Queue("control", kombu.Exchange("pidbox", type=kind), auto_delete=True)
     with connected(redis_url) as connection:
         connection.Consumer(queue, callbacks=[Taken()]).consume()
         assert nothing_comes(connection, timeout=0.1)
@@ -285,6 +287,100 @@ def test_a_queue_bound_later_gets_nothing_of_before(connection, channel):
     queue = kombu.Queue("fresh", exchange)(channel)
     queue.declare()
     assert queue.get() is None
+
+
+# --- broadcasts: the auto_delete queues of a fanout exchange ------------------------------------
+
+
+NEWS = kombu.Exchange("news", type="fanout")
+
+
+def broadcast(name, key=""):
+    return kombu.Queue(name, NEWS, routing_key=key, auto_delete=True)
+
+
+def test_broadcasts_reach_consumers_by_routing_key_and_leave_nothing_in_redis(
+    redis_url, redis_client
+):
+    keys = {"plain": "", "gossip": "worker.#", "every": "#", "task": "task.*", "any": "*.online"}
+    with connected(redis_url) as connection, connected(redis_url) as other:
+        got = []
+        for name, key in keys.items():
+            connection.Consumer(
+                broadcast(name, key),
+                channel=connection.channel(),
+                callbacks=[lambda body, message, name=name: got.append((body, name))],
+                no_ack=True,
+            ).consume()
+        NEWS(other.default_channel).declare()
+        producer = other.Producer()
+        producer.publish("a", exchange=NEWS, routing_key="worker.online")
+        producer.publish("b", exchange=NEWS, routing_key="task.sent")
+        producer.publish("c", exchange=NEWS)
+        drain(connection, got, 12)
+        assert nothing_comes(connection, timeout=0.1)
+        assert {name for body, name in got if body == "a"} == {"plain", "gossip", "every", "any"}
+        assert {name for body, name in got if body == "b"} == {"plain", "every", "task"}
+        assert {name for body, name in got if body == "c"} == set(keys)
+        assert redis_client.keys("*") == []
+
+
+def test_a_broadcast_from_before_its_subscription_does_not_reach_a_consumer(redis_url):
+    with connected(redis_url) as sender, connected(redis_url) as first:
+        NEWS(sender.default_channel).declare()
+        first.Consumer(broadcast("control"), callbacks=[Taken()]).consume()  # it hangs
+        sender.Producer().publish("shutdown", exchange=NEWS)
+        with connected(redis_url) as second:
+            taken = Taken()
+            with second.Consumer(broadcast("control"), callbacks=[taken]):
+                assert nothing_comes(second)
+                sender.Producer().publish("ping", exchange=NEWS)
+                assert drain(second, taken, 1) == ["ping"]
+
+
+def test_broadcasts_may_be_acked_and_rejected_and_several_queues_share_a_channel(connection):
+    taken = Taken(ack=False)
+    with connection.Consumer([broadcast("one"), broadcast("two")], callbacks=[taken]) as consumer:
+        connection.Producer().publish("a", exchange=NEWS)
+        drain(connection, taken, 2)
+        taken.messages[0].ack()
+        taken.messages[1].requeue()
+        consumer.cancel_by_queue("one")
+        connection.Producer().publish("b", exchange=NEWS)
+        assert drain(connection, taken, 3) == ["a", "a", "b"]
+        assert nothing_comes(connection, timeout=0.1)
+
+
+def test_databases_and_key_prefixes_have_broadcasts_of_their_own(redis_url):
+    with (
+        connected(redis_url) as connection,
+        connected(redis_url, global_keyprefix="shop:") as prefixed,
+        connected(redis_url.removesuffix("/0") + "/1") as other,
+        connection.Consumer(broadcast("control"), callbacks=[Taken()]),
+    ):
+        for stranger in (prefixed, other):
+            NEWS(stranger.default_channel).declare()
+            stranger.Producer().publish("a", exchange=NEWS)
+        assert nothing_comes(connection)
+
+
+def test_a_queue_with_a_second_binding_gets_a_stream(connection, channel):
+    queue = broadcast("control")(channel)
+    queue.declare()
+    queue.bind_to(kombu.Exchange("shop")(channel), routing_key="order")
+    connection.Producer().publish("a", exchange=NEWS)
+    connection.Producer().publish("b", exchange="shop", routing_key="order")
+    assert [queue.get(no_ack=True).payload for _ in range(2)] == ["a", "b"]
+
+
+@since_5_7
+def test_broadcasts_of_a_batch_are_sent_with_it(connection):
+    taken = Taken()
+    with connection.Consumer(broadcast("control"), callbacks=[taken]):
+        with connection.Producer() as producer, producer.batch():
+            producer.publish("a", exchange=NEWS)
+            assert nothing_comes(connection, timeout=0.1)
+        assert drain(connection, taken, 1) == ["a"]
 
 
 def test_a_message_without_a_route_is_dropped_or_goes_where_it_was_told(redis_url):
