@@ -87,7 +87,10 @@ def mask(url: str) -> str:
 def explain(error: BaseException, url: str) -> str:
     """Say why a URL was refused; a library's own message may quote a part of the password."""
     if "@" in url and isinstance(error, ValueError):
-        return "it cannot be parsed; percent-encode special characters in the password"
+        return (
+            "it cannot be parsed; percent-encode special characters in the password: / # ? as %2F"
+            " %23 %3F"
+        )
     return str(error)
 
 

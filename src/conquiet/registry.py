@@ -18,10 +18,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
-from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
 
 from conquiet.config import BROKER, BROKER_VARIABLE, explain, mask, missing_extra, read, require
-from conquiet.errors import ConfigError
+from conquiet.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
     from sqlalchemy import URL, Engine
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from conquiet.source import Source
 
 CONNECT_SECONDS = 5
+_one_server = re.compile(r"(rediss?|unix)://", re.IGNORECASE)
+_several_hosts = re.compile(r"(rediss?)\+(cluster|sentinel)://", re.IGNORECASE)
 _LINE_ATTEMPTS = 3
 
 
@@ -116,20 +118,89 @@ def open_redis(
     answer_seconds: float | None = None,
     **options: Any,
 ) -> Any:
-    """Create a client of the Redis at a URL; it connects on first use.
+    """Create a client of a server, a cluster, or the master that sentinels name.
 
-    Takes broker URLs of Kombu as well: `redis-streams://HOST`, `redis+socket:///PATH`.
+        redis://user:secret@host:6379/0      also rediss:// and unix://, with redis-py's parameters
+        redis+cluster://host:7000,host:7001  rediss+cluster:// with TLS
+        redis+sentinel://user:secret@host:26379,host:26380/service/0?sentinel_password=…
+
+    Takes broker URLs of Kombu as well: `redis-streams://HOST`, `redis+socket:///PATH`. What the URL
+    says takes precedence over `options`. A client of a cluster connects now, others on first use.
     """
     redis: Any = require("redis", "redis")
     if url.startswith("sentinel"):
-        raise ConfigError(f"{origin} sentinel…: name the master itself, as redis://HOST:PORT/0")
-    waits = _redis_waits(connect_seconds, answer_seconds)
+        raise ConfigError(
+            f"{origin} sentinel…: write redis+sentinel://HOST:26379/SERVICE/0, or name the master"
+            " itself, as redis://HOST:PORT/0"
+        )
+    settings = _redis_waits(connect_seconds, answer_seconds) | options
+    several = _several_hosts.match(url)
+    if several is None and not _one_server.match(_plain_redis(url)):
+        raise ConfigError(
+            f"{origin} {mask(url)}: unknown scheme; write redis://, rediss://, unix://,"
+            " redis+cluster:// or redis+sentinel://"
+        )
     try:
-        client = redis.Redis.from_url(_plain_redis(url), **waits, **options)
-        client.connection_pool.make_connection()  # refuses options that it does not know
-    except (ValueError, TypeError, redis.RedisError) as error:
+        if several is None:
+            client = redis.Redis.from_url(_plain_redis(url), **settings)
+        else:
+            open_hosts = _open_cluster if several[2].lower() == "cluster" else _open_sentinels
+            client = open_hosts(several[1].lower(), url[several.end() :], settings)
+        if not isinstance(client, redis.RedisCluster):
+            client.connection_pool.make_connection()  # refuses options that it does not know
+    except (ValueError, TypeError, redis.DataError) as error:
         raise ConfigError(f"{origin} {mask(url)}: {explain(error, url)}") from None
+    except (redis.RedisError, redis.exceptions.RedisClusterException, OSError) as error:
+        raise StoreError(f"{origin} {mask(url)}: Redis cannot be reached: {error}") from error
     return client
+
+
+def _open_cluster(scheme: str, rest: str, settings: dict[str, Any]) -> Any:
+    redis: Any = require("redis", "redis")
+    nodes, found, _ = _parse_hosts(scheme, rest)
+    found.pop("db", None)
+    where = [redis.cluster.ClusterNode(host, port or 6379) for host, port in nodes]
+    return redis.RedisCluster(startup_nodes=where, **_with_tls(scheme, settings | found))
+
+
+def _open_sentinels(scheme: str, rest: str, settings: dict[str, Any]) -> Any:
+    module: Any = require("redis.sentinel", "redis")
+    nodes, found, path = _parse_hosts(scheme, rest)
+    service, _, database = path.partition("/")
+    if not service:
+        raise ConfigError(
+            "name the service that the sentinels watch: redis+sentinel://host:26379/service/0"
+        )
+    waits = {name: value for name, value in settings.items() if name.startswith("socket_")}
+    own = {name: found.pop(name) for name in list(found) if name.startswith("sentinel_")}
+    own = waits | {name.removeprefix("sentinel_"): value for name, value in own.items()}
+    sentinels = module.Sentinel(
+        [(host, port or 26379) for host, port in nodes], sentinel_kwargs=_with_tls(scheme, own)
+    )
+    found["db"] = int(database or 0)
+    return sentinels.master_for(service, **_with_tls(scheme, settings | found))
+
+
+def _parse_hosts(scheme: str, rest: str) -> tuple[list[tuple[str, int]], dict[str, Any], str]:
+    """Return the hosts of a URL with several, its other settings, and its path."""
+    place, _, query = rest.partition("?")
+    place, _, path = place.partition("/")
+    user, _, hosts = place.rpartition("@")
+    plain = f"{scheme}://{user}@host?{query}" if user else f"{scheme}://host?{query}"
+    settings: dict[str, Any] = require("redis.connection", "redis").parse_url(plain)
+    for name in ("host", "port", "connection_class"):
+        settings.pop(name, None)
+    nodes = []
+    for item in hosts.split(","):
+        found = urlsplit(f"//{item}")
+        if not found.hostname:
+            raise ConfigError("the URL of Redis names no host: redis+cluster://host:7000")
+        nodes.append((found.hostname, found.port or 0))
+    return nodes, settings, unquote(path)
+
+
+def _with_tls(scheme: str, settings: dict[str, Any]) -> dict[str, Any]:
+    return settings | {"ssl": True} if scheme == "rediss" else settings
 
 
 def join_cluster(
@@ -145,6 +216,8 @@ def join_cluster(
     A node of a cluster knows only its own streams.
     """
     redis: Any = require("redis", "redis")
+    if isinstance(client, redis.RedisCluster):
+        return client
     try:
         if not client.info("cluster").get("cluster_enabled"):
             return client

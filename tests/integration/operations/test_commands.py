@@ -319,7 +319,7 @@ EVERY = [*COMMANDS, ("streams", "list"), ("streams", "lag"), ("dead-letters", "l
 SERVERS = {
     "out of reach": ("redis://:top-secret@127.0.0.1:1/0", 1, "is it running"),
     "no URL": ("nonsense", 2, "is not a URL such as redis://HOST:PORT/0"),
-    "of something else": ("http://h", 2, "must specify one of the following schemes"),
+    "of something else": ("http://h", 2, "unknown scheme; write redis://"),
     "password in pieces": ("redis://u:top-secret/x@127.0.0.1/0", 2, "percent-encode"),
     "a setting nobody knows": ("redis://127.0.0.1/0?colour=blue", 2, "colour"),
     "a sentinel": ("sentinel://h", 2, "name the master itself"),

@@ -24,6 +24,7 @@ from conquiet.redis import (
     commands,
     trim_stream,
 )
+from conquiet.registry import open_redis
 from conquiet.router import Router
 
 BINARY = bytes(range(256))
@@ -197,6 +198,19 @@ def _master(watcher):
         return watcher.discover_master("shop")[1]
     except redis.RedisError:  # none at the moment
         return None
+
+
+def test_a_url_with_sentinels_opens_the_master_and_joins_its_transaction(watched):
+    watcher, _ = watched
+    port = watcher.sentinels[0].connection_pool.connection_kwargs["port"]
+    with (
+        open_redis(f"redis+sentinel://127.0.0.1:{port}/shop/0", answer_seconds=5.0) as client,
+        redis.Redis(port=_master(watcher)) as plain,
+    ):
+        with Transaction(plain).scope(()):
+            commands(client).set("k", 1)
+            assert plain.get("k") is None
+        assert client.get("k") == b"1"
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import redis
 from tests.integration.redis.conftest import ids, numbered
 from tests.waiting import eventually
 
+from conquiet.errors import StoreError
 from conquiet.message import Message
 from conquiet.redis import (
     Readers,
@@ -18,6 +19,7 @@ from conquiet.redis import (
     trim_stream,
 )
 from conquiet.redis.wire import Wire
+from conquiet.registry import join_cluster, open_redis
 from conquiet.router import Router
 from conquiet.worker import Worker
 
@@ -27,6 +29,20 @@ TOPIC = Topic("orders", partitions=8)
 @pytest.fixture
 def client(cluster_client):
     return cluster_client
+
+
+def test_a_url_with_several_hosts_opens_the_cluster(client, cluster_ports):
+    client.set("k", 1)
+    nodes = ",".join(f"127.0.0.1:{port}" for port in cluster_ports)
+    with open_redis(f"redis+cluster://{nodes}", answer_seconds=5.0) as opened:
+        assert opened.get("k") == b"1"
+        assert join_cluster(opened, "") is opened
+
+
+def test_a_cluster_that_is_out_of_reach_is_no_wrong_url():
+    with pytest.raises(StoreError, match="cannot be reached") as raised:
+        open_redis("redis+cluster://app:pa55@127.0.0.1:1", connect_seconds=1.0)
+    assert "pa55" not in str(raised.value)
 
 
 def publish(client, count, first=0, topic="orders", partitions=8):

@@ -13,7 +13,7 @@ from tests.integration.redis.servers import cluster, sentinel, tls_in_front_of
 from tests.spark.log.conftest import Log, Query
 
 from conquiet.errors import ConfigError, StoreError
-from conquiet.spark.log.connection import connect, disconnect, redacted
+from conquiet.spark.log.connection import connect, disconnect
 from conquiet.spark.log.options import ReadOptions
 from conquiet.spark.options import Address
 
@@ -138,7 +138,7 @@ def test_a_url_may_come_from_a_file_or_a_variable(tmp_path, monkeypatch, plain_l
         ("redis://app:{}/x@host:6379/0", "%2F"),
         ("redis+sentinel://host:26379,app:{}/x@host/service/0", "%2F"),
         ("redis://app:{}@host:6379/0?sockt_timeout=4", "sockt_timeout"),
-        ("http://app:{}@host", "schemes"),
+        ("http://app:{}@host", "unknown scheme"),
     ],
 )
 def test_a_url_that_cannot_be_used_is_told_without_its_secret(url, told) -> None:
@@ -168,7 +168,6 @@ def test_an_entry_that_is_refused_for_now_lets_no_other_be_read_twice(
 def test_an_address_shows_no_secret() -> None:
     address = Address(f"redis://app:{SECRET}@host/0")
     assert SECRET not in repr(address)
-    assert SECRET not in redacted(f"cannot reach redis://app:{SECRET}@host:1/0, sorry")
 
 
 def test_no_secret_is_in_plan_progress_or_errors(log, user_url, capfd) -> None:
