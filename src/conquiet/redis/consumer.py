@@ -37,7 +37,7 @@ _POLL_SECONDS = 0.02
 _SPARE = 1_000
 """How many other pending entries may lie between those that XPENDING is asked about."""
 _UNREAD_SECONDS = 0.002
-"""Without a read for so long, entries may have been added and trimmed in between."""
+"""If no read waits for so long, entries may have been added and trimmed in between."""
 _COUNT_TRIMMED_SECONDS = 1.0
 """How often trimmed entries are counted while there is much to read."""
 _REMOVE_IDLE_SECONDS = 3_600.0
@@ -254,8 +254,9 @@ class Consumer:
             if not self._stale.advance():
                 return
             self._taken.report(stream)
-            stream.show_alive(self._lease_ms)
-            self._remove_idle_names()
+            if not self._stopped.is_set():  # `close` may have removed our name
+                stream.show_alive(self._lease_ms)
+                self._remove_idle_names()
 
     def _claim(
         self, stream: GroupStream, terms: _ClaimTerms, rows: list[Pending], found: list[Delivery]
@@ -609,12 +610,12 @@ class _Taken:
 class _TrimWatch:
     """Counts entries that were trimmed before their group read them; Redis 7 and later.
 
-    A read that waits gets new entries at once. So they are counted before the first read and
-    whenever there was none for a while, but at most once a second while reads find entries.
+    A read that waits gets new entries at once. So they are counted before the first read, after a
+    pause behind a read that found none, and once a second while reads find some.
     """
 
     def __init__(self, streams: Sequence[GroupStream]) -> None:
-        # Acked entries of an outbox are deleted, which the counters of Redis cannot tell apart.
+        # Acked entries of an outbox are deleted, and the counters of Redis do not say which.
         self._streams = [stream for stream in streams if not stream.deletes]
         self._last_count = self._last_read = -math.inf
         self._found_some = False
@@ -627,10 +628,11 @@ class _TrimWatch:
     def count(self) -> int:
         """Count if it is due, and log; each loss is counted by one consumer of the group."""
         now = time.monotonic()
-        since_count = now - self._last_count
-        if now - self._last_read < _UNREAD_SECONDS or (
-            self._found_some and since_count < _COUNT_TRIMMED_SECONDS
-        ):
+        if self._found_some:
+            is_due = now - self._last_count >= _COUNT_TRIMMED_SECONDS
+        else:
+            is_due = now - self._last_read >= _UNREAD_SECONDS
+        if not is_due:
             return 0
         self._last_count = now
         total = 0

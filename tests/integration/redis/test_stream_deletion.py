@@ -148,6 +148,20 @@ def test_a_stream_that_was_emptied_before_its_first_read_is_noticed(source, publ
 
 
 @pytest.mark.usefixtures("needs_counters")
+def test_trimmed_entries_are_counted_while_there_is_much_to_read(
+    source, publish, redis_client, monkeypatch
+):
+    monkeypatch.setattr("conquiet.redis.consumer._COUNT_TRIMMED_SECONDS", 0.0)
+    publish(30)
+    one = source()
+    for left in (20, 10):
+        assert len(one.read(5, 1.0)) == 5
+        redis_client.xtrim(STREAM, maxlen=left, approximate=False)
+    assert ids(one.read(5, 1.0)) == [f"m-{n}" for n in range(20, 25)]
+    assert one.deleted == 10
+
+
+@pytest.mark.usefixtures("needs_counters")
 @pytest.mark.parametrize("start", ["beginning", "now"])
 def test_what_was_trimmed_before_the_group_was_created_is_no_loss_to_it(
     source, publish, redis_client, start
