@@ -18,6 +18,17 @@ from conquiet.message import Message
 HANG_UP = -1
 HANG = -2
 GRACEFUL_CLOSE = -3
+DRIP = -4
+CONTINUE_SLOWLY = -5
+CONTINUE_FAST = -6
+MANY_HEADERS = -7
+ENDLESS = {
+    DRIP: (b"HTTP/1.1 200 OK\r\ncontent-length: 1000000\r\n\r\n", b"x", 0.02),
+    CONTINUE_SLOWLY: (b"", b"HTTP/1.1 100 Continue\r\n\r\n", 0.02),
+    CONTINUE_FAST: (b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 1000, 0.0),
+    MANY_HEADERS: (b"HTTP/1.1 200 OK\r\n", b"a: " + b"b" * 60_000 + b"\r\n", 0.0),
+}
+"""The beginning of an answer, what follows without end, and the pause between."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -36,6 +47,11 @@ class _Handler(BaseHTTPRequestHandler):
             receiver.released.wait(30)
         if status == HANG_UP:
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        if status in ENDLESS:
+            begin, more, pause = ENDLESS[status]
+            self.wfile.write(begin)
+            while not receiver.released.wait(pause):
+                self.wfile.write(more)
         if status < 0 and status != GRACEFUL_CLOSE:
             self.close_connection = True
             return

@@ -12,7 +12,16 @@ from typing import Any
 
 import pytest
 from cloudevents.v1.http import from_http
-from tests.unit.sinks.http_receiver import GRACEFUL_CLOSE, HANG, HANG_UP, Receiver
+from tests.unit.sinks.http_receiver import (
+    CONTINUE_FAST,
+    CONTINUE_SLOWLY,
+    DRIP,
+    GRACEFUL_CLOSE,
+    HANG,
+    HANG_UP,
+    MANY_HEADERS,
+    Receiver,
+)
 from tests.waiting import eventually
 
 from conquiet.errors import GivenBack, InvalidMessage, SinkUnavailable
@@ -158,6 +167,24 @@ def test_a_receiver_that_hangs_is_an_outage_and_not_waited_for_by_every_message(
     with pytest.raises(SinkUnavailable, match="in time"):
         sink.publish(numbered(50))
     assert len(receiver.requests) <= 2
+    sink.close()
+
+
+@pytest.mark.parametrize("answer", [DRIP, CONTINUE_SLOWLY, CONTINUE_FAST, MANY_HEADERS])
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_an_answer_without_end_costs_its_message_an_attempt_and_the_relay_the_timeout(
+    request: pytest.FixtureRequest, certificate: Path, scheme: str, answer: int
+) -> None:
+    """The timeout of a socket alone would never end: each read brings a byte in time."""
+    receiver = request.getfixturevalue("secure" if scheme == "https" else "receiver")
+    context = ssl.create_default_context(cafile=certificate) if scheme == "https" else None
+    sink = HttpSink(receiver.url, timeout=0.3, context=context)
+    receiver.answers["m-0"] = [answer]
+    began = time.monotonic()
+    [refused] = sink.publish(numbered(1))
+    assert isinstance(refused, Refused)
+    assert time.monotonic() - began < 5  # the receiver would go on until the end of the test
+    assert sink.publish(numbered(2)[1:]) == [None]
     sink.close()
 
 

@@ -5,6 +5,8 @@
 3xx 401 403 404 405 407 410           wrong address or credentials: an outage likewise
 other 4xx                             the receiver will never accept this message: `Rejected`
 other 5xx                             the receiver failed at this message: `Refused`
+an answer that cannot be read, or     likewise
+does not end within the timeout
 """
 
 from __future__ import annotations
@@ -14,12 +16,13 @@ import ssl
 import time
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Self, cast
 from urllib.parse import quote, unquote, urlsplit
 
 from conquiet.acking import Error
 from conquiet.config import check_timeout, explain
 from conquiet.errors import ConfigError, PermanentError, SinkUnavailable
+from conquiet.exchange import ExchangeSocket, TooMuchReceived
 from conquiet.message import Message, describe
 from conquiet.relay.sinks.answers import Answers, Refused, not_tried
 from conquiet.relay.sinks.envelope import Envelope
@@ -30,6 +33,8 @@ _WRONG_ADDRESS = frozenset((401, 403, 404, 405, 407, 410))
 _MAX_PAUSE_SECONDS = 60.0
 _MAX_TIMEOUTS = 2
 _MAX_ANSWER_BYTES = 64 * 1024
+_MAX_RECEIVED_BYTES = 512 * 1024
+"""Of one answer with its headers and any number of interim replies (100 Continue) before it."""
 # CloudEvents' HTTP binding: printable ASCII is not quoted, except space, " and %.
 _UNQUOTED = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) not in '"%')
 
@@ -50,8 +55,9 @@ class HttpSink(Sink):
     """Posts each message to one URL.
 
     The topic of a message is sent as the header `ce-topic`. Requests of one batch are sent one
-    after the other, on one connection; messages that are not begun within `timeout` seconds are
-    given back. A certificate that cannot be verified is an outage; `context` is for private
+    after the other, on one connection. `timeout` seconds are the time for connecting, sending and
+    the whole answer of one message; messages that are not begun within `timeout` seconds are given
+    back. A certificate that cannot be verified is an outage; `context` is for private
     certificate authorities.
     """
 
@@ -129,7 +135,7 @@ class HttpSink(Sink):
 
     def check(self) -> None:
         """Raise `SinkUnavailable` if the receiver cannot be reached."""
-        connection = self._open()
+        connection = self._open(self._timeout)
         try:
             connection.connect()
         except (OSError, http.client.HTTPException) as error:
@@ -143,11 +149,11 @@ class HttpSink(Sink):
         if connection is not None:
             connection.close()
 
-    def _open(self) -> http.client.HTTPConnection:
+    def _open(self, seconds: float) -> http.client.HTTPConnection:
         if self._context is None:
-            return http.client.HTTPConnection(self._host, self._port, timeout=self._timeout)
+            return http.client.HTTPConnection(self._host, self._port, timeout=seconds)
         return http.client.HTTPSConnection(
-            self._host, self._port, timeout=self._timeout, context=self._context
+            self._host, self._port, timeout=seconds, context=self._context
         )
 
     def _answer(self, message: Message[Any], envelope: Envelope) -> Error:
@@ -165,29 +171,52 @@ class HttpSink(Sink):
 
     def _post(self, message: Message[Any], envelope: Envelope) -> Error:
         headers = self._all_headers(message, envelope)
+        until = time.monotonic() + self._timeout
         if self._connection is not None:
             try:
-                return self._exchange(message, envelope.body, headers)
+                return self._exchange(message, envelope.body, headers, until)
             except (ConnectionError, http.client.BadStatusLine):
                 self.close()  # the receiver may close an idle connection at any time
-        self._connection = self._open()
+        connection = self._connection = self._open(_left(until))
         try:
-            self._connection.connect()
+            connection.connect()
         except OSError as error:
             self.close()
             return SinkUnavailable(f"{self._place} cannot be reached: {error!r:.200}")
+        connection.sock = cast(
+            "Any", ExchangeSocket(connection.sock, max_bytes=_MAX_RECEIVED_BYTES)
+        )
         try:
-            return self._exchange(message, envelope.body, headers)
+            return self._exchange(message, envelope.body, headers, until)
         except (ConnectionError, http.client.BadStatusLine) as error:
             self.close()
             return Refused(f"{_name(message)}: {self._place} closed the connection: {error!r:.200}")
 
-    def _exchange(self, message: Message[Any], body: bytes, headers: dict[str, str]) -> Error:
-        assert self._connection is not None
-        self._connection.request("POST", self._path, body, headers)
-        response = self._connection.getresponse()
-        text = response.read(_MAX_ANSWER_BYTES)
-        if response.read(1) or response.will_close:
+    def _exchange(
+        self, message: Message[Any], body: bytes, headers: dict[str, str], until: float
+    ) -> Error:
+        connection = self._connection
+        assert connection is not None
+        exchange = cast("ExchangeSocket", connection.sock)
+        exchange.begin(_left(until))
+        connection.request("POST", self._path, body, headers)
+        try:
+            response = connection.getresponse()
+            text = response.read(_MAX_ANSWER_BYTES)
+            has_more = bool(response.read(1))
+        except (ConnectionError, http.client.BadStatusLine):
+            raise
+        except TimeoutError:
+            if not exchange.received:
+                raise
+            self.close()
+            why = f"began to answer, and did not end within {self._timeout:g} s"
+            return Refused(f"{_name(message)}: {self._place} {why}")
+        except (TooMuchReceived, http.client.HTTPException) as error:
+            self.close()
+            why = f"its answer cannot be read: {error!r:.200}"
+            return Refused(f"{_name(message)}: {self._place}: {why}")
+        if has_more or response.will_close:
             self.close()
         return self._judge(message, response, text)
 
@@ -238,6 +267,11 @@ def _credentials(url: str) -> tuple[str, dict[str, str]]:
     else:
         header = f"Bearer {unquote(user)}"
     return parts._replace(netloc=place).geturl(), {"authorization": header}
+
+
+def _left(until: float) -> float:
+    """Return the seconds until a deadline; a moment at least, since a timeout of 0 is none."""
+    return max(0.001, until - time.monotonic())
 
 
 def _name(message: Message[Any]) -> str:
