@@ -1,9 +1,9 @@
-"""Settings from flags, environment and a TOML file; URLs without their secrets; missing extras.
+"""Settings from flags, environment and a TOML file; URLs of sinks; missing extras.
 
     flag  >  variable of the environment  >  line of the file that CONQUIET_CONFIG names  >  default
 
 A table of `Setting` rows is read by `load`, printed by `--print-settings` and shown in the docs.
-This module imports nothing but the standard library; `conquiet.registry` opens what a URL names.
+This module needs nothing but the standard library; `conquiet.registry` opens what a URL names.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from conquiet.errors import ConfigError
+from conquiet.secret import mask
 
 CONFIG_VARIABLE = "CONQUIET_CONFIG"
 DATABASE_VARIABLE = "CONQUIET_DATABASE_URL"
@@ -57,31 +58,6 @@ def missing_extra(error: ImportError, extra: str) -> MissingExtra:
 
 
 # --- URLs -----------------------------------------------------------------------------------
-
-_scheme = re.compile(r"[\w+.-]+://")
-_secret = re.compile(
-    r"(?i)([?&;][\w.%-]*(?:pass|pwd|secret|token|key|sig|credential|auth|code|jaas)[\w.%-]*=)[^&]*"
-)
-
-
-def mask(url: str) -> str:
-    """Replace the password of a URL, and parameters that look like secrets, by `***`.
-
-    Masks too much rather than too little: up to the last @, since a password may not be
-    percent-encoded, and also where the scheme is missing.
-
-    >>> mask("postgresql://app:pa55@db/shop?sslpassword=x")
-    'postgresql://app:***@db/shop?sslpassword=***'
-    """
-    found = _scheme.match(url)
-    scheme = found.group() if found else ""
-    login, at, place = url[len(scheme) :].rpartition("@")
-    user, colon, _ = login.partition(":")
-    if colon:
-        login = f"{user}:***"
-    elif at and scheme in ("http://", "https://"):
-        login = "***"
-    return scheme + _secret.sub(r"\1***", f"{login}{at}{place}")
 
 
 def explain(error: BaseException, url: str) -> str:
@@ -274,8 +250,7 @@ def _convert(setting: Setting, text: str, origin: str, required: bool) -> Any:
         return setting.read(text)
     except ValueError:
         where = setting.variable if origin == setting.variable else f"{setting.variable}, {origin}"
-        shown = setting.show(text)
-        raise ConfigError(f"{where}: {shown!r:.100} is not {setting.allowed}") from None
+        raise ConfigError(f"{where}: {mask(text)!r:.100} is not {setting.allowed}") from None
 
 
 def _read_section(path: Path, section: str) -> dict[str, Any]:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from conquiet.secret import mask_all
+
 
 class ConquietError(Exception):
     """Base of every error that conquiet raises."""
 
 
 class ConfigError(ConquietError):
-    """A setting, a registration or an order of middlewares is wrong; raised at start."""
+    """A setting, a registration or an order of middlewares is wrong; raised at start.
+
+    >>> print(ConfigError("no such option: redis://app:pa55@db/0"))
+    no such option: redis://app:***@db/0
+    """
+
+    def __init__(self, text: str = "") -> None:
+        super().__init__(mask_all(text))  # it may quote any setting, and so a password
 
 
 class PermanentError(ConquietError):

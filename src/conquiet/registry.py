@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
 
-from conquiet.config import BROKER, BROKER_VARIABLE, explain, mask, missing_extra, read, require
+from conquiet.config import BROKER, BROKER_VARIABLE, explain, missing_extra, read, require
 from conquiet.errors import ConfigError, StoreError
+from conquiet.secret import mask
 
 if TYPE_CHECKING:
     from sqlalchemy import URL, Engine

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from conquiet import Message, Router, Worker, cli
+from conquiet.errors import ConfigError
 from conquiet.jsonlines import LinesSource
 from conquiet.processes import run_processes
 from conquiet.sql import Outbox, engine, schema
@@ -143,6 +144,47 @@ def check(command, url, capfd, caplog):
 @pytest.mark.parametrize(("command", "url"), list(_cases(OF_REDIS, REDIS)))
 def test_of_redis(command, url, capfd, caplog) -> None:
     check(command, url, capfd, caplog)
+
+
+USAGE_ERRORS = [
+    ["streams", "list", "--database", "URL"],  # unrecognized arguments
+    ["streams", "list", "--database=URL"],
+    ["streams", "URL"],  # an invalid choice
+    ["URL"],
+    ["outbox", "list", "--limit", "URL"],  # an invalid value
+    ["outbox", "list", "--state", "URL", "--database", "sqlite:///x"],
+    ["outbox", "status", "--table", "URL", "--database", "sqlite:///x"],  # a ConfigError
+    ["relay", "run", "--health", "URL", "--database", "sqlite:///x"],
+    ["relay", "run", "--batch-size", "URL", "--database", "sqlite:///x"],
+    ["dashboard", "--port", "URL"],
+    ["dashboard", "--public-url", "URL"],
+    ["worker", "run", "URL"],
+    ["pipeline", "show", "URL"],
+]
+QUOTED = {
+    "a database": f"postgresql://a:{SECRET}@h/x",
+    "no user": f"redis://:{SECRET}@h",
+    "no host": f"redis://app:{SECRET}",
+    "no scheme": f"app:{SECRET}@h:1",
+    "a space": f"postgresql://a:b {SECRET} c@h/x",
+    "a quote": f"postgresql://a:b'{SECRET}@h/x",
+    "a parameter": f"kafka://h:1/t?sasl.password={SECRET}&x=1",
+    "cut off": f"postgresql://{'a' * 50}:{SECRET}{'z' * 200}@h/x",
+}
+
+
+@pytest.mark.parametrize("url", QUOTED.values(), ids=QUOTED.keys())
+@pytest.mark.parametrize("command", USAGE_ERRORS, ids=" ".join)
+def test_of_wrong_usage(command, url, capfd, caplog) -> None:
+    code, output, logs = told([part.replace("URL", url) for part in command], capfd, caplog)
+    assert code == 2, output
+    assert SECRET not in output + logs, output
+    assert "error" in output
+
+
+def test_an_error_about_settings_keeps_what_is_no_secret() -> None:
+    text = "two servers: redis://app:***@one:6379/0 and 'kafka://a:9092,b:9092/t'; write redis://HOST:PORT/0"
+    assert str(ConfigError(text)) == text
 
 
 @pytest.mark.parametrize(("command", "url"), list(_cases(OF_DATABASES, DATABASES)))

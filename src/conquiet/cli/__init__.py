@@ -29,6 +29,7 @@ from conquiet.cli import (
 )
 from conquiet.cli.terminal import FAILED, INTERRUPTED, OK, USAGE, Parser, one_line, printable, red
 from conquiet.errors import ConfigError, ConquietError
+from conquiet.secret import mask_all
 
 GROUPS = (
     demo,
@@ -95,10 +96,10 @@ def _report(error: Exception, debug: bool) -> int:
         import traceback
 
         lines = "".join(traceback.format_exception(error)).splitlines()
-        print(*map(printable, lines), sep="\n", file=sys.stderr)
+        print(*(printable(mask_all(line)) for line in lines), sep="\n", file=sys.stderr)
     known = isinstance(error, ConquietError)
     text = str(error) if known else f"{type(error).__name__}: {error}; --debug shows where"
-    print(f"{red('conquiet: error:', sys.stderr)} {one_line(text)}", file=sys.stderr)
+    print(f"{red('conquiet: error:', sys.stderr)} {one_line(mask_all(text))}", file=sys.stderr)
     return USAGE if isinstance(error, ConfigError) else FAILED
 
 

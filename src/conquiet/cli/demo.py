@@ -180,7 +180,7 @@ def _print(story: Any, folder: Path) -> None:
 
 
 def _print_addresses(servers: Any) -> None:
-    from conquiet.config import mask
+    from conquiet.secret import mask
 
     database, broker = mask(servers.database), mask(servers.broker)
     print(

@@ -13,8 +13,9 @@ from typing import Any, Literal
 
 from conquiet.cli.options import add_broker, add_database
 from conquiet.cli.terminal import FAILED, OK, dim, green, one_line, print_json, red, yellow
-from conquiet.config import BROKER_VARIABLE, DATABASE_VARIABLE, explain, mask
+from conquiet.config import BROKER_VARIABLE, DATABASE_VARIABLE, explain
 from conquiet.errors import ConfigError, ConquietError
+from conquiet.secret import mask
 
 _EPILOG = f"""\
 examples:

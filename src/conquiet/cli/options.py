@@ -237,8 +237,9 @@ def _broker(given: str | None) -> tuple[str, str]:
 @contextmanager
 def redis_at(given: str | None) -> Iterator[Any]:
     """Open a client of the server, or of the cluster that it belongs to; close it at the end."""
-    from conquiet.config import mask, require
+    from conquiet.config import require
     from conquiet.registry import CONNECT_SECONDS, join_cluster, open_redis
+    from conquiet.secret import mask
 
     redis = require("redis", "redis")
     url = broker_url(given)

@@ -12,6 +12,7 @@ from typing import Any, NoReturn, TextIO
 from conquiet.cli.progress import end_waiting
 from conquiet.errors import ConfigError
 from conquiet.message import printable as in_one_row
+from conquiet.secret import mask, mask_all
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 """0: all is well. 1: something failed or differs. 2: wrong usage or settings. 130: Ctrl-C."""
@@ -27,8 +28,10 @@ class Parser(ArgumentParser):
         settings.setdefault("formatter_class", RawDescriptionHelpFormatter)
         super().__init__(allow_abbrev=False, **settings)
         self._is_mixing = False
+        self._given: list[str] = []
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._given = list(sys.argv[1:] if args is None else args)
         if self._is_mixing or self._subparsers is not None:  # argparse mixes in commands only
             return super().parse_known_args(args, namespace)
         self._is_mixing = True
@@ -38,8 +41,11 @@ class Parser(ArgumentParser):
             self._is_mixing = False
 
     def error(self, message: str) -> NoReturn:
+        for argument in self._given:  # whole, since a password may have spaces
+            for quoted in (argument, repr(argument)[1:-1]):
+                message = message.replace(quoted, mask(quoted))
         mark = red(f"{self.prog}: error:", sys.stderr)
-        self.exit(USAGE, f"{mark} {one_line(message)}; see {self.prog} --help\n")
+        self.exit(USAGE, f"{mark} {one_line(mask_all(message))}; see {self.prog} --help\n")
 
 
 def one_line(text: str) -> str:

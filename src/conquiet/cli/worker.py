@@ -205,7 +205,6 @@ def _make_from_router(
 ) -> Worker:
     from pathlib import Path
 
-    from conquiet.config import mask
     from conquiet.jsonlines import LinesSink
     from conquiet.registry import (
         SinkOptions,
@@ -215,6 +214,7 @@ def _make_from_router(
         is_shareable,
         refuse_one_file_for_both,
     )
+    from conquiet.secret import mask
     from conquiet.worker import Worker
 
     source_url, sink_url = options.get("source", "-"), options.get("sink", "-")

@@ -30,7 +30,7 @@ def _read_address(text: str) -> tuple[str, int] | None:
     if text == "off":
         return None
     parts = urlsplit(f"//{text}")
-    if not parts.hostname or parts.port is None or parts.path:
+    if not parts.hostname or parts.port is None or parts.path or "@" in text:
         raise ValueError
     return parts.hostname, parts.port
 

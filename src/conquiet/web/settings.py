@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from conquiet import config
-from conquiet.config import Setting, choice, mask, read_boolean, whole
+from conquiet.config import Setting, choice, read_boolean, whole
 from conquiet.errors import ConfigError
+from conquiet.secret import mask
 
 if TYPE_CHECKING:
     from conquiet.web.access import Access

@@ -7,9 +7,9 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from conquiet.config import mask
 from conquiet.errors import NotFound, StoreError
 from conquiet.registry import join_cluster, open_database, open_redis
+from conquiet.secret import mask
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine

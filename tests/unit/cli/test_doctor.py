@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from conquiet.cli import doctor, main
-from conquiet.config import mask
 from conquiet.embedded import binaries
+from conquiet.secret import mask
 
 
 @pytest.fixture(autouse=True)

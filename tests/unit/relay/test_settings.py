@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from conquiet.cli import main
-from conquiet.config import mask
 from conquiet.errors import ConfigError
 from conquiet.relay.settings import SETTINGS, Settings, load
+from conquiet.secret import mask
 
 DATABASE = {"CONQUIET_DATABASE_URL": "postgresql://app:s3cret@db/shop"}
 

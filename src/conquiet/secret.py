@@ -1,0 +1,60 @@
+"""Secrets: URLs, and texts that quote them, without their passwords."""
+
+from __future__ import annotations
+
+import re
+
+_scheme = re.compile(r"(?:[\w+.-]+:)?//")
+_port = re.compile(r"(\d{1,5}|PORT)(?=$|[/?#,;.)'\"])")
+_parameter = re.compile(
+    r"(?i)([?&;][\w.%-]*(?:pass|pwd|secret|token|key|sig|credential|auth|code|jaas)[\w.%-]*=)[^&]*"
+)
+_quoted_url = re.compile(
+    r"""
+      (?<=')[\w+.-]+://[^']*(?=')    # with spaces in it, if need be
+    | (?<=")[\w+.-]+://[^"]*(?=")
+    | (?:[\w+.-]+:|(?<![\w:/]))//\S*
+    | \S+:\S*@\S*                    # without a scheme
+    | \S*[?&]\S*=\S*
+    """,
+    re.VERBOSE,
+)
+
+
+def mask(url: str) -> str:
+    """Replace the password of a URL, and parameters that look like secrets, by `***`.
+
+    Masks too much rather than too little: up to the last @, since a password may not be
+    percent-encoded; also where the scheme is missing, or the URL was cut off before its @.
+
+    >>> mask("postgresql://app:pa55@db/shop?sslpassword=x")
+    'postgresql://app:***@db/shop?sslpassword=***'
+    """
+    found = _scheme.match(url)
+    scheme = found.group() if found else ""
+    login, at, place = url[len(scheme) :].rpartition("@")
+    user, colon, _ = login.partition(":")
+    if colon:
+        login = f"{user}:***"
+    elif at and scheme in ("http://", "https://"):
+        login = "***"
+    elif scheme and not at:
+        place = _mask_cut(place)
+    return scheme + _parameter.sub(r"\1***", f"{login}{at}{place}")
+
+
+def _mask_cut(place: str) -> str:
+    """Mask `user:password`, where `host:port` would be expected."""
+    host, colon, port = place.partition(":")
+    if not colon or "/" in host or "?" in host or host.startswith("[") or _port.match(port):
+        return place
+    return f"{host}:***"
+
+
+def mask_all(text: str) -> str:
+    """Mask every URL that a text quotes.
+
+    >>> mask_all("unrecognized arguments: --broker redis://:pa55@db/0 app:pa55@db")
+    'unrecognized arguments: --broker redis://:***@db/0 app:***@db'
+    """
+    return _quoted_url.sub(lambda found: mask(found[0]), text)
