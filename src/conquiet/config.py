@@ -14,6 +14,7 @@ import re
 import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
@@ -125,6 +126,14 @@ def check_timeout(timeout: float) -> float:
             f" {_LONGEST_TIMEOUT_SECONDS} at most"
         )
     return float(timeout)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether an address to listen on is reached from this machine only."""
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 # --- settings -------------------------------------------------------------------------------

@@ -7,9 +7,10 @@ import re
 import pytest
 from starlette.routing import Route
 
+from conquiet.config import is_loopback
 from conquiet.errors import ConfigError
 from conquiet.web import Basic, Header, Token, dashboard
-from conquiet.web.access import SESSION_SECONDS, Open, Signer, is_loopback
+from conquiet.web.access import SESSION_SECONDS, Open, Signer
 from conquiet.web.guard import HEADERS
 from tests.web.browsing import Browser
 

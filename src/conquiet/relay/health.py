@@ -1,27 +1,33 @@
 """Serve `/healthz`, `/readyz` and `/metrics` while the relay works.
 
 A check runs in a thread of its own, one at a time, and its answer is cached: many probes, or a
-dependency that hangs, do not cause more checks.
+dependency that hangs, do not cause more checks. Connections are bounded, and a request has one
+deadline: slow clients take neither threads nor the place of a probe.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from conquiet.errors import ConfigError
+from conquiet.exchange import ExchangeSocket
 
 logger = logging.getLogger("conquiet.relay")
 
 FRESH_SECONDS = 2.0
 _REST = 10  # a slow check is repeated after ten times its duration at the earliest
 _REQUEST_SECONDS = 5.0
+_MAX_REQUEST_BYTES = 16 * 1024
+_MAX_CONNECTIONS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +38,9 @@ class Answer:
     milliseconds: float
     detail: Mapping[str, Any] = field(default_factory=dict)
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self, *, details: bool) -> dict[str, Any]:
+        if not details:
+            return {"ok": self.ok}
         return {"ok": self.ok, "milliseconds": self.milliseconds, **self.detail}
 
 
@@ -91,7 +99,11 @@ class Check:
 
 
 class Health:
-    """Answers probes; `alive` returns why the relay should be restarted, or None."""
+    """Answers probes; `alive` returns why the relay should be restarted, or None.
+
+    `details` adds counts and errors to `/readyz`; an error may name the host and the user of a
+    database.
+    """
 
     def __init__(
         self,
@@ -99,8 +111,10 @@ class Health:
         *,
         alive: Callable[[], str | None],
         metrics: Callable[[], bytes],
+        details: bool = False,
     ) -> None:
         self._checks = checks
+        self._details = details
         self._alive = alive
         self._metrics = metrics
         self.stopping = False
@@ -116,7 +130,9 @@ class Health:
             body = {
                 "ready": ready,
                 "stopping": self.stopping,
-                "checks": {name: answer.as_json() for name, answer in answers.items()},
+                "checks": {
+                    name: answer.as_json(details=self._details) for name, answer in answers.items()
+                },
             }
             return _json(200 if ready else 503, body)
         if path == "/metrics":
@@ -139,7 +155,6 @@ class HealthServer:
                 f"CONQUIET_OUTBOX_HEALTH: {host}:{port} cannot be used ({error.strerror}); choose"
                 " another HOST:PORT, or off"
             ) from error
-        self._server.daemon_threads = True
         self.host, self.port = host, int(self._server.server_address[1])
         self._thread = threading.Thread(
             target=self._server.serve_forever,
@@ -156,7 +171,40 @@ class HealthServer:
 
 
 class _Server(ThreadingHTTPServer):
+    daemon_threads = True
     request_queue_size = 256  # with the default of 5, a few connections would block a probe
+
+    def __init__(self, *arguments: Any) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[socket.socket, bool] = {}
+        """Connections, the oldest first, and whether each has still to send its request."""
+        super().__init__(*arguments)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a connection; of too many, close the one that has been silent for longest."""
+        with self._lock:
+            if len(self._open) >= _MAX_CONNECTIONS:
+                silent = next((one for one, is_silent in self._open.items() if is_silent), request)
+                self._open.pop(silent, None)
+                with suppress(OSError):
+                    silent.shutdown(socket.SHUT_RDWR)  # its thread reads the end, and closes it
+            is_accepted = len(self._open) < _MAX_CONNECTIONS
+            if is_accepted:
+                self._open[request] = True
+        if is_accepted:
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def begin_answer(self, request: socket.socket) -> None:
+        with self._lock:
+            if request in self._open:
+                self._open[request] = False
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log a probe that hangs up without a traceback."""
@@ -165,9 +213,16 @@ class _Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     health: Health
-    timeout = _REQUEST_SECONDS  # a client that sends nothing must not keep a thread
+    server: _Server
     server_version = "conquiet"
     sys_version = ""
+
+    def setup(self) -> None:
+        self._accepted = self.request
+        self._exchange = ExchangeSocket(self._accepted, max_bytes=_MAX_REQUEST_BYTES)
+        self._exchange.begin(_REQUEST_SECONDS)
+        self.request = self._exchange
+        super().setup()
 
     def do_GET(self) -> None:
         self._answer(with_body=True)
@@ -176,7 +231,9 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(with_body=False)
 
     def _answer(self, *, with_body: bool) -> None:
+        self.server.begin_answer(self._accepted)
         status, kind, body = self.health.respond(self.path.partition("?")[0])
+        self._exchange.begin(_REQUEST_SECONDS)
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))

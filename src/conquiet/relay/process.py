@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from conquiet.acking import Error
 from conquiet.backoff import Backoff
-from conquiet.config import DATABASE_VARIABLE, Url, missing_extra, require
+from conquiet.config import DATABASE_VARIABLE, Url, is_loopback, missing_extra, require
 from conquiet.errors import Blameless, ConfigError
 from conquiet.message import Message
 from conquiet.registry import SinkOptions, connect_sink, open_database, sink_scheme
@@ -197,6 +197,7 @@ class RelayProcess:
                 {"database": self._database, "sink": self._sink},
                 alive=self._trouble,
                 metrics=self.metrics.exposition,
+                details=_may_name_details(settings),
             )
             self.server: HealthServer | None = None
             if settings.health is not None:
@@ -294,6 +295,11 @@ class RelayProcess:
             return {"checked": "by publishing"}
 
         return look
+
+
+def _may_name_details(settings: Settings) -> bool:
+    """Return whether `/readyz` may say more than whether each dependency is ready."""
+    return settings.health_details or settings.health is None or is_loopback(settings.health[0])
 
 
 def sink_options(settings: Settings, closing: ExitStack) -> SinkOptions:

@@ -98,6 +98,10 @@ SETTINGS: tuple[Setting, ...] = (
         "health", "CONQUIET_OUTBOX_HEALTH", "127.0.0.1:8081", _read_address, "HOST:PORT or off",
         "where /healthz, /readyz and /metrics answer; port 0 takes a free one",
     ),
+    Setting(
+        "health_details", "CONQUIET_OUTBOX_HEALTH_DETAILS", "false", read_boolean, "true or false",
+        "let /readyz name counts and errors also where it listens beyond loopback",
+    ),
     config.LOG_FORMAT,
     config.LOG_LEVEL,
 )  # fmt: skip
@@ -124,6 +128,7 @@ class Settings:
     stuck_after_seconds: float
     grace_seconds: float
     health: tuple[str, int] | None
+    health_details: bool
     log_format: str
     log_level: str
     texts: Mapping[str, str] = field(default_factory=dict)

@@ -196,10 +196,3 @@ def new_session(signer: Signer) -> str:
 def cookie_name(signer: Signer, of: str = "session") -> str:
     """Return a name that differs by secret: cookies do not depend on the port of a host."""
     return f"conquiet_{of}_{signer.digest('cookie name')[:8]}"
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"

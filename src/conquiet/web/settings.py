@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from conquiet import config
-from conquiet.config import Setting, choice, read_boolean, whole
+from conquiet.config import Setting, choice, is_loopback, read_boolean, whole
 from conquiet.errors import ConfigError
 from conquiet.secret import mask
 
@@ -154,7 +154,7 @@ def load(
 
 def access_of(settings: Settings) -> tuple[Access, bool]:
     """Return how users sign in, and whether a new token was created that must be printed."""
-    from conquiet.web.access import Basic, Header, Open, Token, is_loopback
+    from conquiet.web.access import Basic, Header, Open, Token
 
     if settings.auth == "none":
         if not is_loopback(settings.host):

@@ -10,12 +10,16 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 from tests.waiting import eventually
 
 from conquiet.errors import ConfigError
 from conquiet.relay.health import Check, Health, HealthServer
+from conquiet.relay.process import RelayProcess
+from conquiet.relay.settings import load
 
 
 def get(server: HealthServer, path: str, method: str = "GET") -> tuple[int, bytes]:
@@ -83,6 +87,7 @@ def parts():
         {"database": Check(dependency.look, timeout=5, fresh=0)},
         alive=lambda: trouble[0] if trouble else None,
         metrics=lambda: b"conquiet_relay_pending 0.0\n",
+        details=True,
     )
     server = HealthServer(health, "127.0.0.1", 0)
     yield dependency, trouble, health, server
@@ -122,6 +127,104 @@ def test_metrics_and_other_paths(parts) -> None:
     assert get(server, "/metrics") == (200, b"conquiet_relay_pending 0.0\n")
     assert get(server, "/metrics", "HEAD") == (200, b"")
     assert get(server, "/")[0] == 404
+
+
+def test_without_details_ready_names_no_error_and_no_count() -> None:
+    dependency = Dependency()
+    dependency.error = ConnectionError("postgresql://app@db.internal/shop: away")
+    health = Health(
+        {"database": Check(dependency.look, timeout=5, fresh=0)},
+        alive=lambda: None,
+        metrics=lambda: b"",
+    )
+    status, _, body = health.respond("/readyz")
+    assert status == 503
+    assert json.loads(body)["checks"] == {"database": {"ok": False}}
+
+
+@pytest.mark.parametrize(
+    ("address", "asked_for", "named"),
+    [
+        ("127.0.0.1:0", "false", True),
+        ("localhost:0", "false", True),
+        ("0.0.0.0:0", "false", False),
+        ("0.0.0.0:0", "true", True),
+    ],
+)
+def test_a_relay_names_details_on_loopback_or_if_asked_to(
+    tmp_path, address, asked_for, named
+) -> None:
+    (tmp_path / "shop.sqlite").touch()
+    flags = {
+        "database": f"sqlite:///{tmp_path}/shop.sqlite",
+        "sink": f"file:{tmp_path}/events.jsonl",
+        "health": address,
+        "health_details": asked_for,
+    }
+    process = RelayProcess(load(flags, environ={}))
+    try:
+        assert process.server is not None
+        status, body = get(process.server, "/readyz")
+    finally:
+        process._open.close()
+    assert status == 503  # the tables are missing
+    assert ("error" in json.loads(body)["checks"]["database"]) is named
+
+
+def trickle(server: HealthServer, count: int) -> Iterator[socket.socket]:
+    for _ in range(count):
+        slow = socket.create_connection(("127.0.0.1", server.port), timeout=5)
+        slow.sendall(b"GET /healthz HTTP/1.0\r\nx-")
+        yield slow
+
+
+def test_slow_clients_take_neither_threads_nor_the_place_of_a_probe(parts) -> None:
+    *_, server = parts
+    before = threading.active_count()
+    slow = list(trickle(server, 300))
+    try:
+        assert get(server, "/healthz")[0] == 200
+        assert eventually(lambda: threading.active_count() - before <= 32)
+        assert get(server, "/readyz")[0] == 200
+    finally:
+        for one in slow:
+            one.close()
+
+
+def test_probes_whose_checks_hang_are_bounded_as_well(parts) -> None:
+    dependency, _, _, server = parts
+    dependency.go_on.clear()
+    before = threading.active_count()
+    asked = [socket.create_connection(("127.0.0.1", server.port), timeout=5) for _ in range(60)]
+    try:
+        for one in asked:
+            with suppress(OSError):  # refused, as one too many
+                one.sendall(b"GET /readyz HTTP/1.0\r\n\r\n")
+        assert eventually(lambda: threading.active_count() - before <= 32 + 1)  # and the check
+    finally:
+        dependency.go_on.set()
+        for one in asked:
+            one.close()
+
+
+def test_a_request_has_one_deadline(parts, monkeypatch) -> None:
+    """A byte now and then is in time for each read, and must not keep a thread."""
+    monkeypatch.setattr("conquiet.relay.health._REQUEST_SECONDS", 0.2)
+    *_, server = parts
+    [slow] = trickle(server, 1)
+    slow.settimeout(0.02)
+
+    def is_closed() -> bool:
+        try:
+            slow.sendall(b"x")
+            return slow.recv(1) == b""
+        except TimeoutError:
+            return False
+        except OSError:
+            return True
+
+    with slow:
+        assert eventually(is_closed)
 
 
 def test_an_address_in_use_is_a_wrong_setting(parts) -> None:
