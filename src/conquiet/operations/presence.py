@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import http.client
 import json
-import urllib.error
-import urllib.request
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from conquiet.errors import StoreError
+from conquiet.exchange import ExchangeSocket
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
@@ -114,7 +115,10 @@ def list_sessions(engine: Engine) -> list[Session]:
 
 
 def check_relays(urls: Iterable[str], timeout: float = _HEALTH_SECONDS) -> list[Health]:
-    """Ask relays for their health at `http://HOST:PORT`, as CONQUIET_OUTBOX_HEALTH sets it."""
+    """Ask relays for their health at `http://HOST:PORT`, as CONQUIET_OUTBOX_HEALTH sets it.
+
+    Each has `timeout` seconds for its whole answer; a redirect is no answer of a relay.
+    """
     return [_health(url.rstrip("/"), timeout) for url in urls]
 
 
@@ -122,17 +126,32 @@ def _health(url: str, timeout: float) -> Health:
     if not url.startswith(("http://", "https://")):
         url = f"http://{url}"
     try:
-        with urllib.request.urlopen(f"{url}/readyz", timeout=timeout) as reply:
-            status, body = reply.status, reply.read(_MOST_BYTES)
-    except urllib.error.HTTPError as error:
-        with error:
-            status, body = error.code, error.read(_MOST_BYTES)
+        status, body = _get(f"{url}/readyz", timeout)
     except (OSError, ValueError, http.client.HTTPException) as error:
-        return Health(url, False, False, {"error": str(getattr(error, "reason", error))})
+        return Health(url, False, False, {"error": str(error) or type(error).__name__})
     try:
         detail = json.loads(body)
     except (ValueError, RecursionError):
         detail = None
-    if not isinstance(detail, dict):
+    if status not in (200, 503) or not isinstance(detail, dict):
         return Health(url, False, False, {"error": f"no relay answers there; HTTP status {status}"})
     return Health(url, True, status == 200, detail)
+
+
+def _get(url: str, timeout: float) -> tuple[int, bytes]:
+    """Return status and body, all within `timeout` seconds; redirects are not followed."""
+    until = time.monotonic() + timeout
+    parts = urlsplit(url)
+    is_secure = parts.scheme == "https"
+    kind = http.client.HTTPSConnection if is_secure else http.client.HTTPConnection
+    connection = kind(parts.hostname or "", parts.port, timeout=timeout)
+    try:
+        connection.connect()
+        bounded: Any = ExchangeSocket(connection.sock, max_bytes=_MOST_BYTES)
+        connection.sock = bounded
+        bounded.begin(until - time.monotonic())
+        connection.request("GET", parts.path)
+        with connection.getresponse() as reply:
+            return reply.status, reply.read()
+    finally:
+        connection.close()

@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
 from conquiet.operations.presence import check_relays, list_sessions, list_workers
 from conquiet.relay.health import Check, Health, HealthServer
 from conquiet.sql import engine as make_engine
@@ -37,7 +45,10 @@ def test_relays_are_asked_for_their_health() -> None:
             raise ValueError("the sink is gone")
 
     health = Health(
-        {"sink": Check(look, timeout=1, fresh=0)}, alive=lambda: None, metrics=lambda: b""
+        {"sink": Check(look, timeout=1, fresh=0)},
+        alive=lambda: None,
+        metrics=lambda: b"",
+        details=True,
     )
     server = HealthServer(health, "127.0.0.1", 0)
     url = f"{server.host}:{server.port}"
@@ -52,3 +63,68 @@ def test_relays_are_asked_for_their_health() -> None:
         server.close()
     [found] = check_relays([url])
     assert (found.alive, "refused" in found.detail["error"]) == (False, True)
+
+
+@contextmanager
+def answering(answer) -> Iterator[str]:
+    """A server that answers every request by `answer(handler)`; its address."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            with suppress(OSError):
+                answer(self)
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_a_redirect_is_not_followed() -> None:
+    """Else a relay's address would choose what the dashboard asks inside its own network."""
+    asked: list[str] = []
+
+    def inside(handler: BaseHTTPRequestHandler) -> None:
+        asked.append(handler.path)
+        handler.send_response(200)
+        handler.end_headers()
+        handler.wfile.write(b'{"ready": true}')
+
+    with answering(inside) as secret:
+
+        def redirect(handler: BaseHTTPRequestHandler) -> None:
+            handler.send_response(302)
+            handler.send_header("location", f"{secret}/readyz")
+            handler.end_headers()
+
+        with answering(redirect) as url:
+            [found] = check_relays([url])
+    assert (found.alive, asked) == (False, [])
+    assert "HTTP status 302" in found.detail["error"]
+
+
+@pytest.mark.parametrize("where", ["header", "body"])
+def test_a_relay_that_drips_its_answer_is_not_waited_for(where: str) -> None:
+    released = threading.Event()
+
+    def drip(handler: BaseHTTPRequestHandler) -> None:
+        handler.wfile.write(b"HTTP/1.0 200 OK\r\n" + (b"\r\n" if where == "body" else b"x: "))
+        while not released.wait(0.02):
+            handler.wfile.write(b"x")
+
+    with answering(drip) as url:
+        began = time.monotonic()
+        [found] = check_relays([url], timeout=0.2)
+        waited = time.monotonic() - began
+        released.set()
+    assert not found.alive
+    assert "timed out" in found.detail["error"]
+    assert waited < 5  # it would go on until it is released
