@@ -228,17 +228,21 @@ def describe(attributes: Mapping[str, Any]) -> str:
     return printable(f"{kind!s:.100} id={name!s:.100} source={source!s:.100}")
 
 
-def printable(text: str) -> str:
-    r"""Escape control characters, so that a message's text cannot forge log lines.
+def printable(text: str, keep: str = "") -> str:
+    r"""Escape control characters, so that a message's text cannot forge lines or cells.
+
+    `keep` are characters to leave as they are, such as line breaks in a text of several lines.
 
     >>> print(printable("a\nb \x1b[2J"))
     a\nb \x1b[2J
     """
-    return STEERING.sub(lambda found: repr(found[0])[1:-1], text)
+    return STEERING.sub(lambda found: found[0] if found[0] in keep else ascii(found[0])[1:-1], text)
 
 
-# Control characters of C0 and C1, other line ends, and changes of the writing direction.
-STEERING = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+# Control characters of C0 and C1, other line ends, and marks and changes of the writing direction.
+STEERING = re.compile(
+    r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]"
+)
 
 
 def now_text() -> str:

@@ -18,11 +18,11 @@ from conquiet.cli.terminal import (
     confirm,
     dim,
     green,
+    in_one_row,
     one_line,
     print_facts,
     print_json,
     print_table,
-    printable,
     red,
 )
 from conquiet.errors import ConfigError
@@ -87,7 +87,7 @@ def _list(options: Namespace) -> int:
         return OK
     for letter in found:
         about = f"{letter.id}  {letter.time}  {letter.event_type}  {letter.event_id}"
-        print(printable(f"{about}  {letter.attempts} attempts"))
+        print(in_one_row(f"{about}  {letter.attempts} attempts"))
         print(dim(f"    {one_line(letter.reason):.{_SHOWN}}", sys.stdout))
     if not found:
         print(green("no dead letters", sys.stdout))
@@ -122,7 +122,8 @@ def _show(options: Namespace) -> int:
     attributes = facts.pop("attributes")
     data, traceback = facts.pop("data"), facts.pop("traceback")
     print_facts(list(facts.items()))
-    print_facts([("attributes", "\n".join(f"{n}: {v}" for n, v in attributes.items()) + "\n")])
+    rows = [in_one_row(f"{name}: {value}") for name, value in attributes.items()]
+    print_facts([("attributes", "\n".join(rows) + "\n")])
     print_facts([("data", f"{data}\n"), ("traceback", f"{traceback}\n" if traceback else "")])
     return OK
 

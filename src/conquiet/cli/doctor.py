@@ -12,7 +12,17 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from conquiet.cli.options import add_broker, add_database
-from conquiet.cli.terminal import FAILED, OK, dim, green, one_line, print_json, red, yellow
+from conquiet.cli.terminal import (
+    FAILED,
+    OK,
+    dim,
+    green,
+    in_one_row,
+    one_line,
+    print_json,
+    red,
+    yellow,
+)
 from conquiet.config import BROKER_VARIABLE, DATABASE_VARIABLE, explain
 from conquiet.errors import ConfigError, ConquietError
 from conquiet.secret import mask
@@ -119,7 +129,7 @@ def _print(checks: Sequence[Check]) -> None:
             print(f"{section}")
         paint = {"ok": green, "absent": dim, "notice": yellow, "broken": red}[check.status]
         status = paint(f"{check.status:<6}", sys.stdout)
-        print(f"  {status}  {check.name:<{width}}  {check.detail}")
+        print(f"  {status}  {check.name:<{width}}  {in_one_row(check.detail)}")
         if check.fix and check.status != "ok":
             print(f"  {'':<6}  {'':<{width}}  → {check.fix}")
 

@@ -15,6 +15,7 @@ from conquiet.cli.terminal import (
     add_yes,
     confirm,
     green,
+    in_one_row,
     one_line,
     print_json,
     print_table,
@@ -159,7 +160,7 @@ def _print_queues(chosen: Sequence[Any], letters: dict[str, list[Any]]) -> None:
     print_table(_HEAD, rows, [yellow if _is_in_trouble(info) else None for info in chosen])
     for queue, some in letters.items():
         for letter in some:
-            print(red(f"{queue} {letter.id}", sys.stdout), one_line(letter.reason))
+            print(red(in_one_row(f"{queue} {letter.id}"), sys.stdout), one_line(letter.reason))
     if any(_stuck(info) for info in chosen):
         print("conquiet kombu clean gives back the messages of dead consumers", file=sys.stderr)
 

@@ -31,10 +31,10 @@ from conquiet.cli.terminal import (
     confirm,
     dim,
     green,
+    in_one_row,
     one_line,
     print_facts,
     print_json,
-    printable,
     red,
     yellow,
 )
@@ -284,7 +284,7 @@ def _list(options: Namespace) -> int:
             f"{entry.event_id}  {entry.state:<9}  {entry.attempts:>3} attempts"
             f"  {entry.created_at}  {entry.event_type}  {about}"
         )
-        print(printable(line.rstrip()))
+        print(in_one_row(line.rstrip()))
         if entry.last_error:
             print(dim(f"    {one_line(entry.last_error):.200}", sys.stdout))
     if not entries:

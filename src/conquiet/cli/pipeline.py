@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conquiet.cli.options import Verb, add_group, add_verb, count, seconds
-from conquiet.cli.terminal import FAILED, OK, print_json, print_table
+from conquiet.cli.terminal import FAILED, OK, in_one_row, print_json, print_table
 from conquiet.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -405,7 +405,7 @@ def _reconcile(options: Namespace) -> int:
                 print_json({"table": name, **plain})
             else:
                 cells = ", ".join(f"{column}={_text(plain[column])}" for column in plain)
-                print(f"{name}: {cells}")
+                print(in_one_row(f"{name}: {cells}"))
     print(f"{wrong} rows do not agree" if wrong else "everything agrees", file=sys.stderr)
     return FAILED if wrong else OK
 

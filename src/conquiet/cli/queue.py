@@ -6,6 +6,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 from datetime import timedelta
+from textwrap import indent
 from typing import Any
 
 from conquiet.cli.options import Verb, add_broker, add_group, add_verb, count, redis_at, span
@@ -14,6 +15,7 @@ from conquiet.cli.terminal import (
     OK,
     dim,
     green,
+    in_one_row,
     one_line,
     print_facts,
     print_json,
@@ -177,12 +179,12 @@ def _peek(options: Namespace) -> int:
         return OK
     for entry in found:
         about = f"{entry.id}  {entry.time}  {entry.event_type}  {entry.event_id}"
-        print(printable(about.rstrip()))
+        print(in_one_row(about.rstrip()))
         if options.whole:
             print_facts([(f"  {name}", value) for name, value in entry.attributes.items()])
         data = entry.data if options.whole else f"{one_line(entry.data):.{_DATA_SHOWN}}"
         if data:
-            print(dim(printable(f"    {data}"), sys.stdout))
+            print(dim(indent(printable(data), "    ", lambda line: True), sys.stdout))
     if not found:
         print("no entries")
     return OK

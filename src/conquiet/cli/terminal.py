@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
+from textwrap import indent
 from typing import Any, NoReturn, TextIO
 
 from conquiet.cli.progress import end_waiting
 from conquiet.errors import ConfigError
-from conquiet.message import printable as in_one_row
+from conquiet.message import STEERING
+from conquiet.message import printable as escape
 from conquiet.secret import mask, mask_all
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -53,11 +54,13 @@ def one_line(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Escape control characters, so that the content of a message cannot control the terminal."""
-    return _steering.sub(lambda found: repr(found[0])[1:-1], text)
+    """Escape what would control the terminal in a text of several lines."""
+    return escape(text, keep="\n\t")
 
 
-_steering = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+def in_one_row(text: str) -> str:
+    """Escape line breaks as well: one in a type must not look like another row of a list."""
+    return escape(text)
 
 
 def has_colour(stream: TextIO) -> bool:
@@ -78,7 +81,7 @@ def print_json(value: Any, stream: TextIO | None = None) -> None:
     import json
 
     text = json.dumps(value, ensure_ascii=False)
-    text = _steering.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    text = STEERING.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
     print(text, file=stream or sys.stdout)
 
 
@@ -126,13 +129,15 @@ def _cell(value: object) -> str:
 
 
 def print_facts(facts: Sequence[tuple[str, object]]) -> None:
-    """Print names and values; a value of several lines is printed below its name."""
-    width = max((len(name) for name, _ in facts), default=0)
-    for name, value in facts:
+    """Print names and values; a value of several lines is printed below its name, indented."""
+    names = [in_one_row(name) for name, _ in facts]
+    width = max(map(len, names), default=0)
+    for name, (_, value) in zip(names, facts, strict=True):
         text = "-" if value in (None, "") else printable(str(value))
         if "\n" in text:
             print(name)
-            print("\n".join(f"  {line}" for line in text.rstrip().splitlines()))
+            margin = " " * (len(name) - len(name.lstrip(" ")) + 2)
+            print(indent(text.rstrip(), margin, lambda line: True))
         else:
             print(f"{name:<{width}}  {text}")
 

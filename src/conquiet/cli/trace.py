@@ -24,9 +24,9 @@ from conquiet.cli.terminal import (
     OK,
     dim,
     green,
+    in_one_row,
     one_line,
     print_json,
-    printable,
     red,
     yellow,
 )
@@ -96,25 +96,29 @@ def _print(found: Any) -> None:
     for row in found.written:
         paint = {"published": green, "parked": red}.get(row.state, yellow)
         print(
-            f"outbox   {row.table} row {row.id}: {paint(row.state, sys.stdout)},"
-            f" {printable(row.event_type)}, written {row.created_at},"
+            f"outbox   {in_one_row(row.table)} row {row.id}: {paint(row.state, sys.stdout)},"
+            f" {in_one_row(row.event_type)}, written {row.created_at},"
             f" published {row.published_at or '-'}, {row.attempts} attempts"
         )
         if row.last_error:
             print(dim(f"           {one_line(row.last_error):.200}", sys.stdout))
     for entry in found.logged:
-        print(f"log      {printable(entry.stream)} {entry.id}, added {entry.time}")
+        print(f"log      {in_one_row(entry.stream)} {entry.id}, added {entry.time}")
         for taker in entry.takers:
-            print(f"           {printable(taker.name)}: {_state(taker)}")
+            print(f"           {in_one_row(taker.name)}: {_state(taker)}")
     for letter in found.buried:
-        print(red(f"dead     {letter.stream} {letter.id}: {one_line(letter.reason)}", sys.stdout))
+        where = in_one_row(f"{letter.stream} {letter.id}")
+        print(red(f"dead     {where}: {one_line(letter.reason)}", sys.stdout))
     for item in found.remembered:
-        where = dim(printable(item.where), sys.stdout)
-        print(f"inbox    {printable(item.subscriber)}: {item.state} {item.time}  {where}")
+        where = dim(in_one_row(item.where), sys.stdout)
+        print(f"inbox    {in_one_row(f'{item.subscriber}: {item.state} {item.time}')}  {where}")
     for part in found.searched:
-        print(f"{part.stream} was read from {part.begin} to {part.end} only", file=sys.stderr)
+        print(
+            f"{in_one_row(part.stream)} was read from {part.begin} to {part.end} only",
+            file=sys.stderr,
+        )
     for note in found.notes:
-        print(dim(note, sys.stderr), file=sys.stderr)
+        print(dim(one_line(note), sys.stderr), file=sys.stderr)
     if not found.found:
         print(f"no trace of {found.event_id!r}")
 
@@ -122,7 +126,7 @@ def _print(found: Any) -> None:
 def _state(taker: Any) -> str:
     if taker.state == "pending":
         since = f"idle {taker.idle_seconds:,.1f} s, delivery {taker.deliveries}"
-        return f"{yellow('pending', sys.stdout)} with {printable(taker.consumer)}, {since}"
+        return f"{yellow('pending', sys.stdout)} with {in_one_row(taker.consumer)}, {since}"
     paint = yellow if taker.state == "unread" else green
     return paint(taker.state, sys.stdout)
 

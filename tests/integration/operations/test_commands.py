@@ -159,6 +159,40 @@ def test_streams_trim_deletes_only_what_all_are_done_with(
     said("streams", "trim", "orders", "nowhere", "--yes", code=1)
 
 
+# --- lists of hostile texts -----------------------------------------------------------------
+
+FORGED = "m-1\n1700000000000-0  2023-11-14T22:13:20.000Z  paid  m-2\u2028\x85\u202e\u200f\r\x1b[2J"
+
+
+@pytest.fixture
+def forged(redis_client) -> None:
+    """An entry and a dead letter whose type and id end a line and begin another one."""
+    event = {"specversion": "1.0", "id": FORGED, "type": FORGED, "source": FORGED, "data": FORGED}
+    redis_client.xadd("orders", event)
+    redis_client.xadd("dead", {**event, "deadreason": FORGED, "deadattempts": "1"})
+    redis_client.xadd(f"dead:{FORGED}", {**event, "deadreason": FORGED})
+
+
+@pytest.mark.parametrize(
+    ("command", "lines"),
+    [
+        ("queue peek orders", 2),
+        ("queue peek orders --whole", None),
+        ("dead-letters list dead", 2),
+        ("dead-letters list", 3),
+        ("dead-letters show dead ID", None),
+        ("streams list", None),
+        ("trace ID --full", 3),
+    ],
+)
+def test_a_line_break_in_an_event_forges_no_row(forged, said, command, lines) -> None:
+    out, err = said(*(FORGED if word == "ID" else word for word in command.split()))
+    shown = (out + err).splitlines()
+    assert lines in (None, len(shown)), shown
+    assert not any(line.startswith("1700000000000-0") for line in shown)
+    assert not {"\r", "\x1b", "\x85", "\u2028", "\u202e", "\u200f"} & set(out + err)
+
+
 # --- dead letters ---------------------------------------------------------------------------
 
 

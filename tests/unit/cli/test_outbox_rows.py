@@ -67,6 +67,19 @@ def test_status_counts_what_waits_and_fails_if_something_is_parked(url, capsys) 
     assert answer(capsys, "status")["parked"] == 0
 
 
+def test_a_line_break_in_an_event_forges_no_row(url, capsys) -> None:
+    forged = "x\ne-9  parked      0 attempts\u2028\u202e\x1b[2J"
+    engine = make_engine(url)
+    with engine.begin() as connection:
+        values = row(7, event_type=forged, key=forged, last_error=forged, event_id=forged)
+        connection.execute(insert(OUTBOX).values(**values))
+    engine.dispose()
+    assert main(["outbox", "list"]) == 0
+    out = capsys.readouterr().out
+    assert len(out.splitlines()) == 5 + 3  # three of the five rows have an error
+    assert not {"\u2028", "\u202e", "\x1b"} & set(out)
+
+
 def test_list_shows_the_oldest_first_or_only_what_is_parked(url, capsys) -> None:
     waiting = answer(capsys, "list")
     assert waiting[0]["event_id"] == "e-2"
