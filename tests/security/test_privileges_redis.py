@@ -191,4 +191,8 @@ def test_an_operator_at_the_command_line(as_user, url_of, filled, redis_client, 
     assert redis_client.xlen("orders:dead") == 0
     operator = as_user("conquiet_operator")
     denied(operator, "FLUSHALL", "DEL orders", "CONFIG GET *", "XGROUP DESTROY orders billing")
-    denied(as_user("conquiet_dashboard"), "XADD orders * a b", "XDEL orders 1-1", "EVAL return 0")
+    reader = as_user("conquiet_dashboard")
+    denied(reader, "XADD orders * a b", "XDEL orders 1-1")
+    for script in ("redis.call('XADD', 'orders', '*', 'a', 'b')", "redis.call('FLUSHALL')"):
+        with pytest.raises(redis.ResponseError, match=r"ACL failure|NOPERM|can't run"):
+            reader.eval(script, 0)

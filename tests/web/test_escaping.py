@@ -73,6 +73,47 @@ def test_no_page_holds_what_an_event_says_as_html(make, shop) -> None:
         assert found.suspects == [], path
 
 
+def test_no_page_changes_its_writing_direction(make, shop) -> None:
+    """A reason such as "invoice<U+202E>fdp.exe" would read as another one."""
+    turned = "a\u202e\u2066\u200f\u061cb"
+    [id_] = shop.write(1, turned)
+    shop.mark([id_], "parked_at", attempts=3, error=turned)
+    shop.publish([id_], stream=turned, type_=turned, data=f'{{"x": "{turned}"}}'.encode())
+    shop.take(1, group=turned, consumer=turned, stream=turned)
+    shop.bury(1, stream=turned, why=turned)
+    [(entry, _)] = shop.client.xrange(turned)
+    client = Browser(make())
+    for path, params in [
+        ("/", {}),
+        ("/streams", {}),
+        ("/stream", {"name": turned}),
+        ("/group", {"stream": turned, "name": turned}),
+        ("/entry", {"stream": turned, "id": entry.decode()}),
+        ("/outbox", {"state": "any"}),
+        ("/outbox/row", {"id": id_}),
+        ("/dead-letters", {"stream": "dead"}),
+        ("/dead-letters/letter", {"stream": "dead", "id": id_}),
+        ("/dead-letters/drop", {"stream": "dead"}),
+        ("/processes", {}),
+        ("/trace", {"id": id_}),
+    ]:
+        text = client.get(path, params=params).text
+        assert not set("\u202e\u2066\u200f\u061c") & set(text), path
+        assert "a\\u202e\\u2066" in text, path
+
+
+def test_an_action_names_a_stream_as_it_is(make, shop) -> None:
+    """What is shown is escaped; what a form sends back is not."""
+    name = "dead\u202e"
+    shop.publish(shop.write(1))
+    shop.bury(1)
+    shop.client.rename("dead", name)
+    client = Browser(make())
+    text = client.get("/dead-letters/drop", params={"stream": name}).text
+    assert f'name="stream" value="{name}"' in text
+    assert "1 dead letter of dead\\u202e" in text
+
+
 def test_notes_are_escaped_too(make, shop) -> None:
     client = Browser(make())
     token = client.app.signer.digest("form", "anonymous")

@@ -189,6 +189,38 @@ def test_relays_are_seen_by_their_sessions(make, database_url) -> None:
     assert "conquiet-dashboard" not in text
 
 
+def test_no_field_makes_a_page_long_and_no_list_loads_whole_entries(make, shop) -> None:
+    big = "x" * 2_000_000
+    event = {"specversion": "1.0", "id": big, "type": big, "source": big, "data": big, "more": big}
+    entry = shop.client.xadd("orders", event).decode()
+    shop.client.xadd("dead", {**event, "deadreason": big, "deadtraceback": big}).decode()
+    shop.client.xgroup_create("orders", "billing", "0")
+    [letter] = [id_.decode() for id_, _ in shop.client.xrange("dead")]
+    [id_] = shop.write(1, big)
+    shop.mark([id_], "parked_at", attempts=3, error=big)
+    client = Browser(make())
+    for path, params, is_list in [
+        ("/", {}, True),
+        ("/streams", {}, True),
+        ("/stream", {"name": "orders"}, True),
+        ("/group", {"stream": "orders", "name": "billing"}, True),
+        ("/processes", {}, True),
+        ("/dead-letters", {"stream": "dead"}, True),
+        ("/dead-letters/drop", {"stream": "dead"}, True),
+        ("/outbox", {}, True),
+        ("/outbox/row", {"id": id_}, False),
+        ("/entry", {"stream": "orders", "id": entry}, False),
+        ("/dead-letters/letter", {"stream": "dead", "id": letter}, False),
+        ("/trace", {"id": id_}, False),
+    ]:
+        before = shop.client.info("stats")["total_net_output_bytes"]
+        answer = client.get(path, params=params)
+        sent = shop.client.info("stats")["total_net_output_bytes"] - before
+        assert answer.status_code == 200, path
+        assert len(answer.content) < 1_000_000, path
+        assert not is_list or sent < 1_000_000, path
+
+
 def test_relays_are_asked_for_their_health(make, shop) -> None:
     from conquiet.relay.health import Check, Health, HealthServer
 

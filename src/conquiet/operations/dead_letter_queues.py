@@ -38,7 +38,7 @@ class KombuLetters:
         with asking(self.name):
             return bool(self._wire.call(self._key, b"EXISTS", self._key))
 
-    def scan(self, filter_: Filter) -> Iterator[tuple[Letter, Any]]:
+    def scan(self, filter_: Filter, *, brief: bool = False) -> Iterator[tuple[Letter, Any]]:
         with asking(self.name):
             last = self._wire.call(self._key, b"XREVRANGE", self._key, LAST, FIRST, b"COUNT", 1)
         at = b"0-0"

@@ -14,7 +14,14 @@ from conquiet.errors import ConquietError, InvalidMessage, NotFound
 from conquiet.message import Message
 from conquiet.middleware import dead_letter
 from conquiet.operations.dead_letters import ENTRY, STREAM, Filter, Letter, letter_of
-from conquiet.operations.streams import asking, names_of, time_of, translate, wired
+from conquiet.operations.streams import (
+    asking,
+    names_of,
+    range_parts,
+    time_of,
+    translate,
+    wired,
+)
 from conquiet.redis import ids
 from conquiet.redis.dead_letter import UNREADABLE_TYPE
 from conquiet.redis.entry import TOPIC_FIELD, from_fields, to_fields
@@ -23,6 +30,20 @@ from conquiet.redis.topic import Topic, streams_of
 from conquiet.redis.wire import Wire
 
 _PAGE = 200
+_BRIEF_BYTES = 64 * 1024
+"""More than a reason and a traceback have."""
+
+# KEYS: a stream. ARGV: a field. Returns the length, if the first or last entry has the field.
+_HOLDS = b"""
+for _, ends in ipairs({{'XRANGE', '-', '+'}, {'XREVRANGE', '+', '-'}}) do
+  for _, entry in ipairs(redis.call(ends[1], KEYS[1], ends[2], ends[3], 'COUNT', 1)) do
+    for at = 1, #entry[2], 2 do
+      if entry[2][at] == ARGV[1] then return redis.call('XLEN', KEYS[1]) end
+    end
+  end
+end
+return 0
+"""
 
 # KEYS: the letters, where the message goes. ARGV: the letter, the fields of the message.
 # One script, so that two replays at the same time do not publish it twice.
@@ -52,10 +73,10 @@ class StreamLetters:
         with asking(self.name):
             return bool(self._wire.call(self._key, b"EXISTS", self._key))
 
-    def scan(self, filter_: Filter) -> Iterator[tuple[Letter, Any]]:
+    def scan(self, filter_: Filter, *, brief: bool = False) -> Iterator[tuple[Letter, Any]]:
         found = self._entries(filter_.ids) if filter_.ids else []
         is_all = bool(found) and len(found) == len(set(filter_.ids))
-        for entry_id, fields in found if is_all else self._range(filter_):
+        for entry_id, fields in found if is_all else self._range(filter_, brief):
             letter = self._letter(entry_id, fields)
             if letter is not None:
                 yield letter, fields
@@ -69,10 +90,10 @@ class StreamLetters:
             pages = [self._wire.call(self._key, b"XRANGE", self._key, at, at) for at in places]
         return [entry for page in pages for entry in page]
 
-    def _range(self, filter_: Filter) -> Iterator[tuple[bytes, list[bytes]]]:
+    def _range(self, filter_: Filter, brief: bool) -> Iterator[tuple[bytes, list[bytes]]]:
         with asking(self.name):
             # Only up to the present end: a message that fails again is appended there.
-            last = self._wire.call(self._key, b"XREVRANGE", self._key, LAST, FIRST, b"COUNT", 1)
+            last = range_parts(self._wire, self.stream, LAST, FIRST, 1, newest=True, max_fields=0)
         if not last:
             return
         starts = [ids.MIN]
@@ -83,9 +104,14 @@ class StreamLetters:
         at = max(starts, key=ids.parse)
         while ids.parse(at) <= ids.parse(last[0][0]):
             with asking(self.name):
-                page = self._wire.call(
-                    self._key, b"XRANGE", self._key, at, last[0][0], b"COUNT", _PAGE
-                )
+                if brief:
+                    page = range_parts(
+                        self._wire, self.stream, at, last[0][0], _PAGE, max_bytes=_BRIEF_BYTES
+                    )
+                else:
+                    page = self._wire.call(
+                        self._key, b"XRANGE", self._key, at, last[0][0], b"COUNT", _PAGE
+                    )
             yield from page
             if len(page) < _PAGE:
                 return
@@ -176,28 +202,13 @@ def list_streams(client: Any, pattern: str = "*") -> dict[str, int]:
     """Return the streams whose first or last entry is a dead letter, and their lengths."""
     with wired(client, f"streams {pattern!r}") as wire:
         names = names_of(wire, pattern)
-        replies = iter(
-            wire.send(
-                [
-                    (name.encode(), command)
-                    for name in names
-                    for command in (
-                        (b"XLEN", name),
-                        (b"XRANGE", name, FIRST, LAST, b"COUNT", 1),
-                        (b"XREVRANGE", name, LAST, FIRST, b"COUNT", 1),
-                    )
-                ]
-            )
-            if names
-            else ()
-        )
+        field = dead_letter.REASON
+        questions = [(name.encode(), (b"EVAL", _HOLDS, 1, name, field)) for name in names]
+        replies = wire.send(questions) if questions else []
         found: dict[str, int] = {}
-        for name in names:
-            length, first, last = (next(replies) for _ in range(3))
-            for reply in (length, first, last):
-                if isinstance(reply, redis.RedisError):
-                    raise translate(reply, f"stream {name!r}")
-            ends = [fields[::2] for _, fields in (*first, *last)]
-            if any(dead_letter.REASON.encode() in names_of_fields for names_of_fields in ends):
-                found[name] = length
+        for name, reply in zip(names, replies, strict=True):
+            if isinstance(reply, redis.RedisError):
+                raise translate(reply, f"stream {name!r}")
+            if reply:
+                found[name] = int(reply)
         return found

@@ -104,10 +104,11 @@ class Letters(Protocol):
     def exists(self) -> bool:
         """Whether the place exists; a stream is created by its first letter."""
 
-    def scan(self, filter_: Filter) -> Iterator[tuple[Letter, Any]]:
+    def scan(self, filter_: Filter, *, brief: bool = False) -> Iterator[tuple[Letter, Any]]:
         """Yield the letters there are now, the oldest first, each with the data for `send`.
 
-        May skip letters that the filter excludes; callers apply the filter to the others.
+        With `brief`, long data may be cut, and must not be sent. May skip letters that the filter
+        excludes; callers apply the filter to the others.
         """
 
     def send(self, letter: Letter, raw: Any, to: str | None) -> bool:
@@ -168,8 +169,10 @@ def list_streams(client: Any, pattern: str = "*") -> dict[str, int]:
     return list_streams(client, pattern)
 
 
-def find(letters: Letters, filter_: Filter | None = None, limit: int = 100) -> list[Letter]:
-    """Return up to `limit` letters, the oldest first.
+def find(
+    letters: Letters, filter_: Filter | None = None, limit: int = 100, *, brief: bool = False
+) -> list[Letter]:
+    """Return up to `limit` letters, the oldest first; with `brief`, long data may be cut.
 
     >>> from conquiet.operations import dead_letters
     >>> letters = dead_letters.open_letters("dead-letters", client)
@@ -177,7 +180,7 @@ def find(letters: Letters, filter_: Filter | None = None, limit: int = 100) -> l
     []
     """
     found: list[Letter] = []
-    for letter, _ in _matching(letters, filter_ or Filter()):
+    for letter, _ in _matching(letters, filter_ or Filter(), brief):
         found.append(letter)
         if len(found) == limit:
             break
@@ -233,7 +236,7 @@ def _each(
 ) -> Outcome:
     done: list[str] = []
     failed: list[Failure] = []
-    for letter, raw in _matching(letters, filter_):
+    for letter, raw in _matching(letters, filter_, dry_run):
         if limit is not None and len(done) + len(failed) == limit:
             break
         try:
@@ -248,8 +251,9 @@ def _each(
     return Outcome(tuple(done), tuple(failed), dry_run)
 
 
-def _matching(letters: Letters, filter_: Filter) -> Iterator[tuple[Letter, Any]]:
-    return ((letter, raw) for letter, raw in letters.scan(filter_) if filter_.matches(letter))
+def _matching(letters: Letters, filter_: Filter, brief: bool) -> Iterator[tuple[Letter, Any]]:
+    found = letters.scan(filter_, brief=brief)
+    return ((letter, raw) for letter, raw in found if filter_.matches(letter))
 
 
 def letter_of(
@@ -325,7 +329,7 @@ class FileLetters:
     def exists(self) -> bool:
         return self.path.exists()
 
-    def scan(self, filter_: Filter) -> Iterator[tuple[Letter, Any]]:
+    def scan(self, filter_: Filter, *, brief: bool = False) -> Iterator[tuple[Letter, Any]]:
         try:
             with self.path.open("rb") as lines:
                 end = os.fstat(lines.fileno()).st_size

@@ -148,7 +148,9 @@ class LogSearch:
         found: list[Buried] = []
         filter_ = Filter((self._event_id,))
         for name in list_streams(self._client):
-            for letter, _ in islice(StreamLetters(self._client, name).scan(filter_), MOST):
+            for letter, _ in islice(
+                StreamLetters(self._client, name).scan(filter_, brief=True), MOST
+            ):
                 if filter_.matches(letter):
                     about = (letter.id, letter.time, letter.reason, letter.source)
                     found.append(Buried(name, *about))

@@ -2,6 +2,9 @@
 
 Needs commands of Redis 6.0 only; figures that newer servers report themselves (lag, entries added)
 are used where they exist. In a cluster, each stream is asked on the node that holds it.
+
+Redis has no command for a part of an entry: scripts leave out what is not shown, so that entries of
+megabytes do not travel with every look at a list.
 """
 
 from __future__ import annotations
@@ -34,6 +37,34 @@ _PENDING_PAGE = 500
 _AT_ONCE = 200
 _STALE_MS = 24 * 3_600_000
 """Idle for so long, an entry is stale for every lease in use."""
+
+# KEYS: a stream. Returns XINFO STREAM, of the first and the last entry the ids alone.
+_ABOUT = b"""
+local about = redis.call('XINFO', 'STREAM', KEYS[1])
+for at = 1, #about, 2 do
+  if type(about[at + 1]) == 'table' then about[at + 1] = {about[at + 1][1]} end
+end
+return about
+"""
+# KEYS: a stream. ARGV: XRANGE or XREVRANGE, start, end, count; how many fields of an entry, and how
+# many bytes of a name or a value, are wanted. Reads one entry after the other, to hold few at once.
+_PARTS = b"""
+local command, at, last = ARGV[1], ARGV[2], ARGV[3]
+local found, previous = {}, nil
+for _ = 1, tonumber(ARGV[4]) do
+  local page = redis.call(command, KEYS[1], at, last, 'COUNT', previous and 2 or 1)
+  local entry = page[#page]
+  if not entry or entry[1] == previous then break end
+  local fields = {}
+  for place = 1, math.min(#entry[2], 2 * tonumber(ARGV[5])) do
+    fields[place] = string.sub(entry[2][place], 1, tonumber(ARGV[6]))
+  end
+  found[#found + 1] = {entry[1], fields}
+  at, previous = entry[1], entry[1]
+end
+return found
+"""
+_FIELDS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +205,7 @@ def survey(client: Any, pattern: str = "*") -> list[StreamInfo]:
 def describe(client: Any, name: str) -> StreamInfo:
     """Describe one stream; raise `NotFound` if there is none of this name."""
     with wired(client, f"stream {name!r}") as wire:
-        wire.call(name.encode(), b"XINFO", b"STREAM", name)  # raises if it is no stream
+        wire.call(name.encode(), b"EVAL", _ABOUT, 1, name)  # raises if it is no stream
         for found in _describe(wire, [name]):
             return found
     raise NotFound(f"stream {name!r}: does not exist; conquiet streams list shows all")
@@ -220,7 +251,7 @@ def _describe(wire: Wire, names: Sequence[str]) -> Iterator[StreamInfo]:
             (name, command)
             for name in names
             for command in (
-                (b"XINFO", b"STREAM", name),
+                (b"EVAL", _ABOUT, 1, name),
                 (b"XINFO", b"GROUPS", name),
                 (b"MEMORY", b"USAGE", name),
                 (b"HGETALL", beside(name, "conquiet:readers:")),
@@ -344,8 +375,7 @@ class _Survey:
 
     def _behind(self, position: bytes) -> float:
         """Return the age of the first entry after a position."""
-        key = self.name.encode()
-        page = self._wire.call(key, b"XRANGE", key, next_after(position), LAST, b"COUNT", 1)
+        page = range_parts(self._wire, self.name, next_after(position), LAST, 1, max_fields=0)
         return self._age(page[0][0]) if page else 0.0
 
     def _age(self, entry_id: bytes) -> float:
@@ -395,8 +425,11 @@ def peek(
     limit: int = 10,
     *,
     newest: bool = False,
+    max_bytes: int | None = None,
 ) -> list[LogEntry]:
     """Read entries of a stream from `start` on, or with `newest` back from it; no group moves.
+
+    With `max_bytes`, Redis sends no more than so many bytes of each field: for lists.
 
     >>> from conquiet.operations import streams
     >>> _ = client.xadd("orders", {"specversion": "1.0", "id": "1", "type": "sold", "data": "{}"})
@@ -405,12 +438,36 @@ def peek(
     """
     key = stream.encode()
     with wired(client, f"stream {stream!r}") as wire:
-        wire.call(key, b"XINFO", b"STREAM", key)  # XRANGE does not report a missing stream
-        if newest:
-            reply = wire.call(key, b"XREVRANGE", key, start or LAST, FIRST, b"COUNT", limit)
+        wire.call(key, b"EVAL", _ABOUT, 1, key)  # XRANGE does not report a missing stream
+        first, last = (start or LAST, FIRST) if newest else (start or FIRST, LAST)
+        if max_bytes is not None:
+            reply = range_parts(
+                *(wire, stream, first, last, limit), newest=newest, max_bytes=max_bytes
+            )
         else:
-            reply = wire.call(key, b"XRANGE", key, start or FIRST, LAST, b"COUNT", limit)
+            command = b"XREVRANGE" if newest else b"XRANGE"
+            reply = wire.call(key, command, key, first, last, b"COUNT", limit)
     return [decode(stream, entry_id, fields) for entry_id, fields in reply]
+
+
+def range_parts(
+    wire: Wire,
+    stream: str,
+    first: bytes | str,
+    last: bytes | str,
+    count: int,
+    *,
+    newest: bool = False,
+    max_fields: int = _FIELDS,
+    max_bytes: int = 0,
+) -> list[tuple[bytes, list[bytes]]]:
+    """Read a range as XRANGE or XREVRANGE does, but only the beginnings of the fields."""
+    command = b"XREVRANGE" if newest else b"XRANGE"
+    found: list[tuple[bytes, list[bytes]]] = wire.call(
+        stream.encode(),
+        *(b"EVAL", _PARTS, 1, stream, command, first, last, count, max_fields, max_bytes),
+    )
+    return found
 
 
 def read_entry(client: Any, stream: str, entry_id: str) -> LogEntry:

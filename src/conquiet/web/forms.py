@@ -42,7 +42,11 @@ def home(request: HTTPConnection) -> str:
 
 def link(request: HTTPConnection, path: str, **query: object) -> str:
     """Return a path of the dashboard with a query; empty parameters are left out."""
-    said = {name: value for name, value in query.items() if value not in (None, "", False)}
+    said = {
+        name: value[:_MOST_CHARS] if isinstance(value, str) else value
+        for name, value in query.items()
+        if value not in (None, "", False)
+    }
     text = urlencode(said, doseq=True)
     return f"{home(request)}{path}{'?' if text else ''}{text}"
 

@@ -1,4 +1,7 @@
-"""Rendering: templates with the context that all pages share; everything is escaped."""
+"""Rendering: templates with the context that all pages share.
+
+Every value is escaped and cut to a length that a page can take, whatever a producer wrote.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 from starlette.requests import Request
 from starlette.responses import HTMLResponse
 
@@ -27,6 +30,7 @@ PAGES = (
     ("/processes", "Processes"),
     ("/trace", "Trace"),
 )
+_MOST_ATTRIBUTES = 200
 
 
 @cache
@@ -37,11 +41,20 @@ def environment() -> Environment:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        finalize=_finalize,
     )
-    for filter_ in (words.number, words.rate, words.age, words.size, words.moment, words.payload):
+    for filter_ in (words.number, words.rate, words.age, words.size, words.moment):
         made.filters[filter_.__name__] = filter_
+    made.filters["payload"] = lambda text: escape(words.payload(text))
+    made.filters["exact"] = lambda text: escape(text[: words.FIELD_CHARS])
     made.globals["plural"] = words.plural
+    made.globals["most_attributes"] = _MOST_ATTRIBUTES
     return made
+
+
+def _finalize(value: object) -> object:
+    """Prepare a value of a template; markup has been through here, or through a filter."""
+    return words.field(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 @cache
@@ -53,8 +66,8 @@ def fragment(request: Request, template: str, **context: Any) -> Markup:
     """Render a part of a page; its values are escaped."""
     app: Dashboard = request.app
 
-    def here(path: str, **query: object) -> str:
-        return link(request, path, **query)
+    def here(path: str, **query: object) -> Markup:
+        return escape(link(request, path, **query))
 
     html = (
         environment()

@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 from datetime import datetime
 
+from conquiet.message import printable
+
+FIELD_CHARS = 2_000
+"""Longest text of one field of a page, but for payloads."""
 _SHOWN_CHARS = 200_000
 """Longest payload that is shown: more would block the browser."""
 _UNITS = ("B", "kB", "MB", "GB", "TB")
@@ -74,6 +78,20 @@ def moment(text: str | None) -> str:
         return text or "–"
 
 
+def field(text: str) -> str:
+    r"""A text of one field: control and bidirectional characters written out, and not too long.
+
+    >>> field("invoice\u202efdp.exe"), len(field("x" * 1_000_000))
+    ('invoice\\u202efdp.exe', 2026)
+    """
+    return _cut(text, FIELD_CHARS, " ")
+
+
+def _cut(text: str, most: int, between: str) -> str:
+    shown = printable(text[:most], keep="\n\t")
+    return shown if len(text) <= most else f"{shown}{between}… {len(text) - most:,} characters more"
+
+
 def payload(text: str | None) -> str:
     """JSON over several lines; anything else as it is; not more than a page can take.
 
@@ -90,9 +108,7 @@ def payload(text: str | None) -> str:
             text = text.encode(errors="backslashreplace").decode()  # half a pair is no UTF-8
         except (ValueError, RecursionError):
             pass
-    if len(text) <= _SHOWN_CHARS:
-        return text
-    return f"{text[:_SHOWN_CHARS]}\n… {len(text) - _SHOWN_CHARS:,} characters more"
+    return _cut(text, _SHOWN_CHARS, "\n")
 
 
 def plural(count: int, one: str, many: str = "") -> str:

@@ -76,7 +76,8 @@ def _letters(request: Request) -> Response:
     after = asked_entry(request, "after")
     rows = []
     if name:
-        rows = find(_place(app, name), replace(filter_of(said), after=after), _PAGE + 1)
+        chosen = replace(filter_of(said), after=after)
+        rows = find(_place(app, name), chosen, _PAGE + 1, brief=True)
     return page(
         request,
         "letters.html",
@@ -132,7 +133,7 @@ def _ask(verb: str) -> Callable[[Request], Response]:
             to=link(request, f"/dead-letters/{verb}"),
             back=link(request, "/dead-letters", stream=name),
             fields={"stream": name, **said},
-            sample=find(place, chosen, _SHOWN),
+            sample=find(place, chosen, _SHOWN, brief=True),
             offers_stream=verb == "replay",
         )
 

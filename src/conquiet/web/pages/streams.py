@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _PAGE = 50
 _STREAMS = 100
+_FIELD_BYTES = 64 * 1024
 
 
 def routes(app: Dashboard) -> list[BaseRoute]:
@@ -64,7 +65,7 @@ def _stream(request: Request) -> Response:
     name, before = asked(request, "name"), asked_entry(request, "before")
     found = describe(client, name)
     start = ids.before(before) if before else None
-    entries = peek(client, name, start, _PAGE + 1, newest=True)
+    entries = peek(client, name, start, _PAGE + 1, newest=True, max_bytes=_FIELD_BYTES)
     return page(
         request,
         "stream.html",
