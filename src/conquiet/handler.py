@@ -83,6 +83,9 @@ class Handler:
         self.kind = kind
         self.source = source
         self.name = name or _function_name(function)
+        # With the module: handlers of two routers may have one name, and must not share ids.
+        module = getattr(_unwrap(function), "__module__", "")
+        self._producer = f"{module}:{self.name}"
         self.match = match
         hints = _hints(function, self.name)
         self.takes, self.is_batch = _input(function, hints, self.name)
@@ -190,7 +193,7 @@ class Handler:
         if not derives_ids:
             return [self._output(item, message, None) for item in items]
         return [
-            self._output(item, message, derived_id(message, self.name, place))
+            self._output(item, message, derived_id(message, self._producer, place))
             for place, item in enumerate(items)
         ]
 

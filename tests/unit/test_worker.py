@@ -134,6 +134,16 @@ def test_ids_of_outputs_differ_by_input_and_handler():
     assert len(set(ids)) == len(ids) == 12
 
 
+def test_handlers_of_one_name_in_two_modules_do_not_share_ids():
+    def place(order: PlaceOrder) -> list[OrderPlaced]:
+        return [OrderPlaced(1)]
+
+    [[first]] = ids_of(router_with(place), deliveries=1)
+    place.__module__ = "shipping"
+    [[second]] = ids_of(router_with(place), deliveries=1)
+    assert first != second
+
+
 def test_ids_of_outputs_of_a_batch_handler_stay_too_and_those_that_are_given_are_kept():
     def place(orders: list[PlaceOrder]) -> list[list[Message]]:
         given = Message(OrderPlaced(1), {"id": "mine"})
