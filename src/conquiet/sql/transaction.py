@@ -21,7 +21,14 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 from conquiet import transaction
-from conquiet.errors import ConfigError, Conflict, DeadlineExceeded, HandlerError, StoreError
+from conquiet.errors import (
+    ConfigError,
+    Conflict,
+    DeadlineExceeded,
+    HandlerError,
+    Interrupt,
+    StoreError,
+)
 from conquiet.message import Message
 from conquiet.sql import dialect
 from conquiet.sql.dialect import control_error, refuse_control
@@ -450,7 +457,7 @@ def _invalidate_pool(connection: Connection) -> None:
     """Let SQLAlchemy detect the dead connection: it then drops the others of its pool too."""
     try:
         connection.exec_driver_sql("SELECT 1")
-    except (DBAPIError, InvalidRequestError):
+    except (DBAPIError, InvalidRequestError, HandlerError):  # the last: a session rolled it back
         pass
 
 
@@ -497,3 +504,7 @@ def _note(context: ExceptionContext) -> None:
     connection = context.connection
     if isinstance(connection, TransactionConnection):
         connection.note_failure(context.sqlalchemy_exception or context.original_exception)
+    if isinstance(context.original_exception, Interrupt) and dialect.is_sqlite(context.dialect):
+        # SQLAlchemy would close the connection. SQLite keeps the lock of a closed one as long as a
+        # statement of it lives, as in the traceback of the error; a rollback releases it.
+        context.is_disconnect = False

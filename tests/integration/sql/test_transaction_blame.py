@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sqlite3
 import threading
 import time
@@ -13,13 +14,14 @@ import psycopg
 import pytest
 from sqlalchemy import Engine, text
 from sqlalchemy.exc import IntegrityError, OperationalError
-from tests.integration.sql.orders import run, save, saved
+from sqlalchemy.orm import sessionmaker
+from tests.integration.sql.orders import Order, run, save, saved
 
 from conquiet import Message, Router, Worker
 from conquiet.errors import Blameless, DeadlineExceeded, StoreError
 from conquiet.memory import Log
 from conquiet.middleware import DeadLetter, Deadline
-from conquiet.sql import Inbox, Outbox, Transaction, connection, dialect
+from conquiet.sql import Inbox, Outbox, Transaction, connection, dialect, session
 from conquiet.sql import engine as make_engine
 from conquiet.testing import eventually, message
 
@@ -283,3 +285,22 @@ def test_a_probe_commits_or_raises(engine: Engine) -> None:
     Transaction(engine, read_only=True).probe()
     with pytest.raises(StoreError):
         Transaction("postgresql://nobody@127.0.0.1:1/none").probe()
+
+
+def test_a_handler_that_is_interrupted_inside_a_statement_is_to_blame_and_leaves_no_lock(
+    engine: Engine, untraced: None
+) -> None:
+    factory = sessionmaker(engine)
+
+    def never_end() -> None:
+        for number in itertools.count():
+            with session(factory) as found:
+                found.add(Order(id=str(number)))
+                found.flush()
+                found.get(Order, "none")
+
+    # The errors are kept, as in a batch: their tracebacks hold the statements.
+    delivered = [run(engine, never_end, outside=[Deadline(0.02)]) for _ in range(10)]
+    assert {type(item.errors[0]) for item in delivered} == {DeadlineExceeded}
+    assert run(engine, lambda: save(engine, "a")).acked
+    assert saved(engine) == ["a"]
