@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
+from threading import RLock
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from weakref import WeakSet
 
@@ -60,6 +61,9 @@ class TransactionConnection(Connection):
     """
 
     unit: Unit
+    lock: RLock
+    """Held by each statement and by the end: a thread that outlives its handler must not write
+    into the next transaction of this connection."""
     begun = False
     """Whether conquiet has sent its own BEGIN: from then on BEGIN and COMMIT are refused."""
 
@@ -86,6 +90,13 @@ class TransactionConnection(Connection):
     def note_failure(self, error: BaseException) -> None:
         """Remember the error of a statement of this connection."""
         self.unit.failure = error
+
+    def _execute_context(self, *arguments: Any, **options: Any) -> Any:
+        # All statements of SQLAlchemy pass here.
+        with self.lock:
+            if self.unit.ended or any(unit.ended for unit in UNITS.get()):
+                raise _ended_error("connection")
+            return super()._execute_context(*arguments, **options)
 
     def _revalidate_connection(self) -> Any:
         # Called when there is no driver connection any more: the transaction is over, or its
@@ -302,21 +313,25 @@ class Transaction(transaction.Transaction):
         except (DBAPIError, PoolTimeout) as error:
             raise self._store_error(error) from error
         unit = connection.unit = Unit(connection)
-        try:
-            root = self._begin(connection)
-            connection.begun = True
-            if self.queue_statements:
-                unit.queue = _statement_queue(connection)
-            with self._entered(unit):
-                yield connection
-                self._flush(unit, root)
-            Connection.commit(connection)
-        except BaseException as error:
-            self._give_up(unit, error)
-            raise
-        finally:
-            unit.end()
-            self._release(connection)
+        connection.lock = RLock()
+        with ExitStack() as ending:
+            try:
+                root = self._begin(connection)
+                connection.begun = True
+                if self.queue_statements:
+                    unit.queue = _statement_queue(connection)
+                with self._entered(unit):
+                    yield connection
+                    ending.enter_context(connection.lock)
+                    self._flush(unit, root)
+                Connection.commit(connection)
+            except BaseException as error:
+                ending.enter_context(connection.lock)
+                self._give_up(unit, error)
+                raise
+            finally:
+                unit.end()
+                self._release(connection)
         for table in unit.filled:
             notify_relays(self.engine, table)
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 from contextvars import copy_context
+from threading import Event, Thread, current_thread
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, select
+from sqlalchemy import Engine, event, select
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 from tests.integration.sql.orders import SAVE, Order, remembered, run, save, saved
@@ -149,6 +150,30 @@ def test_a_thread_that_outlives_its_handler_cannot_write(engine: Engine) -> None
     with pytest.raises(HandlerError, match="has ended"):
         contexts[0].run(save, engine, "late")
     assert saved(engine) == []
+
+
+def test_a_thread_in_the_middle_of_a_statement_writes_into_no_later_transaction(
+    engine: Engine,
+) -> None:
+    reached, failed, threads = Event(), Event(), []
+
+    def pause(connection: Any, cursor: Any, statement: str, *unused: Any) -> None:
+        if current_thread() in threads:
+            reached.set()
+            failed.wait(0.3)  # the transaction would be rolled back by then
+
+    def fail_early() -> None:
+        threads.append(Thread(target=copy_context().run, args=(save, engine, "late")))
+        threads[0].start()
+        reached.wait(10)
+        raise ZeroDivisionError
+
+    event.listen(engine, "before_cursor_execute", pause)
+    assert isinstance(run(engine, fail_early).errors[0], ZeroDivisionError)
+    failed.set()
+    threads[0].join()
+    assert run(engine, lambda: save(engine, "next")).acked
+    assert saved(engine) == ["next"]
 
 
 def test_an_async_handler_finds_the_transaction(engine: Engine) -> None:
