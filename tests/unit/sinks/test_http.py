@@ -181,10 +181,10 @@ def test_an_answer_without_end_costs_its_message_an_attempt_and_the_relay_the_ti
     sink = HttpSink(receiver.url, timeout=0.3, context=context)
     receiver.answers["m-0"] = [answer]
     began = time.monotonic()
-    [refused] = sink.publish(numbered(1))
+    [refused] = sink.publish_each(numbered(1))
     assert isinstance(refused, Refused)
     assert time.monotonic() - began < 5  # the receiver would go on until the end of the test
-    assert sink.publish(numbered(2)[1:]) == [None]
+    assert sink.publish_each(numbered(2)[1:]) == [None]
     sink.close()
 
 
