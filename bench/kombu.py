@@ -4,8 +4,11 @@ python bench/kombu.py [--quick] [--json FILE]
 
 publish        one by one, and in batches (Kombu 5.7) of 100.
 consume        receive and ack, with room for 1, 10 and 100 unacked messages: through drain_events,
-               as a program of its own does, and through the event loop, as Celery does.
+               as a program of its own does, and through the event loop, as Celery does; and there
+               with acks that Redis has confirmed when they return.
 fanout         one message published, five queues that get it.
+idle           what Redis computes for 80 idle Celery workers: each reads tasks, control commands
+               and the heartbeats of all, and sends one every 2 seconds.
 memory         what Redis holds for a message that is ready, and for one that is not yet acked.
 
 Messages have 300 bytes of JSON. Both transports have a server of their own.
@@ -58,8 +61,8 @@ class Transport:
         self.channel = self._connection.channel()
         self.producer = Producer(self.channel, serializer="json")
 
-    def connect(self) -> Connection:
-        return Connection(self.url)
+    def connect(self, **options: Any) -> Connection:
+        return Connection(self.url, transport_options=options)
 
     def empty(self) -> None:
         QUEUE(self.channel).declare()
@@ -85,9 +88,9 @@ class Transport:
 class Consuming:
     """A consumer that acks what it gets, and counts it."""
 
-    def __init__(self, transport: Transport, prefetch: int) -> None:
+    def __init__(self, transport: Transport, prefetch: int, **options: Any) -> None:
         self.got = 0
-        self.connection = transport.connect()
+        self.connection = transport.connect(**options)
         self._consumer = Consumer(
             self.connection,
             [QUEUE],
@@ -196,12 +199,18 @@ def publishing(transports: dict[str, Transport], size: Size) -> Iterator[Case]:
 
 
 def consuming(transports: dict[str, Transport], size: Size) -> Iterator[Case]:
-    for way in ("drain_events", "event loop"):
+    ways = {"drain_events": False, "event loop": False, "event loop, confirmed": True}
+    for way, confirm in ways.items():
         for prefetch in (1, 10, 100):
 
-            def prepare(transport: Transport, way: str = way, room: int = prefetch) -> Prepared:
+            def prepare(
+                transport: Transport,
+                way: str = way,
+                room: int = prefetch,
+                confirm: bool = confirm,
+            ) -> Prepared:
                 transport.fill(size.messages)
-                consumer = Consuming(transport, room)
+                consumer = Consuming(transport, room, confirm_acks=confirm)
                 run = consumer.drain if way == "drain_events" else consumer.loop
                 return lambda: run(size.messages), consumer.close
 
@@ -220,6 +229,70 @@ def fanout(transports: dict[str, Transport], size: Size) -> Iterator[Case]:
     seconds = measure(transports, prepare, size.rounds)
     name = "fanout, published and received"
     yield compare(name, published * FANOUT, seconds, STREAMS, LISTS, queues=FANOUT)
+
+
+class Idle:
+    """Workers without tasks: channels of one connection, which Redis cannot tell from many."""
+
+    def __init__(self, transport: Transport, workers: int) -> None:
+        self.connection = transport.connect()
+        self._redis = transport.redis
+        self._workers = workers
+        control = Exchange("celery.pidbox", type="fanout", durable=False)
+        self._events = Exchange("celeryev", type="fanout")
+        for number in range(workers):
+            short: dict[str, Any] = {"durable": False, "auto_delete": True}
+            self._consume(Queue("celery"))
+            self._consume(Queue(f"{number}.celery.pidbox", control, expires=10, **short))
+            self._consume(
+                Queue(f"celeryev.{number}", self._events, "worker.#", expires=60, **short)
+            )
+        self._run(2)  # the first fetches, and all subscriptions
+
+    def _consume(self, queue: Queue) -> None:
+        Consumer(self.connection.channel(), [queue], callbacks=[_ignore], no_ack=True).consume()
+
+    def cpu_percent(self, seconds: float) -> float:
+        before = self._cpu_seconds()
+        self._run(seconds)
+        return 100 * (self._cpu_seconds() - before) / seconds
+
+    def _run(self, seconds: float) -> None:
+        producer = Producer(self.connection.default_channel, self._events, serializer="json")
+        producer.maybe_declare(self._events)
+        sent, began = 0, time.perf_counter()
+        while (spent := time.perf_counter() - began) < seconds:
+            for _ in range(int(spent * self._workers / 2) - sent):
+                producer.publish(BODY, routing_key="worker.heartbeat")
+                sent += 1
+            with suppress(TimeoutError):
+                self.connection.drain_events(timeout=0.002)
+
+    def _cpu_seconds(self) -> float:
+        used = self._redis.info("cpu")
+        return float(used["used_cpu_user"] + used["used_cpu_sys"])
+
+
+def _ignore(body: Any, message: Any) -> None:
+    pass
+
+
+def idle(transports: dict[str, Transport], seconds: float) -> Iterator[Case]:
+    """Not a rate: percent of a core."""
+    workers = 80
+    used = {}
+    for name, transport in transports.items():
+        crowd = Idle(transport, workers)
+        used[name] = crowd.cpu_percent(seconds)
+        crowd.connection.release()
+    yield Case(
+        name="CPU of Redis for idle workers, percent of a core",
+        rate=used[STREAMS],
+        floor=LISTS,
+        floor_rate=used[LISTS],
+        ratio=used[STREAMS] / used[LISTS],
+        settings={"workers": workers},
+    )
 
 
 def memory(transports: dict[str, Transport]) -> Iterator[Case]:
@@ -261,6 +334,7 @@ def main() -> None:
             *publishing(transports, size),
             *consuming(transports, size),
             *fanout(transports, size),
+            *idle(transports, 5 if options.quick else 20),
             *memory(transports),
         ]
     report(cases, options)

@@ -279,8 +279,10 @@ class Channel(lists.Channel):  # type: ignore[misc]  # Kombu has no types
         # No number of consumers, as in all virtual transports of Kombu.
         return queue_declare_ok_t(queue, self._size(queue), 0)
 
-    def _new_queue(self, queue: str, auto_delete: bool = False, **kwargs: Any) -> None:
-        self.topology.declare(queue, kwargs.get("arguments"), auto_delete)
+    def _new_queue(
+        self, queue: str, auto_delete: bool = False, durable: bool = True, **kwargs: Any
+    ) -> None:
+        self.topology.declare(queue, kwargs.get("arguments"), auto_delete, durable)
 
     def _has_queue(self, queue: str, **kwargs: Any) -> bool:
         return self.topology.has(queue)
@@ -577,7 +579,10 @@ class Channel(lists.Channel):  # type: ignore[misc]  # Kombu has no types
         unused = [one for one in self._subscriptions([queue]) if one not in others]
         connection = self.subclient.connection
         if unused and connection and connection._sock:
-            self.subclient.unsubscribe(*unused)
+            try:
+                self.subclient.unsubscribe(*unused)
+            except UNREACHABLE:  # then the subscription is gone, too
+                connection.disconnect()
 
     def _subscriptions(self, queues: Iterable[str]) -> list[str]:
         found = (channel for queue in queues for channel in self.topology.subscriptions_of(queue))

@@ -58,7 +58,7 @@ class Publisher:
         _publish_batch: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Broadcast to the consumers of auto_delete queues, and send to the other queues."""
+        """Broadcast to the consumers of transient queues, and send to the other queues."""
         topology, payload = self._topology, dumps(message)
         if _publish_batch is None:
             queues = topology.publish_fanout(exchange, routing_key, payload)

@@ -31,11 +31,12 @@ class Topology:
 
     `declared` has the settings of the queues that this channel declared, so that it can declare
     them again after the server lost them. `expires_ms` has the x-expires of those queues and of
-    the queues that it consumes. `auto_delete` names the queues to delete with their last consumer.
+    the queues that it consumes. `auto_delete` names the queues to delete with their last consumer,
+    `transient` those of them that are not durable either.
     `state` is Kombu's record of exchanges and bindings, shared by the channels of a transport.
 
-    `broadcasts` maps queues to their exchange and routing key, likewise shared: an auto_delete
-    queue of a fanout exchange is no stream, but a subscription of its consumer by PUB/SUB. Control
+    `broadcasts` maps queues to their exchange and routing key, likewise shared: a transient queue
+    of a fanout exchange is no stream, but a subscription of its consumer by PUB/SUB. Control
     commands and events of Celery need no more, and every worker gets those of all others.
     """
 
@@ -55,6 +56,7 @@ class Topology:
         self.declared: dict[str, QueueSettings] = {}
         self.expires_ms: dict[str, int] = {}
         self.auto_delete: set[str] = set()
+        self.transient: set[str] = set()
         self.broadcasts = broadcasts
         self._database = database
         self._commands = commands
@@ -65,7 +67,9 @@ class Topology:
 
     # --- queues -----------------------------------------------------------------------------
 
-    def declare(self, queue: str, arguments: Any = None, auto_delete: bool = False) -> None:
+    def declare(
+        self, queue: str, arguments: Any = None, auto_delete: bool = False, durable: bool = True
+    ) -> None:
         """Declare a queue; raise `ChannelError` 406 if it was declared with other limits."""
         limits = (_limit(queue, arguments or {}, name, least) for name, least in _LIMITS)
         settings = QueueSettings(*limits)
@@ -76,6 +80,8 @@ class Topology:
         self.remember_expires(queue, settings.expires_ms)
         if auto_delete:
             self.auto_delete.add(queue)
+        if auto_delete and not durable:
+            self.transient.add(queue)
 
     def remember_expires(self, queue: str, milliseconds: int | None) -> None:
         if milliseconds:
@@ -143,6 +149,7 @@ class Topology:
     def forget(self, queue: str) -> None:
         """Drop what this process knows of a queue that was deleted."""
         self.auto_delete.discard(queue)
+        self.transient.discard(queue)
         self.broadcasts.pop(queue, None)
         self.declared.pop(queue, None)
         self.expires_ms.pop(queue, None)
@@ -167,9 +174,9 @@ class Topology:
         others = [one for one in self._bindings_of(queue) if one[:2] != (exchange, routing_key)]
         self._state.binding_declare(queue, exchange, routing_key, arguments)
         is_fanout = self.typeof(exchange).type == "fanout"
-        if is_fanout and queue in self.auto_delete and not others:
+        if is_fanout and queue in self.transient and not others:
             self.broadcasts[queue] = exchange, routing_key
-            self.delete(queue)
+            self.delete(queue, if_unused=True, if_empty=True)
             return
         if self.broadcasts.pop(queue, None):  # with a second binding it needs a stream
             self._declare(queue, self.declared.get(queue))

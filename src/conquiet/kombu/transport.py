@@ -73,6 +73,7 @@ class Poller(lists.MultiChannelPoller):  # type: ignore[misc]  # Kombu has no ty
     # --- for drain_events -------------------------------------------------------------------
 
     def get(self, callback: Any, timeout: float | None = None) -> Any:
+        self._confirm_leases()
         if self._hand_over_one():
             return None
         longest = _WITHOUT_CREDIT if self._lacks_credit() else _LONGEST_POLL
@@ -103,8 +104,7 @@ class Poller(lists.MultiChannelPoller):  # type: ignore[misc]  # Kombu has no ty
         self._pulse.watch(loop)
 
     def on_poll_start(self) -> None:
-        for channel in list(self._channels):
-            channel.confirm_lease()
+        self._confirm_leases()
         super().on_poll_start()
         if self._loop is not None and not self._in_protected_read:
             self._pulse.turn()
@@ -136,12 +136,24 @@ class Poller(lists.MultiChannelPoller):  # type: ignore[misc]  # Kombu has no ty
 
     # --- for both ---------------------------------------------------------------------------
 
+    def _confirm_leases(self) -> None:
+        for channel in list(self._channels):
+            channel.confirm_lease()
+
     def listen(self, channel: Any) -> None:
         """Subscribe to broadcasts at once; at the next poll, some would be lost."""
         if channel._in_listen:
             channel._subscribe()
         else:
             self._register_LISTEN(channel)
+
+    def _register_LISTEN(self, channel: Any) -> None:  # noqa: N802 - the name is Kombu's
+        """Poll also a socket that redis-py opened by itself in place of a broken one."""
+        client = channel.subclient
+        polled = self._chan_to_sock.get((channel, client, "LISTEN"))
+        if polled is not None and polled is not getattr(client.connection, "_sock", None):
+            del self._chan_to_sock[channel, client, "LISTEN"]
+        super()._register_LISTEN(channel)
 
     def _register(self, channel: Any, client: Any, type: str) -> None:
         super()._register(channel, client, type)

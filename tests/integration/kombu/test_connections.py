@@ -61,7 +61,7 @@ def round_trip(connection):
         assert bound.purge() == 1
         bound.delete()
     news, taken = kombu.Exchange("shop-news", type="fanout"), Taken(ack=False)
-    queue = kombu.Queue("news", news, auto_delete=True)
+    queue = kombu.Queue("news", news, auto_delete=True, durable=False)
     with connection.Consumer(queue, callbacks=[taken], no_ack=True):
         producer.publish("hello", exchange=news)
         assert drain(connection, taken, 1) == ["hello"]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import kombu
 import pytest
+from celery.worker import state
 from tests.faults.proxy import Proxy
 from tests.integration.kombu.brokers import Taken, connected, drain, nothing_comes, put, size
 from tests.waiting import eventually
@@ -99,6 +101,17 @@ def test_confirmed_acks_have_reached_redis_when_they_return(redis_url, redis_cli
         with connection.Consumer(kombu.Queue("orders"), callbacks=[taken]):
             drain(connection, taken, 1)
             assert redis_client.xlen(Keys().stream("orders", 0)) == 0
+
+
+def test_the_ack_of_a_celery_task_that_has_not_run_is_confirmed(redis_url, redis_client):
+    task = SimpleNamespace(acks_late=False)
+    with connected(redis_url) as connection:
+        put(connection, "orders", "a", headers={"id": "the task's"})
+        message = kombu.Queue("orders")(connection.default_channel).get()
+        state.requests["the task's"] = SimpleNamespace(task=task)  # as a worker does
+        message.ack()
+        assert redis_client.xlen(Keys().stream("orders", 0)) == 0
+        del state.requests["the task's"]
 
 
 def test_an_ack_that_was_not_confirmed_raises_and_is_sent_later(redis_server, redis_client):

@@ -230,6 +230,38 @@ def test_a_command_waits_for_a_silent_server_for_a_limited_time(redis_server, mo
         proxy.heal()
 
 
+@pytest.mark.parametrize("fault", ["mute", "refuse"])
+def test_a_consumer_of_broadcasts_may_end_while_the_server_is_away(redis_server, fault):
+    news = kombu.Exchange("news", type="fanout")
+    queue = kombu.Queue("news", news, auto_delete=True, durable=False)
+    with Proxy(redis_server.port) as proxy, connected(proxy.url, lease=5) as connection:
+        connection.Consumer(queue, callbacks=[Taken()]).consume()
+        assert nothing_comes(connection, timeout=0.1)
+        getattr(proxy, fault)()
+
+
+def test_a_consumer_of_broadcasts_that_lost_its_connection_subscribes_again(
+    redis_server, redis_url
+):
+    news = kombu.Exchange("news", type="fanout")
+    queue = kombu.Queue("news", news, auto_delete=True, durable=False)
+    with (
+        Proxy(redis_server.port) as proxy,
+        connected(proxy.url) as connection,
+        connected(redis_url) as other,
+    ):
+        taken = Taken()
+        with connection.Consumer(queue, callbacks=[taken]):
+            assert nothing_comes(connection, timeout=0.1)
+            proxy.cut()
+            with pytest.raises(connection.connection_errors):
+                drain(connection, taken, 1)
+            assert nothing_comes(connection, timeout=0.1)
+            news(other.default_channel).declare()
+            other.Producer().publish("a", exchange=news)
+            assert drain(connection, taken, 1) == ["a"]
+
+
 # --- what it answers is lost ------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import kombu
+import kombu.common
 import pytest
 from kombu.exceptions import ChannelError
 from tests.integration.kombu.brokers import (
@@ -116,7 +117,7 @@ def test_a_consumer_outlives_the_deletion_of_its_queue(redis_url):
 
 
 def test_an_auto_delete_queue_goes_with_its_last_consumer(redis_url):
-    queue = kombu.Queue("control", kombu.Exchange("pidbox"), auto_delete=True)
+    queue = kombu.Queue("control", kombu.Exchange("pidbox", type="fanout"), auto_delete=True)
     with connected(redis_url) as connection, connected(redis_url) as other:
         first = connection.Consumer(queue, callbacks=[Taken()])
         second = other.Consumer(queue, callbacks=[Taken()])
@@ -131,9 +132,10 @@ def test_an_auto_delete_queue_goes_with_its_last_consumer(redis_url):
         assert other.default_channel.get_table("pidbox") == []
 
 
-@pytest.mark.parametrize("kind", ["direct", "fanout"])
-def test_closing_the_connection_deletes_its_auto_delete_queues(redis_url, redis_client, kind):
-    queue = kombu.Queue("control", kombu.Exchange("pidbox", type=kind), auto_delete=True)
+@pytest.mark.parametrize("durable", [True, False])
+def test_closing_the_connection_deletes_its_auto_delete_queues(redis_url, redis_client, durable):
+    exchange = kombu.Exchange("pidbox", type="fanout")
+    queue = kombu.Queue("control", exchange, auto_delete=True, durable=durable)
     with connected(redis_url) as connection:
         connection.Consumer(queue, callbacks=[Taken()]).consume()
         assert nothing_comes(connection, timeout=0.1)
@@ -289,14 +291,14 @@ def test_a_queue_bound_later_gets_nothing_of_before(connection, channel):
     assert queue.get() is None
 
 
-# --- broadcasts: the auto_delete queues of a fanout exchange ------------------------------------
+# --- broadcasts: the transient queues of a fanout exchange --------------------------------------
 
 
 NEWS = kombu.Exchange("news", type="fanout")
 
 
 def broadcast(name, key=""):
-    return kombu.Queue(name, NEWS, routing_key=key, auto_delete=True)
+    return kombu.Queue(name, NEWS, routing_key=key, auto_delete=True, durable=False)
 
 
 def test_broadcasts_reach_consumers_by_routing_key_and_leave_nothing_in_redis(
@@ -349,6 +351,16 @@ def test_broadcasts_may_be_acked_and_rejected_and_several_queues_share_a_channel
         connection.Producer().publish("b", exchange=NEWS)
         assert drain(connection, taken, 3) == ["a", "a", "b"]
         assert nothing_comes(connection, timeout=0.1)
+
+
+def test_a_broadcast_of_tasks_waits_for_a_consumer_that_connects_again(redis_url):
+    tasks = kombu.common.Broadcast("tasks", queue="of-this-worker")
+    with connected(redis_url) as connection:
+        tasks(connection.default_channel).declare()
+        connection.Producer().publish("a", exchange=tasks.exchange)
+        taken = Taken()
+        with connection.Consumer(tasks, callbacks=[taken]):
+            assert drain(connection, taken, 1) == ["a"]
 
 
 def test_databases_and_key_prefixes_have_broadcasts_of_their_own(redis_url):
