@@ -37,6 +37,7 @@ from conquiet.kombu.connection import (
     background_client,
     bound,
     close_idle,
+    is_replica,
 )
 from conquiet.kombu.consumer import Consumer
 from conquiet.kombu.layout import Keys, place_of
@@ -442,15 +443,21 @@ class Channel(lists.Channel):  # type: ignore[misc]  # Kombu has no types
         lease = self.consumer.lease
         if lease is None or not lease.is_in_doubt:
             return
-        lease.renew(self.commands.client)
-        if lease.has_lapsed:
-            lost = self.reader.drop_taken()
-            lease.has_lapsed = False
-            if lost:
-                raise redis.ConnectionError(
-                    f"the lease of {self.consumer.name} ended during a pause, and other consumers "
-                    f"got {lost} of its messages"
-                )
+        lost = 0
+        try:
+            lease.renew(self.commands.client)
+            if lease.has_lapsed:
+                lost = self.reader.drop_taken()
+                lease.has_lapsed = False
+        except redis.ResponseError as error:
+            if is_replica(error):
+                raise redis.ConnectionError(str(error)) from error
+            lease.doubt_later(error)  # it is full, or busy, and can still be read
+        if lost:
+            raise redis.ConnectionError(
+                f"the lease of {self.consumer.name} ended during a pause, and other consumers got "
+                f"{lost} of its messages"
+            )
 
     def _in_event_loop(self) -> bool:
         """Return False in a call of `drain_events`."""

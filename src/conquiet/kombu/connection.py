@@ -60,6 +60,11 @@ class Commands:
         self._client = None
 
 
+def is_replica(error: redis.ResponseError) -> bool:
+    """Return whether the server refused a command because it is no master any more."""
+    return isinstance(error, redis.exceptions.ReadOnlyError) or "READONLY" in str(error)
+
+
 def close_idle(pool: Any) -> None:
     """Close the connections that are not in use, those to sentinels included.
 

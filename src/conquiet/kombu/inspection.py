@@ -133,7 +133,7 @@ def remove_dead_consumers(client: Any, prefix: str = "", queue: str | None = Non
         more = 1
         while more:
             moved, removed, more = scripts.reap.call(
-                client, [keys.leases, *keys.streams(name)], [GROUP, BACK, scripts.AT_ONCE]
+                client, [keys.leases, *keys.streams(name)], [GROUP, BACK, scripts.AT_ONCE, ""]
             )
             consumers, given_back = consumers + removed, given_back + moved
     return Removed(consumers, given_back)

@@ -9,7 +9,6 @@ no fetch to travel with, gives back the messages of dead consumers, and forgets 
 from __future__ import annotations
 
 import logging
-import math
 import os
 import sys
 import threading
@@ -138,7 +137,7 @@ class Lease:
         self.has_lapsed = False
         self.serves_loop = True  # False once it has no subscription, and only unacked messages
         self._leaves: tuple[str, ...] = ()
-        self._sure_until = math.inf
+        self._sure_until = time.monotonic() + self.milliseconds / 1000
         self._keys = keys
         self._pulse = pulse
         self._patience = max(seconds, LEAST_PATIENCE)
@@ -183,6 +182,11 @@ class Lease:
     def is_in_doubt(self) -> bool:
         """Return whether it may have ended: no renewal was confirmed for as long as it lasts."""
         return self.has_lapsed or time.monotonic() > self._sure_until
+
+    def doubt_later(self, error: Exception) -> None:
+        """Go on for a while although Redis refused to renew it, since a full one must be read."""
+        logger.warning("%s could not renew its lease, and goes on: %s", self.consumer, error)
+        self._sure_until = time.monotonic() + self._renew_every
 
     # --- work in the background ---------------------------------------------------------------
 
@@ -286,7 +290,7 @@ class Lease:
         try:
             while more:
                 some, gone, more = scripts.reap.call(
-                    self.client, keys, [GROUP, BACK, scripts.AT_ONCE]
+                    self.client, keys, [GROUP, BACK, scripts.AT_ONCE, self.consumer]
                 )
                 moved, removed = moved + some, removed + gone
         finally:

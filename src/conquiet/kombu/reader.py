@@ -12,7 +12,7 @@ import redis
 from kombu.utils.json import loads
 
 from conquiet.kombu import scripts
-from conquiet.kombu.connection import Commands
+from conquiet.kombu.connection import Commands, is_replica
 from conquiet.kombu.consumer import Consumer
 from conquiet.kombu.layout import (
     BACK,
@@ -211,7 +211,7 @@ class Reader:
             self.read_again()
             for queue in queues:
                 self._topology.restore(queue)
-        elif isinstance(error, redis.exceptions.ReadOnlyError) or "READONLY" in text:
+        elif is_replica(error):
             raise redis.ConnectionError(text) from error
         elif isinstance(error, _PASSING_CLASSES) or text.startswith(_PASSING):
             self.pause(error)

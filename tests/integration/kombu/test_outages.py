@@ -126,6 +126,7 @@ def test_a_full_server_can_still_be_emptied(private_redis):
         with connection.Consumer(kombu.Queue("orders"), callbacks=[taken], prefetch_count=10):
             drain(connection, taken, 1)
             client.config_set("maxmemory", 1)
+            eventually(lambda: connection.default_channel.consumer.lease.is_in_doubt)
             drain(connection, taken, 100)
             client.config_set("maxmemory", 0)
 

@@ -5,6 +5,7 @@
 -- ARGV[1]   group
 -- ARGV[2]   consumer that holds entries which were given back
 -- ARGV[3]   how many entries at most
+-- ARGV[4]   the consumer that asks, which is alive although a full server did not renew its lease
 --
 -- Returns {entries given back, consumers removed, 1 if there is more}. The deliveries stay counted,
 -- since the message may have killed its consumer.
@@ -16,7 +17,7 @@ local moved, removed = 0, 0
 
 local function is_dead(name)
     local ends = redis.call("ZSCORE", KEYS[1], name)
-    return name ~= back and (not ends or tonumber(ends) <= now)
+    return name ~= back and name ~= ARGV[4] and (not ends or tonumber(ends) <= now)
 end
 
 local function move_all(key, name)
