@@ -186,6 +186,8 @@ class _Deferral:
                     return False
                 self._collected[acking] = (good, error)
                 return True
+        if self._outer is not None:
+            return self._outer.add(acking, good, error)
         return settle((acking,)) == 1 if good else settle((), ((acking, error),)) == 1
 
     def commit(self) -> None:
