@@ -68,6 +68,13 @@ class CeleryWorker:
         """Wait for the end; the exit code."""
         return self._process.wait(STOP_SECONDS)
 
+    def suspend(self) -> None:
+        """As a virtual machine that is paused, with the processes of its pool."""
+        os.killpg(self._process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        os.killpg(self._process.pid, signal.SIGCONT)
+
     def kill(self) -> None:
         """As a crash of the machine: the worker and the processes of its pool, all at once."""
         with contextlib.suppress(ProcessLookupError):

@@ -11,6 +11,8 @@ from tests.integration.kombu import celery_app as tasks
 from tests.integration.kombu.versions import OLDEST
 from tests.waiting import eventually
 
+from conquiet.kombu import inspection
+
 pytestmark = [
     pytest.mark.filterwarnings("default"),  # of Celery's own
     pytest.mark.usefixtures("app"),
@@ -62,6 +64,31 @@ def test_a_killed_worker_gives_back_what_it_had_within_the_lease(app, start, not
         eventually(lambda: "missed heartbeat from victim@tests" in heir.log, timeout=SECONDS)
     heir.signal(signal.SIGTERM)
     assert heir.has_ended() == 0
+
+
+@pytest.mark.slow
+def test_a_worker_that_was_suspended_does_not_start_what_others_have_done(start, notes, name):
+    victim = start("victim", concurrency=1)
+    runs = tasks.hold_late.delay(name)
+    eventually(lambda: notes.of(name) == ["started"], timeout=SECONDS)
+    rest = [tasks.note.delay(f"{name}-rest") for _ in range(3)]
+    eventually(lambda: pending(notes) == 4, timeout=SECONDS)
+    victim.suspend()
+    start("heir", concurrency=4)
+    for result in rest:
+        result.get(SECONDS)
+    victim.resume()
+    notes.allow(name)
+    runs.get(SECONDS)
+    eventually(lambda: "was silent for longer than its lease" in victim.log, timeout=SECONDS)
+    victim.signal(signal.SIGTERM)
+    victim.has_ended()
+    assert len(notes.of(f"{name}-rest")) == 3
+
+
+def pending(notes):
+    [queue] = [one for one in inspection.queues(notes.client) if one.name == "work"]
+    return queue.pending
 
 
 @pytest.mark.parametrize("pool", POOLS)
