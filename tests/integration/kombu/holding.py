@@ -1,6 +1,6 @@
 """A process that takes messages and holds them: `holding.py URL COUNT OPTIONS [busy] [gevent]`.
 
-`busy`: it computes in the callback for 3 seconds, and then acks. `gevent`: threads are greenlets.
+`busy`: it computes in the callback for 2 seconds, and then acks. `gevent`: threads are greenlets.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main() -> None:
         held.append(message)
         if "busy" in sys.argv:
             print("holding", flush=True)
-            end = time.monotonic() + 3
+            end = time.monotonic() + 2
             while time.monotonic() < end:  # not a sleep, in which greenlets would run
                 pass
             message.ack()

@@ -168,6 +168,7 @@ def test_a_loop_that_is_blocked_loses_its_messages_to_others(redis_url, monkeypa
                 loop.run(lambda: False)
 
 
+@pytest.mark.slow
 def test_a_loop_in_which_a_callback_works_keeps_its_messages(redis_url, monkeypatch):
     monkeypatch.setattr("conquiet.kombu.lease.LEAST_PATIENCE", 0.1)
     with connected(redis_url, lease=1) as busy, connected(redis_url, lease=1) as other:

@@ -121,7 +121,13 @@ def test_a_suspended_process_loses_its_messages_and_harms_nobody_when_it_wakes(r
             taken.messages[0].ack()
 
 
-@pytest.mark.parametrize("how", [["busy"], ["busy", "gevent"]], ids=["threads", "gevent"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(["busy"], id="threads", marks=pytest.mark.slow),
+        pytest.param(["busy", "gevent"], id="gevent"),
+    ],
+)
 def test_a_callback_that_computes_for_longer_than_the_lease_keeps_its_message(
     redis_url, holder, how
 ):
