@@ -56,7 +56,7 @@ def test_every_type_of_the_marketplace_can_be_stored_and_read_back(engine: Engin
         assert row.payload_json == msgspec.json.decode(check(event).payload_json)
 
 
-def test_a_refused_event_leaves_the_transaction_as_it_was_s9(engine: Engine) -> None:
+def test_a_refused_event_leaves_the_transaction_as_it_was(engine: Engine) -> None:
     bad = notification(data={"notification_id": "a\0b"})
     with Session(engine) as session:
         emit(session, notification())
@@ -74,7 +74,7 @@ def test_a_refused_event_does_not_even_begin_a_transaction(engine: Engine) -> No
         assert not session.in_transaction()
 
 
-def test_rows_of_one_transaction_go_out_in_the_order_they_were_made_s10(engine: Engine) -> None:
+def test_rows_of_one_transaction_go_out_in_the_order_they_were_made(engine: Engine) -> None:
     events = [notification() for _ in range(50)]
     with engine.begin() as connection:
         emit(connection, *events)

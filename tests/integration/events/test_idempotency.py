@@ -104,7 +104,7 @@ def test_in_progress_elsewhere_is_not_to_be_acked(idempotency, redis_client) -> 
     assert issubclass(InProgress, Blameless)
 
 
-def test_a_crash_costs_one_lease_and_not_the_event_r1(redis_client) -> None:
+def test_a_crash_costs_one_lease_and_not_the_event(redis_client) -> None:
     short = Idempotency(redis_client, lease=0.2)
     claim = short.claim("mailer", EVENT)
     short.keeper.remove(claim)  # as if its process were dead
@@ -164,7 +164,7 @@ def test_a_lease_that_ran_out_and_that_nobody_took_is_still_confirmed(
     assert value(redis_client) == "done"
 
 
-def test_a_confirm_whose_reply_was_lost_may_be_repeated_r9(idempotency, redis_client) -> None:
+def test_a_confirm_whose_reply_was_lost_may_be_repeated(idempotency, redis_client) -> None:
     claim = idempotency.claim("mailer", EVENT)
     claim.confirm()
     claim.confirm()
@@ -306,7 +306,7 @@ with Idempotency(redis.Redis.from_url(sys.argv[1]), lease=0.5).guard("mailer", s
 """
 
 
-def test_an_event_of_a_killed_process_is_handled_by_another_r1(redis_url, idempotency) -> None:
+def test_an_event_of_a_killed_process_is_handled_by_another(redis_url, idempotency) -> None:
     done = subprocess.run([sys.executable, "-c", KILLED, redis_url, str(EVENT)])
     assert done.returncode == -9
     assert eventually(lambda: attempt(idempotency, str(EVENT)) == "ran")
@@ -369,7 +369,7 @@ def test_clients_that_decode_are_fine(redis_url: str) -> None:
         ("mailer", None, "None is not a UUID"),
     ],
 )
-def test_names_that_could_be_mixed_up_are_refused_r11(idempotency, consumer, event_id, why) -> None:
+def test_names_that_could_be_mixed_up_are_refused(idempotency, consumer, event_id, why) -> None:
     with pytest.raises(ConfigError, match=why):
         idempotency.claim(consumer, event_id)
 

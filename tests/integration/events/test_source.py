@@ -121,7 +121,7 @@ def test_nack_counts_an_attempt_and_says_why(source: EventSource) -> None:
 
 
 @pytest.mark.parametrize("error", [StoreError, GivenBack, SinkUnavailable])
-def test_a_blameless_error_costs_no_attempt_s7(source: EventSource, error) -> None:
+def test_a_blameless_error_costs_no_attempt(source: EventSource, error) -> None:
     store(source.engine, 1)
     taken(source, 1)[0].nack(error("not its fault"))
     [row] = rows(source.engine)
@@ -173,7 +173,7 @@ def test_last_error_is_cut_on_a_character_and_is_text(source: EventSource) -> No
     assert kept.endswith("☃…")
 
 
-def test_one_row_that_cannot_be_marked_costs_its_neighbours_nothing_s6(
+def test_one_row_that_cannot_be_marked_costs_its_neighbours_nothing(
     source: EventSource,
 ) -> None:
     ids = store(source.engine, 3)
@@ -266,7 +266,7 @@ def test_a_slow_sink_is_not_ended_for_being_idle_in_a_transaction(database_url: 
 # --- several relays -------------------------------------------------------------------------
 
 
-def test_what_is_claimed_is_not_claimed_again_s4(source: EventSource) -> None:
+def test_what_is_claimed_is_not_claimed_again(source: EventSource) -> None:
     store(source.engine, 3)
     other = EventSource(source.engine, poll=0.02)
     taken(source, 3)
@@ -313,7 +313,7 @@ def test_a_crash_gives_the_rows_back_at_once(postgres: Engine) -> None:
     dead.close()
 
 
-def test_an_outage_costs_no_attempts_s7(engine: Engine) -> None:
+def test_an_outage_costs_no_attempts(engine: Engine) -> None:
     store(engine, 20)
     sink = ListSink()
     sink.out = True

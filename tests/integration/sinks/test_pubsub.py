@@ -115,7 +115,7 @@ def test_a_topic_that_does_not_exist_fails_its_messages_alone(
         grpc.StatusCode.UNAUTHENTICATED,
     ],
 )
-def test_what_is_not_the_fault_of_a_message_is_an_outage_s7(
+def test_what_is_not_the_fault_of_a_message_is_an_outage(
     server: PubSubServer, sink: PubSubSink, code: grpc.StatusCode
 ) -> None:
     server.faults["m-1"] = code

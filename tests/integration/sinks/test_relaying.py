@@ -35,7 +35,7 @@ def relay(engine: Engine, receiver: Receiver) -> Iterator[Relay]:
     sink.close()
 
 
-def test_an_outage_of_the_receiver_costs_no_row_an_attempt_s7(
+def test_an_outage_of_the_receiver_costs_no_row_an_attempt(
     engine: Engine, receiver: Receiver, relay: Relay
 ) -> None:
     fill(engine, 20)

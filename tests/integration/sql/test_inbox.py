@@ -26,7 +26,7 @@ def router_of(engine: Engine, runs: list[str], *, inbox: str = "test", **options
     return router
 
 
-def test_a_duplicate_is_acked_and_the_transaction_commits_S1(engine: Engine) -> None:
+def test_a_duplicate_is_acked_and_the_transaction_commits(engine: Engine) -> None:
     runs: list[str] = []
     router = router_of(engine, runs)
     first = deliver(router, message(id="a"))
@@ -57,7 +57,7 @@ def test_a_batch_of_any_size_is_one_statement(engine: Engine, size: int) -> None
     "attributes",
     [{"id": "a\0b"}, {"source": "/s\0"}, {"id": "x" * 2001}, {"id": "\ud800"}, {"id": "ü" * 1100}],
 )
-def test_an_id_that_no_row_can_hold_fails_for_good_S16(
+def test_an_id_that_no_row_can_hold_fails_for_good(
     engine: Engine, attributes: dict[str, str]
 ) -> None:
     delivered = deliver(router_of(engine, []), message(**attributes), message(id="good"))
@@ -71,7 +71,7 @@ def test_an_id_of_the_greatest_length_fits(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
-def test_a_concurrent_duplicate_under_a_snapshot_is_a_retryable_error_S1(
+def test_a_concurrent_duplicate_under_a_snapshot_is_a_retryable_error(
     postgres: Engine, level: Any
 ) -> None:
     """The second has its snapshot before the first commits, and then meets its row."""
@@ -129,7 +129,7 @@ def test_rows_are_locked_in_one_order_whatever_the_order_of_the_batch(postgres: 
 
 
 @pytest.mark.parametrize("name", ['x"; DROP TABLE x', "Upper", "a.b.c", "a" * 49, "", "a b"])
-def test_names_that_would_need_quoting_are_refused_S15(name: str) -> None:
+def test_names_that_would_need_quoting_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="table name"):
         Inbox("test", table=name)
     with pytest.raises(ConfigError, match="table name"):

@@ -60,7 +60,7 @@ def stored(engine: Engine, *outputs: Message[Any]) -> Any:
     return deliver(router, message())
 
 
-def test_ids_ascend_in_the_order_of_the_events_S10(engine: Engine) -> None:
+def test_ids_ascend_in_the_order_of_the_events(engine: Engine) -> None:
     names = [f"event-{number}" for number in range(2000)]
     stored(engine, *(Message(b"", {"type": "t", "id": name}) for name in names))
     assert rows(engine, "event_id") == names
@@ -82,7 +82,7 @@ def test_an_event_without_a_key_has_none(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("name", ["id", "type", "subject", "extension"])
-def test_nul_is_refused_before_the_transaction_is_harmed_S9(engine: Engine, name: str) -> None:
+def test_nul_is_refused_before_the_transaction_is_harmed(engine: Engine, name: str) -> None:
     bad = Message(b"\0", {"type": "t", "id": "1", name: "a\0b"})
     delivered = stored(engine, bad)
     assert isinstance(delivered.errors[0], HandlerError)
@@ -111,12 +111,12 @@ def test_numbers_booleans_and_bytes_are_attributes_too(engine: Engine) -> None:
     assert len(rows(engine)) == 1
 
 
-def test_a_backslash_before_u0000_is_no_nul_S9(engine: Engine) -> None:
+def test_a_backslash_before_u0000_is_no_nul(engine: Engine) -> None:
     stored(engine, Message(b"", {"type": "t", "extension": "\\u0000"}))
     assert len(rows(engine)) == 1
 
 
-def test_nul_in_data_is_kept_S9(engine: Engine) -> None:
+def test_nul_in_data_is_kept(engine: Engine) -> None:
     stored(engine, Message(b"a\0b", {"type": "t"}))
     assert rows(engine, "data") == [b"a\0b"]
 

@@ -70,7 +70,7 @@ def test_an_error_that_a_read_raises_names_the_queued_statement(postgres: Engine
     assert any("INSERT INTO orders" in note for note in error.orig.__notes__)  # type: ignore[union-attr]
 
 
-def test_a_swallowed_error_of_a_queued_statement_is_found_S2(postgres: Engine) -> None:
+def test_a_swallowed_error_of_a_queued_statement_is_found(postgres: Engine) -> None:
     def swallow(found: Any) -> None:
         found.execute(SAVE, {"id": "a"})
         found.execute(SAVE, {"id": "a"})

@@ -19,7 +19,7 @@ from conquiet.sql import engine as make_engine
 # --- what is swallowed is not committed ---------------------------------------------------
 
 
-def test_a_swallowed_sql_error_is_found_before_commit_S2(postgres: Engine) -> None:
+def test_a_swallowed_sql_error_is_found_before_commit(postgres: Engine) -> None:
     def swallow() -> None:
         save(postgres, "a")
         try:
@@ -33,7 +33,7 @@ def test_a_swallowed_sql_error_is_found_before_commit_S2(postgres: Engine) -> No
     assert (saved(postgres), remembered(postgres)) == ([], 0)
 
 
-def test_an_error_swallowed_in_a_savepoint_harms_nobody_S2(engine: Engine) -> None:
+def test_an_error_swallowed_in_a_savepoint_harms_nobody(engine: Engine) -> None:
     def recover() -> None:
         save(engine, "a")
         with connection(engine) as found:
@@ -47,7 +47,7 @@ def test_an_error_swallowed_in_a_savepoint_harms_nobody_S2(engine: Engine) -> No
     assert saved(engine) == ["a", "b"]
 
 
-def test_a_failed_flush_that_is_swallowed_is_found_before_commit_S2(engine: Engine) -> None:
+def test_a_failed_flush_that_is_swallowed_is_found_before_commit(engine: Engine) -> None:
     factory = sessionmaker(engine)
 
     def swallow() -> None:
@@ -135,7 +135,7 @@ def test_a_transaction_ended_by_the_driver_is_an_error(engine: Engine) -> None:
     assert isinstance(run(engine, end).errors[0], HandlerError)
 
 
-def test_sqlite_that_rolls_back_by_itself_is_noticed_S2(sqlite: Engine) -> None:
+def test_sqlite_that_rolls_back_by_itself_is_noticed(sqlite: Engine) -> None:
     def conflict() -> None:
         save(sqlite, "a")
         with connection(sqlite) as found:

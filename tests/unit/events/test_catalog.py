@@ -334,7 +334,7 @@ def test_a_backslash_before_u0000_is_no_nul() -> None:
     assert "u0000" in check(named(channel="\\u0000")).payload_json
 
 
-def test_ids_are_uuidv7_and_ascend_s10() -> None:
+def test_ids_are_uuidv7_and_ascend() -> None:
     ids = [new_event_id() for _ in range(1000)]
     assert ids == sorted(ids)
     assert {id_.version for id_ in ids} == {7}

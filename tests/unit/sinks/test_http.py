@@ -81,7 +81,7 @@ def test_a_receiver_that_fails_at_a_message_costs_it_an_attempt(
 
 
 @pytest.mark.parametrize("status", [408, 425, 429, 502, 503, 504])
-def test_a_busy_receiver_is_left_alone_and_blames_nobody_s7(
+def test_a_busy_receiver_is_left_alone_and_blames_nobody(
     receiver: Receiver, sink: HttpSink, status: int
 ) -> None:
     receiver.answers["m-1"] = [status, 204]
