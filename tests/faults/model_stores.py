@@ -14,7 +14,7 @@ from tests.faults.crash.sql_paths import ORDERS, UPSERT
 
 from conquiet import redis as redis_room
 from conquiet import sql
-from conquiet.redis import outbox_source
+from conquiet.redis import OutboxSource
 
 COMMANDS, GROUP, OUTBOX, EVENTS = "commands", "billing", "outbox", "events"
 LONG = 60.0
@@ -86,7 +86,7 @@ class RedisStores(Stores):
         return invariants.read_log(self.client, EVENTS)
 
     def outbox(self, client):
-        return outbox_source(client, OUTBOX, consumer="relay", lease=LONG, block=0.01)
+        return OutboxSource(client, OUTBOX, consumer="relay", lease=LONG, block=0.01)
 
     def published(self) -> bool:
         return not self.client.xlen(OUTBOX)

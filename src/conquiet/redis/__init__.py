@@ -3,11 +3,11 @@
 Works on Redis 6.0 and later, and on Valkey.
 """
 
-from conquiet.redis.commands import commands
+from conquiet.redis.adapter import commands
 from conquiet.redis.connection import CrossSlot
 from conquiet.redis.group import remove_idle_consumers
 from conquiet.redis.inbox import Inbox
-from conquiet.redis.outbox import Outbox, outbox_source
+from conquiet.redis.outbox import Outbox, OutboxSource
 from conquiet.redis.retention import Readers, trim_stream
 from conquiet.redis.sink import StreamSink
 from conquiet.redis.source import StreamSource
@@ -19,6 +19,7 @@ __all__ = [
     "InProgress",
     "Inbox",
     "Outbox",
+    "OutboxSource",
     "PartialExecError",
     "Readers",
     "StreamSink",
@@ -27,7 +28,6 @@ __all__ = [
     "Transaction",
     "UnknownOutcome",
     "commands",
-    "outbox_source",
     "remove_idle_consumers",
     "trim_stream",
 ]

@@ -3,7 +3,7 @@
     handler's outputs ──▶ entries ──▶ XADD in the transaction's EXEC ──▶ relay
 
 An entry is a CloudEvent, in binary mode by default, with its topic in the field `:topic`. A relay
-reads it by `outbox_source`.
+reads it by `OutboxSource`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from redis.client import Pipeline
 from conquiet import outbox
 from conquiet.errors import ConfigError, ConquietError, HandlerError
 from conquiet.message import Message, describe
-from conquiet.redis.commands import Commands
+from conquiet.redis.adapter import Commands
 from conquiet.redis.entry import TOPIC_FIELD, Mode, Unmarshal, encoder
 from conquiet.redis.source import StreamSource
 from conquiet.redis.transaction import current_unit
@@ -33,7 +33,7 @@ class Outbox(outbox.Outbox):
     """Middleware: adds the events that handlers return to `stream`, in the same EXEC.
 
     `mode="structured"` writes an event as JSON in one field. `marshal` writes fields of your own,
-    which a relay reads by `outbox_source(unmarshal=…)`; field names that begin with a colon belong
+    which a relay reads by `OutboxSource(unmarshal=…)`; field names that begin with a colon belong
     to conquiet. In a cluster, `stream` needs the hash tag of the other keys.
 
     Without a router, use `add` in a pipeline of your own.
@@ -118,21 +118,8 @@ def _flat(marshal: Marshal) -> Callable[[Message[Any]], Sequence[Any]]:
     return encode
 
 
-def outbox_source(
-    client: Any,
-    stream: str,
-    *,
-    group: str = "outbox-publisher",
-    consumer: str | None = None,
-    batch_size: int = 100,
-    block: float = 1.0,
-    claim_interval: float = 30.0,
-    lease: float = 60.0,
-    max_attempts: int = 10,
-    dead_letters: str | None = None,
-    unmarshal: Unmarshal | None = None,
-) -> StreamSource:
-    """Return a source that reads an outbox for a relay; acked entries are deleted.
+class OutboxSource(StreamSource):
+    """Reads an outbox for a relay; acked entries are deleted.
 
     The consumer is named after the host, so that a relay that crashed goes on with its entries.
     Name consumers yourself if several relays of one outbox share a host: two of one name deliver
@@ -142,17 +129,33 @@ def outbox_source(
     a message, whose `topic` is that of the outbox unless it sets one. An entry for which it raises
     is tried again, then goes to the dead letters.
     """
-    return StreamSource(
-        client,
-        stream,
-        group,
-        consumer or socket.gethostname(),
-        lease=lease,
-        claim_interval=claim_interval,
-        block=block,
-        batch_size=batch_size,
-        max_attempts=max_attempts,
-        dead_letters=dead_letters,
-        delete=True,
-        unmarshal=unmarshal,
-    )
+
+    def __init__(
+        self,
+        client: Any,
+        stream: str,
+        *,
+        group: str = "outbox-publisher",
+        consumer: str | None = None,
+        batch_size: int = 100,
+        block: float = 1.0,
+        claim_interval: float = 30.0,
+        lease: float = 60.0,
+        max_attempts: int = 10,
+        dead_letters: str | None = None,
+        unmarshal: Unmarshal | None = None,
+    ) -> None:
+        super().__init__(
+            client,
+            stream,
+            group,
+            consumer or socket.gethostname(),
+            lease=lease,
+            claim_interval=claim_interval,
+            block=block,
+            batch_size=batch_size,
+            max_attempts=max_attempts,
+            dead_letters=dead_letters,
+            delete=True,
+            unmarshal=unmarshal,
+        )

@@ -30,11 +30,11 @@ from conquiet.middleware import DeadLetter
 from conquiet.redis import (
     Inbox,
     Outbox,
+    OutboxSource,
     StreamSink,
     StreamSource,
     Transaction,
     commands,
-    outbox_source,
 )
 from conquiet.relay import Relay
 
@@ -110,7 +110,7 @@ class RelayOverRedis(Scenario):
 
     def run(self, place: Place, seam: Seam, attempt: int) -> None:
         client = redis.Redis.from_url(place.redis)
-        source = outbox_source(client, OUTBOX, batch_size=2)
+        source = OutboxSource(client, OUTBOX, batch_size=2)
         source.__class__ = until(StreamSource, lambda: not place.client().xlen(OUTBOX), seam)
         Relay(source, StreamSink(client), batch_size=2).run()
         client.close()

@@ -22,7 +22,7 @@ from tests.waiting import eventually
 
 from conquiet import embedded
 from conquiet.message import Message
-from conquiet.redis import StreamSink, StreamSource, outbox_source
+from conquiet.redis import OutboxSource, StreamSink, StreamSource
 from conquiet.relay import Relay
 from conquiet.worker import Worker
 
@@ -112,9 +112,9 @@ def test_a_relay_killed_between_publish_and_mark_publishes_again_and_loses_nothi
     publish(redis_client)
     with working(redis_client):
         eventually(lambda: all_acked(redis_client), timeout=30)
-    crashed = outbox_source(redis_client, OUTBOX, consumer="relay-1")
+    crashed = OutboxSource(redis_client, OUTBOX, consumer="relay-1")
     StreamSink(redis_client).publish(crashed.read(5, 1))  # and dies before it acks
-    relay = Relay(outbox_source(redis_client, OUTBOX, consumer="relay-1"), StreamSink(redis_client))
+    relay = Relay(OutboxSource(redis_client, OUTBOX, consumer="relay-1"), StreamSink(redis_client))
     while relay.run_once(0.1).published:
         pass
     relay.source.close()

@@ -24,7 +24,7 @@ from conquiet.operations.dead_letters import (
     replay,
     show,
 )
-from conquiet.redis import Outbox, StreamSink, outbox_source
+from conquiet.redis import Outbox, OutboxSource, StreamSink
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_what_dies_again_during_a_replay_is_not_replayed_for_ever(
     def dies_again(_: int) -> None:
         redis_client.xadd("dead", redis_client.xrange("dead", count=1)[0][1])
 
-    assert len(replay(letters, Filter(), limit=50, tell=dies_again).done) <= 3
+    assert len(replay(letters, Filter(), limit=50, progress=dies_again).done) <= 3
 
 
 def test_letters_of_the_middleware_go_back_to_their_topic(redis_client, letters) -> None:
@@ -130,7 +130,7 @@ def test_an_event_of_an_outbox_goes_back_into_it_with_its_topic(redis_client, le
         Outbox("orders", "outbox", source="/shop").add(pipeline, numbered(1))
         pipeline.execute()
     before = redis_client.xrange("outbox")[0][1]
-    source = outbox_source(redis_client, "outbox", max_attempts=1, dead_letters="dead")
+    source = OutboxSource(redis_client, "outbox", max_attempts=1, dead_letters="dead")
     while not source.dead:
         for message in source.read(1, 1.0):
             message.nack(ValueError("no"))
@@ -165,7 +165,7 @@ REPLAY = """
 import os, sys, redis
 from conquiet.operations.dead_letters import Filter, open_letters, replay
 with redis.Redis.from_url(sys.argv[1]) as client:
-    replay(open_letters("dead", client), Filter(), tell=lambda done: print(done, flush=True))
+    replay(open_letters("dead", client), Filter(), progress=lambda done: print(done, flush=True))
 """
 
 

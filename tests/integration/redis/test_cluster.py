@@ -10,11 +10,11 @@ from tests.waiting import eventually
 from conquiet.errors import StoreError
 from conquiet.message import Message
 from conquiet.redis import (
+    OutboxSource,
     Readers,
     StreamSink,
     StreamSource,
     Topic,
-    outbox_source,
     remove_idle_consumers,
     trim_stream,
 )
@@ -121,7 +121,7 @@ def test_dead_letters_and_maintenance(client):
 
 def test_an_outbox(client):
     publish(client, 3, topic="outbox", partitions=1)
-    relay = outbox_source(client, "outbox", consumer="relay")
+    relay = OutboxSource(client, "outbox", consumer="relay")
     for message in relay.read(10, 1.0):
         message.ack()
     assert client.xlen("outbox") == 0

@@ -13,7 +13,7 @@ from tests import needs
 from conquiet import embedded
 from conquiet.errors import HandlerError
 from conquiet.redis import Transaction, commands
-from conquiet.redis.commands import WRITES
+from conquiet.redis.adapter import WRITES
 
 
 @pytest.fixture

@@ -20,11 +20,11 @@ from conquiet.message import Message
 from conquiet.redis import (
     Inbox,
     Outbox,
+    OutboxSource,
     StreamSink,
     StreamSource,
     Transaction,
     commands,
-    outbox_source,
 )
 from conquiet.relay import Relay
 from conquiet.router import Router
@@ -154,7 +154,7 @@ def test_what_add_queued_is_relayed(redis_client):
     pipeline = redis_client.pipeline()
     OUTBOX.add(pipeline, [OrderPlaced("1")], source="/other")
     pipeline.execute()
-    [event] = outbox_source(redis_client, EVENTS, consumer="relay").read(10, 1.0)
+    [event] = OutboxSource(redis_client, EVENTS, consumer="relay").read(10, 1.0)
     assert (event.topic, event.data, event.source) == ("orders", b'{"order":"1"}', "/other")
 
 
@@ -273,7 +273,7 @@ def test_a_command_goes_the_whole_way_to_the_next_service_once(redis_client, pub
     worker.start()
     eventually(lambda: worker.health().handled == 3)
     worker.stop()
-    relay = Relay(outbox_source(redis_client, EVENTS), StreamSink(redis_client))
+    relay = Relay(OutboxSource(redis_client, EVENTS), StreamSink(redis_client))
     assert relay.run_once(1).published == 2
     relay.source.close()
     events = list(StreamSource(redis_client, "orders", "billing").replay())

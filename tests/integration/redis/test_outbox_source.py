@@ -10,7 +10,7 @@ from tests.integration.redis.conftest import numbered
 from tests.waiting import eventually
 
 from conquiet.message import Message
-from conquiet.redis import Outbox, StreamSink, StreamSource, outbox_source
+from conquiet.redis import Outbox, OutboxSource, StreamSink, StreamSource
 from conquiet.redis.entry import TOPIC_FIELD, to_fields
 from conquiet.relay import Relay
 
@@ -34,7 +34,7 @@ def arrived(client, stream):
 def test_messages_go_to_their_topics_and_leave_the_outbox(outbox, redis_client):
     outbox(3, "orders")
     outbox(2, "sales", first=3)
-    source = outbox_source(redis_client, "outbox")
+    source = OutboxSource(redis_client, "outbox")
     Relay(source, StreamSink(redis_client)).run_once()
     assert arrived(redis_client, "orders") == ["m-0", "m-1", "m-2"]
     assert arrived(redis_client, "sales") == ["m-3", "m-4"]
@@ -44,13 +44,13 @@ def test_messages_go_to_their_topics_and_leave_the_outbox(outbox, redis_client):
 
 def test_the_defaults_are_those_of_the_seed(outbox, redis_client):
     outbox(1, "orders")
-    source = outbox_source(redis_client, "outbox")
+    source = OutboxSource(redis_client, "outbox")
     assert (source.group, source.consumer) == ("outbox-publisher", socket.gethostname())
     assert source.lease == 60.0
     source.close()
     defaults = {
         name: parameter.default
-        for name, parameter in inspect.signature(outbox_source).parameters.items()
+        for name, parameter in inspect.signature(OutboxSource).parameters.items()
     }
     assert (defaults["block"], defaults["claim_interval"]) == (1.0, 30.0)
     assert defaults["batch_size"] == 100  # ten times that of the seed: see its documentation
@@ -58,7 +58,7 @@ def test_the_defaults_are_those_of_the_seed(outbox, redis_client):
 
 def test_a_batch_is_no_larger_than_asked(outbox, redis_client):
     outbox(5, "orders")
-    source = outbox_source(redis_client, "outbox", batch_size=2)
+    source = OutboxSource(redis_client, "outbox", batch_size=2)
     assert len(source.read(100, 0.1)) == 2
     source.close()
 
@@ -69,7 +69,7 @@ def test_a_message_that_its_sink_refuses_stays_and_then_goes_to_the_dead_letters
     redis_client.xadd("orders", {"a": "b"}, id=f"{2**64 - 1}-{2**64 - 1}")  # it is full for ever
     outbox(1, "orders")
     outbox(1, "sales", first=1)
-    source = outbox_source(redis_client, "outbox", max_attempts=2)
+    source = OutboxSource(redis_client, "outbox", max_attempts=2)
     relay = Relay(source, StreamSink(redis_client))
     relay.run_once(0.1)
     assert arrived(redis_client, "sales") == ["m-1"]
@@ -88,9 +88,9 @@ def test_a_message_that_its_sink_refuses_stays_and_then_goes_to_the_dead_letters
 
 def test_what_a_relay_held_when_it_died_is_taken_over(outbox, redis_client):
     outbox(3, "orders")
-    dead = outbox_source(redis_client, "outbox", consumer="dead", lease=0.1)
+    dead = OutboxSource(redis_client, "outbox", consumer="dead", lease=0.1)
     assert len(dead.read(10, 0.1)) == 3
-    alive = outbox_source(redis_client, "outbox", consumer="alive", lease=0.1, claim_interval=0.02)
+    alive = OutboxSource(redis_client, "outbox", consumer="alive", lease=0.1, claim_interval=0.02)
     relay = Relay(alive, StreamSink(redis_client))
 
     eventually(lambda: relay.run_once(0.05) and redis_client.xlen("outbox") == 0)
@@ -122,7 +122,7 @@ def test_what_a_marshaller_of_ones_own_wrote_is_relayed_by_its_unmarshaller(redi
     with redis_client.pipeline() as pipe:
         Outbox("orders", "outbox", marshal=to_pairs).add(pipe, numbered(2))
         pipe.execute()
-    source = outbox_source(redis_client, "outbox", unmarshal=from_pairs)
+    source = OutboxSource(redis_client, "outbox", unmarshal=from_pairs)
     Relay(source, StreamSink(redis_client)).run_once()
     source.close()
     assert arrived(redis_client, "orders") == ["m-0", "m-1"]
@@ -137,7 +137,7 @@ def test_the_topic_that_an_unmarshaller_sets_wins(redis_client):
         return message
 
     redis_client.xadd("outbox", {":topic": "orders", "kind": "sample", "n": "m-0", "body": "x"})
-    source = outbox_source(redis_client, "outbox", unmarshal=unmarshal)
+    source = OutboxSource(redis_client, "outbox", unmarshal=unmarshal)
     [message] = source.read(limit=10, timeout=1.0)
     source.close()
     assert message.topic == "sales"
@@ -155,7 +155,7 @@ def test_an_entry_that_cannot_be_unmarshalled_goes_to_the_dead_letters(
     redis_client, unmarshal, why
 ):
     redis_client.xadd("outbox", {"other": "field"})
-    source = outbox_source(redis_client, "outbox", max_attempts=1, unmarshal=unmarshal)
+    source = OutboxSource(redis_client, "outbox", max_attempts=1, unmarshal=unmarshal)
     assert source.read(limit=10, timeout=0.01) == []
     source.close()
     [(_, letter)] = redis_client.xrange("outbox:dead")

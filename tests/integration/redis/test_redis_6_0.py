@@ -11,11 +11,11 @@ from tests.integration.redis.conftest import GROUP, STREAM, numbered
 
 from conquiet.errors import GivenBack
 from conquiet.redis import (
+    OutboxSource,
     Readers,
     StreamSink,
     StreamSource,
     Topic,
-    outbox_source,
     remove_idle_consumers,
     trim_stream,
 )
@@ -77,7 +77,7 @@ def use_everything(client):
     late.read(1, 0.02)
     client.xgroup_destroy(STREAM, "late")
     late.read(100, 0.02)
-    relay = outbox_source(client, "sales:{0}")
+    relay = OutboxSource(client, "sales:{0}")
     for message in relay.read(10, 0.01):
         message.ack()
     Readers(client, STREAM).register("spark")

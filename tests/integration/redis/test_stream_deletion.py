@@ -10,7 +10,7 @@ from tests.integration.redis.reading import SHORT, read
 from tests.waiting import eventually
 
 from conquiet.errors import NoHandler, StoreError, UnknownType
-from conquiet.redis import StreamSource, outbox_source
+from conquiet.redis import OutboxSource, StreamSource
 from conquiet.redis.wire import server_of
 
 # --- what is acked ----------------------------------------------------------------------------
@@ -24,7 +24,7 @@ def test_an_acked_entry_of_a_log_stays(source, publish, redis_client):
 
 def test_an_acked_entry_of_an_outbox_is_gone(publish, redis_client):
     publish(2)
-    relay = outbox_source(redis_client, STREAM, consumer="relay")
+    relay = OutboxSource(redis_client, STREAM, consumer="relay")
     first, second = relay.read(10, 1.0)
     first.ack()
     assert redis_client.xlen(STREAM) == 1
@@ -38,7 +38,7 @@ def test_the_entries_of_an_outbox_are_acked_and_deleted_in_one_multi(
     redis_client, publish, recorded
 ):
     publish(2)
-    relay = outbox_source(redis_client, STREAM)
+    relay = OutboxSource(redis_client, STREAM)
     messages = read(relay, 2)
     sent = recorded(lambda: relay.settle([m.acking.token for m in messages], ()))
     relay.close()
@@ -48,7 +48,7 @@ def test_the_entries_of_an_outbox_are_acked_and_deleted_in_one_multi(
 
 def test_an_outbox_that_cannot_be_acked_says_so(redis_client, publish):
     publish(1)
-    relay = outbox_source(redis_client, STREAM)
+    relay = OutboxSource(redis_client, STREAM)
     [message] = read(relay, 1)
     redis_client.set(STREAM, "no stream any more")
     with pytest.raises(StoreError, match="WRONGTYPE"):
