@@ -58,9 +58,6 @@ def test_every_page_is_in_the_navigation_and_every_entry_has_a_page() -> None:
 
 # --- exported names ---------------------------------------------------------------------------
 
-TO_CONVERT = {"demo": ("sender", "servers")}
-"""Modules of the marketplace that still import names which conquiet does not export."""
-
 _reference = re.compile(r"^::: ([\w.]+)", re.MULTILINE)
 _block = re.compile(r"^( *)```python.*?\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 
@@ -98,15 +95,6 @@ def is_exported(module: str, name: str | None, known: set[str]) -> bool:
     return name in exported if exported is not None else not name.startswith("_")
 
 
-def is_to_convert(path: Path) -> bool:
-    marketplace = ROOT / "examples" / "marketplace" / "marketplace"
-    return any(
-        path == marketplace / folder / f"{module}.py"
-        for folder, modules in TO_CONVERT.items()
-        for module in modules
-    )
-
-
 def programs() -> list[Path]:
     found = [ROOT / "README.md", *PAGES, *(ROOT / "examples").rglob("*.py")]
     return sorted(path for path in found if ".venv" not in path.parts)
@@ -125,5 +113,4 @@ def test_docs_and_examples_import_exported_names_only(path: Path) -> None:
         for module, name in imports_of(code)
         if not is_exported(module, name, known)
     }
-    if not is_to_convert(path):
-        assert not wrong, f"{path.name} imports names that are not exported: {sorted(wrong)}"
+    assert not wrong, f"{path.name} imports names that are not exported: {sorted(wrong)}"

@@ -140,7 +140,7 @@ def _replay(options: Namespace) -> int:
             to=None if is_file else options.to,
             limit=options.limit,
             dry_run=options.dry_run,
-            tell=progress.tell,
+            progress=progress.show,
         )
     return _report(outcome, options, "replayed")
 
@@ -159,7 +159,7 @@ def _drop(options: Namespace) -> int:
         with Progress("dropping", len(going.done)) as progress:
             # Not letters that arrived after the confirmation.
             outcome = dead_letters.drop(
-                letters, wanted, among=frozenset(going.done), tell=progress.tell
+                letters, wanted, among=frozenset(going.done), progress=progress.show
             )
     return _report(outcome, options, "dropped")
 

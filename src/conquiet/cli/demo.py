@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from conquiet.cli.options import count
+from conquiet.cli.options import add_broker, add_database, count
 from conquiet.cli.terminal import FAILED, OK, green, print_json, red
 from conquiet.errors import ConfigError
 
@@ -62,8 +62,8 @@ def register(commands: Any, common: ArgumentParser) -> None:
     demo.add_argument(
         "--keep", action="store_true", help="leave everything running until Ctrl-C, to look around"
     )
-    demo.add_argument("--database", metavar="URL", help="a PostgreSQL of yours")
-    demo.add_argument("--broker", metavar="URL", help="a Redis of yours")
+    add_database(demo, "a PostgreSQL of yours")
+    add_broker(demo, "a Redis of yours")
     demo.add_argument("--json", action="store_true", help="the verdict as JSON, on stdout")
 
 
@@ -151,7 +151,7 @@ class _Progress:
 
     def advance(self, done: int, total: int) -> None:
         self._bar.total = total or None
-        self._bar.tell(done)
+        self._bar.show(done)
 
     def note(self, text: str) -> None:
         self._bar.clear()

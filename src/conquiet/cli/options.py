@@ -147,10 +147,10 @@ def moment(text: str) -> datetime:
 # --- the database ---------------------------------------------------------------------------
 
 
-def add_database(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--database", metavar="URL", help=f"PostgreSQL or SQLite; else {DATABASE_VARIABLE}"
-    )
+def add_database(
+    parser: ArgumentParser, what: str = f"PostgreSQL or SQLite; else {DATABASE_VARIABLE}"
+) -> None:
+    parser.add_argument("--database", metavar="URL", help=what)
 
 
 def database_url(given: str | None, *, must_exist: bool = False) -> Any:
@@ -209,10 +209,10 @@ class Reached:
 # --- the broker -----------------------------------------------------------------------------
 
 
-def add_broker(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--broker", metavar="URL", help=f"Redis, or a cluster; else {BROKER_VARIABLE}"
-    )
+def add_broker(
+    parser: ArgumentParser, what: str = f"Redis, or a cluster; else {BROKER_VARIABLE}"
+) -> None:
+    parser.add_argument("--broker", metavar="URL", help=what)
 
 
 def is_broker_given(given: str | None) -> bool:

@@ -335,7 +335,7 @@ def _prune(options: Namespace) -> int:
         if not confirm(what, options.yes):
             return FAILED
         with Progress("pruning") as progress:
-            removed = inspection.prune(options.older_than.total_seconds(), progress.tell)
+            removed = inspection.prune(options.older_than.total_seconds(), progress.show)
     if options.json:
         print_json({"removed": removed})
     else:

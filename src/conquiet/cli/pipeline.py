@@ -13,8 +13,17 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from conquiet.cli.options import Verb, add_group, add_verb, count, seconds
+from conquiet.cli.options import (
+    Verb,
+    add_broker,
+    add_database,
+    add_group,
+    add_verb,
+    count,
+    seconds,
+)
 from conquiet.cli.terminal import FAILED, OK, in_one_row, print_json, print_table
+from conquiet.config import BROKER_VARIABLE, DATABASE_VARIABLE
 from conquiet.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -73,11 +82,10 @@ def _register_run(verbs: Any, common: ArgumentParser) -> None:
     run.add_argument(
         "--from", dest="origin", choices=("log", "outbox", "files"), default="log", help="(log)"
     )
-    run.add_argument("--broker", metavar="URL", help="the log; else CONQUIET_BROKER_URL")
-    run.add_argument(
-        "--database",
-        metavar="URL",
-        help="--from outbox: where it is, else CONQUIET_DATABASE_URL; --from log: the outbox to"
+    add_broker(run, f"the log; else {BROKER_VARIABLE}")
+    add_database(
+        run,
+        f"--from outbox: where it is, else {DATABASE_VARIABLE}; --from log: the outbox to"
         " reconcile the log with",
     )
     run.add_argument("--streams", metavar="NAMES", help="streams of the log: 'orders,payments:*'")
@@ -155,7 +163,7 @@ def _register_tables(verbs: Any, common: ArgumentParser) -> None:
         _reconcile,
         codes="0 everything agrees; 1 rows on stdout do not, or it failed; 2 wrong usage",
     )
-    reconcile.add_argument("--database", metavar="URL", help="the outbox to compare the log with")
+    add_database(reconcile, "the outbox to compare the log with")
     reconcile.add_argument(
         "--all", action="store_true", help="count all hours again, not only those that changed"
     )
@@ -419,7 +427,7 @@ def _replay(options: Namespace) -> int:
         raise ConfigError(f"--since {options.since} is not before --until {options.until}")
     pipeline = find_pipeline(options.pipeline, options.to)
     days = pipeline.replay(options.since, options.until)
-    _tell({"days": days}, f"{days:,} days were judged again", options.json)
+    _print_done({"days": days}, f"{days:,} days were judged again", options.json)
     return OK
 
 
@@ -427,7 +435,7 @@ def _quarantine(options: Namespace) -> int:
     pipeline = find_pipeline(options.pipeline, options.to)
     if options.do == "retry":
         back = pipeline.quarantine.retry(reason=options.reason)
-        _tell({"events": back}, f"{back:,} events left the quarantine", options.json)
+        _print_done({"events": back}, f"{back:,} events left the quarantine", options.json)
         return OK
     rows = pipeline.quarantine.list(reason=options.reason, limit=options.limit)
     plain = [{name: _plain(value) for name, value in row.items()} for row in rows]
@@ -439,7 +447,7 @@ def _optimize(options: Namespace) -> int:
     pipeline = find_pipeline(options.pipeline, options.to)
     done = pipeline.optimize(hours=options.hours)
     removed = sum(done.values())
-    _tell(done, f"{removed:,} files of {len(done)} tables were removed", options.json)
+    _print_done(done, f"{removed:,} files of {len(done)} tables were removed", options.json)
     return OK
 
 
@@ -457,11 +465,11 @@ def _import(options: Namespace) -> int:
             rows = pq.read_table(file, partitioning=None)
             taken += driver.take(rows, f"import {folder}", number)
         driver.refresh()
-    _tell({"entries": taken}, f"{taken:,} entries taken in", options.json)
+    _print_done({"entries": taken}, f"{taken:,} entries taken in", options.json)
     return OK
 
 
-def _tell(answer: dict[str, Any], sentence: str, as_json: bool) -> None:
+def _print_done(answer: dict[str, Any], sentence: str, as_json: bool) -> None:
     if as_json:
         print_json(answer)
     print(sentence, file=sys.stderr)

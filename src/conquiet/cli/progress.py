@@ -19,7 +19,7 @@ class Progress:
 
     >>> with Progress("replaying", 200) as progress:
     ...     for done in range(200):
-    ...         progress.tell(done + 1)
+    ...         progress.show(done + 1)
 
     Without a total it counts. `after` is how long it stays silent. It writes to terminals only.
     """
@@ -48,7 +48,7 @@ class Progress:
     def __exit__(self, *exc_info: object) -> None:
         self.clear()
 
-    def tell(self, done: int, what: str | None = None) -> None:
+    def show(self, done: int, what: str | None = None) -> None:
         """Set the number done, and the description if `what` is given."""
         self.done = done
         self.what = what or self.what
@@ -56,7 +56,7 @@ class Progress:
             self.draw()
 
     def add(self, more: int = 1) -> None:
-        self.tell(self.done + more)
+        self.show(self.done + more)
 
     def draw(self) -> None:
         """Draw the bar now, however recently it was drawn."""

@@ -25,7 +25,7 @@ from conquiet.middleware import dead_letter
 from conquiet.operations.text import as_text, whole
 from conquiet.sink import Sink
 
-Tell: TypeAlias = Callable[[int], object]
+Progress: TypeAlias = Callable[[int], object]
 """Called with the number of letters that are done."""
 
 
@@ -201,11 +201,16 @@ def replay(
     to: str | None = None,
     limit: int | None = None,
     dry_run: bool = False,
-    tell: Tell | None = None,
+    progress: Progress | None = None,
 ) -> Outcome:
     """Publish the messages of letters again; a letter that cannot be published is kept."""
     return _each(
-        letters, filter_, lambda letter, raw: letters.send(letter, raw, to), limit, dry_run, tell
+        letters,
+        filter_,
+        lambda letter, raw: letters.send(letter, raw, to),
+        limit,
+        dry_run,
+        progress,
     )
 
 
@@ -216,14 +221,14 @@ def drop(
     among: Collection[str] | None = None,
     limit: int | None = None,
     dry_run: bool = False,
-    tell: Tell | None = None,
+    progress: Progress | None = None,
 ) -> Outcome:
     """Delete letters for good; only those of the ids `among`, such as a dry run returned."""
 
     def remove(letter: Letter, raw: Any) -> bool:
         return (among is None or letter.id in among) and letters.remove(letter, raw)
 
-    return _each(letters, filter_, remove, limit, dry_run, tell)
+    return _each(letters, filter_, remove, limit, dry_run, progress)
 
 
 def _each(
@@ -232,7 +237,7 @@ def _each(
     act: Callable[[Letter, Any], bool],
     limit: int | None,
     dry_run: bool,
-    tell: Tell | None,
+    progress: Progress | None,
 ) -> Outcome:
     done: list[str] = []
     failed: list[Failure] = []
@@ -246,8 +251,8 @@ def _each(
             raise StoreError(f"{error}; {len(done)} letters were processed before that") from error
         except ConquietError as error:
             failed.append(Failure(letter.id, letter.event_id, str(error)))
-        if tell is not None:
-            tell(len(done) + len(failed))
+        if progress is not None:
+            progress(len(done) + len(failed))
     return Outcome(tuple(done), tuple(failed), dry_run)
 
 

@@ -26,7 +26,7 @@ def test_what_is_quick_shows_nothing() -> None:
 def test_what_takes_long_shows_how_far_it_is_and_is_taken_away() -> None:
     screen = Terminal()
     with Progress("replaying", 200, after=0.0, stream=screen) as progress:
-        progress.tell(50)
+        progress.show(50)
         assert "replaying  [" in screen.getvalue()
         assert "25%  50 of 200" in screen.getvalue()
         assert "left" in screen.getvalue()
@@ -36,14 +36,14 @@ def test_what_takes_long_shows_how_far_it_is_and_is_taken_away() -> None:
 def test_without_a_total_it_counts() -> None:
     screen = Terminal()
     progress = Progress("pruning", after=0.0, stream=screen)
-    progress.tell(12_000, "pruning outbox")
+    progress.show(12_000, "pruning outbox")
     assert "pruning outbox  12,000  " in screen.getvalue()
 
 
 def test_a_pipe_sees_nothing_of_it() -> None:
     pipe = io.StringIO()
     with Progress("replaying", 2, after=0.0, stream=pipe) as progress:
-        progress.tell(1)
+        progress.show(1)
         progress.draw()
     assert pipe.getvalue() == ""
 

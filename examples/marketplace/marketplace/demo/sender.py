@@ -7,7 +7,6 @@ from random import Random
 from typing import Any
 
 from conquiet import Message
-from conquiet.acking import Error
 from conquiet.redis import StreamSink
 from conquiet.sink import Sink
 from marketplace.demo.servers import Servers
@@ -26,7 +25,7 @@ class DuplicatingSink(Sink):
         self._random = random
         self._share = share
 
-    def publish_each(self, messages: Sequence[Message[Any]]) -> Sequence[Error]:
+    def publish_each(self, messages: Sequence[Message[Any]]) -> Sequence[Exception | None]:
         twice = [message for message in messages if self._random.random() < self._share]
         self.duplicates += len(twice)
         return self._sink.publish_each([*messages, *twice])[: len(messages)]

@@ -16,14 +16,13 @@ from typing import Any
 import psycopg
 import redis
 from psycopg import sql
-from sqlalchemy import make_url
 from sqlalchemy.exc import SQLAlchemyError
 
 from conquiet import embedded
 from conquiet.config import explain
 from conquiet.errors import ConfigError
 from conquiet.redis import Topic
-from conquiet.sql.tls import verify_server
+from conquiet.sql import engine
 from marketplace.demo.settings import (
     COMMANDS,
     DEAD_LETTERS,
@@ -107,7 +106,7 @@ def _own_schema(url: str) -> Iterator[str]:
     schema = f"conquiet_demo_{uuid.uuid4().hex[:8]}"
     name = sql.Identifier(schema)
     try:
-        address = verify_server(make_url(url).set(drivername="postgresql"))
+        address = engine(url).url.set(drivername="postgresql")  # with its TLS verified
         plain = address.render_as_string(hide_password=False)
         psycopg.connect(plain).close()
     except (psycopg.Error, SQLAlchemyError, ValueError) as error:
