@@ -9,6 +9,7 @@ import threading
 
 import pytest
 
+from conquiet.redis import Readers
 from conquiet.web.guard import HEADERS
 from conquiet.web.pulse import Cached, Pulse
 from conquiet.web.stores import Stores
@@ -195,6 +196,8 @@ def test_no_field_makes_a_page_long_and_no_list_loads_whole_entries(make, shop) 
     entry = shop.client.xadd("orders", event).decode()
     shop.client.xadd("dead", {**event, "deadreason": big, "deadtraceback": big}).decode()
     shop.client.xgroup_create("orders", "billing", "0")
+    shop.client.xadd("orders", event)
+    Readers(shop.client, "orders").register("spark", entry)  # its lag is counted, entry by entry
     [letter] = [id_.decode() for id_, _ in shop.client.xrange("dead")]
     [id_] = shop.write(1, big)
     shop.mark([id_], "parked_at", attempts=3, error=big)

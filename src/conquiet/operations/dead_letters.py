@@ -189,8 +189,10 @@ def find(
 
 def show(letters: Letters, id_: str) -> Letter:
     """Return one letter by its own id or by its event's; raise `NotFound` if there is none."""
-    for letter in find(letters, Filter((id_,)), 1):
-        return letter
+    for found in find(letters, Filter((id_,)), 1, brief=True):
+        for letter, _ in _matching(letters, Filter((found.id,)), brief=False):
+            if letter.id == found.id:
+                return letter
     raise NotFound(f"no dead letter {id_!r:.100} in {letters.name}; dead-letters list shows them")
 
 

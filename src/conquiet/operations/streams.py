@@ -364,9 +364,7 @@ class _Survey:
             return self.length, True
         count, at = 0, next_after(position)
         while count < COUNTED:
-            page = self._wire.call(
-                self.name.encode(), b"XRANGE", self.name, at, LAST, b"COUNT", _PAGE
-            )
+            page = range_parts(self._wire, self.name, at, LAST, _PAGE, max_fields=0)
             count += len(page)
             if len(page) < _PAGE:
                 return count, True
