@@ -196,10 +196,13 @@ class _Server(ThreadingHTTPServer):
         else:
             self.shutdown_request(request)
 
-    def begin_answer(self, request: socket.socket) -> None:
+    def begin_answer(self, request: socket.socket) -> bool:
+        """Return whether the connection may be answered, or was closed in favour of another."""
         with self._lock:
-            if request in self._open:
-                self._open[request] = False
+            if request not in self._open:
+                return False
+            self._open[request] = False
+            return True
 
     def shutdown_request(self, request: Any) -> None:
         with self._lock:
@@ -231,7 +234,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(with_body=False)
 
     def _answer(self, *, with_body: bool) -> None:
-        self.server.begin_answer(self._accepted)
+        if not self.server.begin_answer(self._accepted):
+            return
         status, kind, body = self.health.respond(self.path.partition("?")[0])
         self._exchange.begin(_REQUEST_SECONDS)
         self.send_response(status)
