@@ -2,7 +2,8 @@
 
 python bench/sql.py [--quick] [--json FILE]
 
-handle   a message takes effect once: inbox, one upsert by the handler, one outbox row, ack
+handle   a message takes effect once: inbox, one upsert by the handler, one outbox row, ack;
+         also with a savepoint per message, beside the default
 relay    rows of the outbox to a Redis stream: claim, XADD, mark
 claim    what a claim costs, with more and more rows in the table
 memory   of a worker, after a tenth of its messages and at the end
@@ -49,6 +50,7 @@ UPSERT = (
 )
 ORDERS = "CREATE TABLE orders (id text PRIMARY KEY, total integer NOT NULL)"
 FILLING = "x" * 200
+SAVEPOINTS = "a savepoint per message"
 
 orders = Table("orders", MetaData(), Column("id", Text), Column("total", Integer))
 _save = insert(orders)
@@ -106,7 +108,7 @@ def handle(server: embedded.PostgresServer, options: Options) -> list[Case]:
         count = 500 if batch == 1 else 5_000
         if options.quick:
             count = 100 if batch == 1 else 1_000
-        router = orders_router(made)
+        router, isolating = orders_router(made), orders_router(made, isolate="savepoint")
         with psycopg.connect(url) as direct:
             hand = ByHand(direct)
             contestants: dict[str, Callable[[], object]] = {
@@ -117,6 +119,7 @@ def handle(server: embedded.PostgresServer, options: Options) -> list[Case]:
                     run, hand.one_upsert_each, count, 1
                 )
             else:
+                contestants[SAVEPOINTS] = partial(run, isolating.process, count, batch)
                 contestants["everything in bulk"] = partial(run, hand.in_bulk, count, batch)
                 contestants["an upsert per message"] = partial(
                     run, hand.one_upsert_each, count, batch
@@ -133,9 +136,13 @@ def handle(server: embedded.PostgresServer, options: Options) -> list[Case]:
         cases += [
             compare("handle", count, seconds, "conquiet", floor, batch=batch)
             for floor in seconds
-            if floor != "conquiet"
+            if floor not in ("conquiet", SAVEPOINTS)
         ]
+        if SAVEPOINTS in seconds:
+            name = f"handle, {SAVEPOINTS}"
+            cases.append(compare(name, count, seconds, SAVEPOINTS, "conquiet", batch=batch))
         router.close()
+        isolating.close()
         made.dispose()
     return cases
 
@@ -145,9 +152,9 @@ def run(process: Callable[[Sequence[Message[bytes]]], object], count: int, batch
         process(messages)
 
 
-def orders_router(made: Engine) -> Router:
+def orders_router(made: Engine, **options: Any) -> Router:
     router = Router()
-    router.use(Transaction(made), Inbox("billing"), Outbox("orders"))
+    router.use(Transaction(made, **options), Inbox("billing"), Outbox("orders"))
 
     @router.command(source="/shop")
     def place_order(order: PlaceOrder) -> list[OrderPlaced]:

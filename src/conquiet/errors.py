@@ -66,8 +66,8 @@ class Blameless(ConquietError):
 class StoreError(Blameless):
     """The store itself failed, such as a lost connection: the batch is retried."""
 
-    at_begin = False
-    """Whether no transaction could begin: then no message can be the cause."""
+    is_outage = False
+    """Whether no message can be the cause: no transaction can begin, or a table is missing."""
 
 
 class Conflict(StoreError):

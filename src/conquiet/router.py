@@ -277,6 +277,10 @@ class Router:
                         " outbox: after a crash they would never be sent. Use this order:"
                         " router.use(Transaction, Inbox, Outbox)"
                     )
+        for item in self._middlewares:  # last, since it may look into a database
+            check = getattr(item, "check_chain", None)
+            if check is not None:
+                check(self._middlewares)
 
     def _build(self, middlewares: Sequence[Middleware]) -> Process:
         chain: Process = self._handle

@@ -4,7 +4,7 @@ batch ──▶ begin ──▶ chain ──▶ commit ──▶ results
   ▲                   │ a message fails: roll back; if there were several, one by one
   │                   │ the store fails: roll back, retry, then smaller groups, then one by one
   └──── groups ◀──────┘
-            no transaction can begin: what is left is given back
+            no transaction can begin, a table is missing: what is left is given back
             one fails alone, also after others have committed: it is to blame
             nothing commits: all are given back, and it costs no message an attempt
 """
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from conquiet.acking import defer_settlements
-from conquiet.errors import Conflict, HandlerError, StoreError
+from conquiet.errors import Conflict, ConquietError, HandlerError, StoreError
 from conquiet.gate import FailedKeys
 from conquiet.handler import Process, Result
 from conquiet.message import Message, describe
@@ -42,9 +42,15 @@ _CONFLICT_ATTEMPTS = 10
 _PARTS = 4
 """A group that failed as the store's is cut into about this many."""
 _CALM_COMMITS = 50
-"""After so many commits without a conflict, groups may be twice as large."""
+"""After so many commits without a conflict, groups may be twice as large. Each conflict doubles the
+number: a deadlock costs a second."""
+_MAX_CALM_COMMITS = 12_800
 _MAX_LIMIT = 500
 _MAX_SUSPECTS = 10_000
+
+
+class RunAlone(ConquietError):
+    """A message of this chain cannot share its transaction; from now on each has its own."""
 
 
 class Transaction(ABC):
@@ -78,7 +84,7 @@ class Transaction(ABC):
                 begun = True
                 return self.run(next, batch)
         except StoreError as error:
-            error.at_begin = not begun
+            error.is_outage = error.is_outage or not begun
             raise
 
     def run(self, next: Process, batch: Sequence[Message[Any]]) -> Sequence[Result]:
@@ -133,7 +139,7 @@ class Batches:
             try:
                 done = self._commit(messages, 1 if suspects else attempts)
             except StoreError as error:
-                if error.at_begin or not pause(0):
+                if error.is_outage or not pause(0):
                     left = [*group, *(index for rest, _ in groups for index in rest)]
                     results.update(dict.fromkeys(left, error))
                     suspects.clear()
@@ -165,6 +171,9 @@ class Batches:
             attempt += 1
             try:
                 results = self._transaction.commit(self._next, messages)
+            except RunAlone:
+                self._size.run_alone()
+                raise
             except Conflict as error:
                 failure: StoreError = error
                 self._size.shrink(len(messages))
@@ -172,7 +181,7 @@ class Batches:
                 seconds = _CONFLICT_SECONDS
             except StoreError as error:
                 failure = error
-                last = self._transaction.max_store_attempts if error.at_begin else attempts
+                last = self._transaction.max_store_attempts if error.is_outage else attempts
                 seconds = _RETRY_SECONDS
             else:
                 self._size.grow()
@@ -201,7 +210,7 @@ class Batches:
         try:
             return self._commit([message], self._transaction.max_store_attempts)[0]
         except StoreError as again:
-            if again.at_begin or not pause(0):
+            if again.is_outage or not pause(0):
                 return again
             blamed = HandlerError(
                 f"{describe(message.attributes)} fails alone while other messages are committed,"
@@ -214,14 +223,17 @@ class Batches:
 
 
 class GroupSize:
-    """Limits how many messages share a transaction, after a conflict with another transaction.
+    """Limits how many messages share a transaction.
 
-    A group holds all its locks until it commits: the smaller it is, the fewer conflicts.
+    A group holds all its locks until it commits: the smaller it is, the fewer conflicts with other
+    transactions.
     """
 
     def __init__(self) -> None:
         self._limit = 0
         self._calm = 0
+        self._needed = _CALM_COMMITS
+        self._is_fixed = False
 
     def is_exceeded(self, group: Sequence[int]) -> bool:
         """Return whether a group must be cut."""
@@ -235,16 +247,27 @@ class GroupSize:
         """Note a conflict of a group of this size."""
         self._calm = 0
         if size > 1:
-            self._limit = max(1, size // _PARTS)
+            smaller = max(1, size // _PARTS)
+            self._limit = min(self._limit or smaller, smaller)
+            self._needed = min(2 * self._needed, _MAX_CALM_COMMITS)
+
+    def run_alone(self) -> None:
+        """Let no messages share a transaction any more."""
+        self._limit = 1
+        self._is_fixed = True
 
     def grow(self) -> None:
         """Note a commit; after many of them without a conflict, double the limit."""
-        if not self._limit:
+        if not self._limit or self._is_fixed:
             return
         self._calm += 1
-        if self._calm >= _CALM_COMMITS:
-            self._calm = 0
-            self._limit = 2 * self._limit if self._limit < _MAX_LIMIT else 0
+        if self._calm < self._needed:
+            return
+        self._calm = 0
+        if self._limit < _MAX_LIMIT:
+            self._limit *= 2
+        else:
+            self._limit, self._needed = 0, _CALM_COMMITS
 
 
 @dataclass(slots=True)

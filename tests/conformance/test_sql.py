@@ -133,8 +133,23 @@ class TestPostgresqlTransactionWithoutPipeline(OverPostgresql, TransactionContra
         return Transaction(self.engine, queue_statements=False)
 
 
+class TestPostgresqlTransactionWithSavepoints(OverPostgresql, TransactionContract):
+    def transaction(self) -> Transaction:
+        return Transaction(self.engine, isolate="savepoint")
+
+
+class TestSqliteTransactionWithSavepoints(OverSqlite, TransactionContract):
+    def transaction(self) -> Transaction:
+        return Transaction(self.engine, isolate="savepoint")
+
+
 class TestPostgresqlInbox(OverPostgresql, InboxContract):
     pass
+
+
+class TestPostgresqlInboxWithSavepoints(OverPostgresql, InboxContract):
+    def transaction(self) -> Transaction:
+        return Transaction(self.engine, isolate="savepoint")
 
 
 class TestPostgresqlOutbox(OverPostgresql, OutboxContract):

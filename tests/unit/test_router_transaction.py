@@ -412,7 +412,7 @@ def test_after_a_conflict_groups_are_smaller_and_stay_so_for_a_while():
     router.process(ledger.batch(15))
     assert sizes(transaction) == [1] * 15
     largest = 100
-    for _ in range(60):
+    for _ in range(200):
         router.process(ledger.batch(15))
     transaction.trace.clear()
     router.process(ledger.batch(15))

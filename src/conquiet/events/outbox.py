@@ -152,6 +152,7 @@ class EventsOutbox(outbox.Outbox):
     def store(self, outputs: Sequence[Message[Any]]) -> None:
         events = [_event(output) for output in outputs]
         unit = current("the outbox of events")
+        unit.connection.unit.tables.add(self.table)
         emit(unit.connection, *events, table=self.table)
         unit.wrote = True
         # On the whole transaction: a savepoint commits nothing by itself.

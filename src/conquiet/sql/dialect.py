@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
-from sqlalchemy import URL, Connection, Dialect, Engine, create_engine, event, make_url
+from sqlalchemy import URL, Connection, Dialect, Engine, create_engine, event, inspect, make_url
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
@@ -241,7 +242,7 @@ def one_line(error: BaseException) -> str:
             " (behind PgBouncer, switch prepared statements off:"
             " ?prepare_threshold=none in the URL, or connect_args={'prepare_threshold': None})"
         )
-    if _sqlstate(original) == _UNDEFINED_TABLE or "no such table" in reason:
+    if is_missing_table(original):
         reason += " (conquiet outbox migrate creates the tables)"
     return add_advice(reason)
 
@@ -249,6 +250,26 @@ def one_line(error: BaseException) -> str:
 def is_consequence(error: BaseException) -> bool:
     """Return whether a statement failed only because an earlier one had failed."""
     return _sqlstate(_original(error)) == _IN_FAILED_TRANSACTION
+
+
+def has_table(connection: Connection, name: str) -> bool:
+    """Return whether a table exists; its name may have a schema."""
+    schema, _, table = name.rpartition(".")
+    return inspect(connection).has_table(table, schema=schema or None)
+
+
+def is_missing_table(error: BaseException) -> bool:
+    """Return whether a statement failed because a table does not exist."""
+    original = _original(error)
+    return _sqlstate(original) == _UNDEFINED_TABLE or str(original).startswith("no such table")
+
+
+def names_table(error: BaseException, tables: Collection[str]) -> bool:
+    """Return whether a statement failed because one of these tables is missing."""
+    original = _original(error)
+    if _sqlstate(original) == _UNDEFINED_TABLE:
+        return any(f'"{table}"' in str(original) for table in tables)
+    return any(str(original) == f"no such table: {table}" for table in tables)
 
 
 def is_conflict(error: BaseException) -> bool:
@@ -325,6 +346,15 @@ _control = re.compile(
     r"|ROLLBACK(?!(?:\s+(?:WORK|TRANSACTION))?\s+TO\b))\b",
     re.IGNORECASE | re.DOTALL,
 )
+
+
+_local = re.compile(r"\bSET\s+LOCAL\b|\bset_config\s*\(", re.IGNORECASE)
+
+
+@lru_cache(1000)
+def sets_locally(statement: str) -> bool:
+    """Return whether a statement may change a setting until the end of the transaction."""
+    return _local.search(statement) is not None
 
 
 def refuse_control(statement: str) -> None:

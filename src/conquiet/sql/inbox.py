@@ -43,6 +43,7 @@ class Inbox(inbox.Inbox):
     def remember(self, entries: Sequence[inbox.Entry]) -> Collection[inbox.Entry]:
         unit = current("the inbox")
         connection = unit.connection
+        connection.unit.tables.add(self.table)
         # Two workers with the same messages must lock them in the same order.
         ordered = sorted(entries)
         if dialect.is_sqlite(connection.dialect):

@@ -65,6 +65,7 @@ class Outbox(outbox.Outbox):
 
     def store(self, outputs: Sequence[Message[Any]]) -> None:
         unit = current("the outbox")
+        unit.connection.unit.tables.add(self.table.fullname)
         self._insert(unit.connection, [self._row(output) for output in outputs])
         unit.wrote = True
         if self.notify:  # on the whole transaction: a savepoint commits nothing by itself

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from threading import RLock
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 from weakref import WeakSet
 
 from sqlalchemy import URL, Connection, Engine, NestedTransaction, Pool, event
@@ -22,6 +22,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 from conquiet import transaction
+from conquiet.acking import defer_settlements
 from conquiet.errors import (
     ConfigError,
     Conflict,
@@ -30,10 +31,13 @@ from conquiet.errors import (
     Interrupt,
     StoreError,
 )
+from conquiet.gate import FailedKeys
+from conquiet.handler import Process, Result
 from conquiet.message import Message
 from conquiet.sql import dialect
 from conquiet.sql.dialect import control_error, refuse_control
 from conquiet.sql.notification import notify_relays
+from conquiet.stage import Middleware, Stage, stage_of
 
 if TYPE_CHECKING:
     from conquiet.sql.statement_queue import StatementQueue
@@ -115,6 +119,12 @@ class Unit:
         self.ended = False
         self.wrote = False
         """Whether inbox or outbox wrote; then the database must be in a transaction."""
+        self.tables: set[str] = set()
+        """The tables of inbox and outbox in use; without them no message can be handled."""
+        self.is_shared = False
+        """Whether several messages are in it."""
+        self.must_be_alone = False
+        """Whether a message changed a setting that would hold for the others."""
         self.filled: set[str] = set()
         """The outbox tables with new rows; their relays are notified after the commit."""
         self.failure: BaseException | None = None
@@ -246,6 +256,7 @@ def _ended_error(what: str) -> TransactionEnded:
     )
 
 
+Isolate = Literal["batch", "savepoint"]
 IsolationLevel = Literal["READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"]
 _LEVELS = ("READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE")
 _ABORTED = "is aborted: a statement in it failed and its error was swallowed"
@@ -261,6 +272,10 @@ class Transaction(transaction.Transaction):
 
     `queue_statements` sends statements that return nothing without waiting for their results; an
     error of one is raised later, at the latest before the commit (PostgreSQL with psycopg).
+
+    `isolate` is how a failed message is kept from its neighbours in a batch: `batch` rolls all back
+    and runs each again by itself; `savepoint` gives each a savepoint, so that the handlers of the
+    others run once, at the price of more statements.
     """
 
     def __init__(
@@ -270,7 +285,10 @@ class Transaction(transaction.Transaction):
         isolation_level: IsolationLevel | None = None,
         read_only: bool = False,
         queue_statements: bool = True,
+        isolate: Isolate = "batch",
     ) -> None:
+        if isolate not in get_args(Isolate):
+            raise ConfigError(f"isolate={isolate!r}: choose one of {', '.join(get_args(Isolate))}")
         if isolation_level is not None and isolation_level not in _LEVELS:
             raise ConfigError(
                 f"isolation_level={isolation_level!r}: choose one of {', '.join(_LEVELS)}"
@@ -283,6 +301,7 @@ class Transaction(transaction.Transaction):
                 " outbox.statement(events)"
             )
         self.read_only = read_only
+        self.isolate = isolate
         self.queue_statements = queue_statements and dialect.can_queue(self.engine.dialect)
         options: dict[str, Any] = {}
         if not dialect.is_sqlite(self.engine.dialect):  # SQLite is always serializable
@@ -296,7 +315,55 @@ class Transaction(transaction.Transaction):
     def scope(self, batch: Sequence[Message[Any]]) -> AbstractContextManager[Connection]:
         """Begin a transaction, or a savepoint inside a transaction on the same engine."""
         outer = find(self.engine)
-        return self._whole() if outer is None else self._savepoint(outer)
+        return self._whole(len(batch)) if outer is None else self._savepoint(outer)
+
+    def run(self, next: Process, batch: Sequence[Message[Any]]) -> Sequence[Result]:
+        """Run a batch inside the transaction, or each message of it in a savepoint."""
+        if self.isolate == "batch" or len(batch) == 1:
+            return super().run(next, batch)
+        failed_keys = FailedKeys()
+        results: list[Result] = []
+        for message in batch:
+            result = failed_keys.blocking_error(message) or self._run_isolated(next, message)
+            if isinstance(result, Exception):
+                failed_keys.add(message)
+            results.append(result)
+        return results
+
+    def _run_isolated(self, next: Process, message: Message[Any]) -> Result:
+        unit = current("a savepoint")
+        ackings = [message.acking] if message.acking is not None else []
+        try:
+            with defer_settlements(ackings), self._savepoint(unit):
+                return super().run(next, (message,))[0]
+        except StoreError:
+            raise
+        except Exception as error:
+            if unit.connection.unit.must_be_alone:
+                raise
+            return error
+
+    def check_chain(self, middlewares: Sequence[Middleware]) -> None:
+        """Refuse a chain whose inbox or outbox has no table."""
+        tables = {
+            str(getattr(item, "table", "")): None
+            for item in middlewares
+            if stage_of(item) in (Stage.INBOX, Stage.OUTBOX)
+        }
+        try:
+            with connection(self.engine) as found:
+                missing = [name for name in tables if name and not dialect.has_table(found, name)]
+        except (DBAPIError, PoolTimeout) as error:
+            logger.warning(
+                "could not look for the tables of inbox and outbox at start: %s",
+                self._store_error(error),
+            )
+            return
+        if missing:
+            raise ConfigError(
+                f"{dialect.display_url(self.engine.url)} has no table {' and no '.join(missing)};"
+                " conquiet outbox migrate creates the tables, or schema.init(engine)"
+            )
 
     def probe(self) -> None:
         with self.scope(()) as found:
@@ -307,12 +374,13 @@ class Transaction(transaction.Transaction):
                 found.exec_driver_sql("SELECT 1")
 
     @contextmanager
-    def _whole(self) -> Iterator[Connection]:
+    def _whole(self, size: int) -> Iterator[Connection]:
         try:
             connection = TransactionConnection(self._engine)
         except (DBAPIError, PoolTimeout) as error:
             raise self._store_error(error) from error
         unit = connection.unit = Unit(connection)
+        unit.is_shared = size > 1
         connection.lock = RLock()
         with ExitStack() as ending:
             try:
@@ -385,6 +453,8 @@ class Transaction(transaction.Transaction):
 
     def _flush(self, unit: Unit, began: DatabaseTransaction) -> None:
         """Flush and execute everything, then check that a COMMIT would commit it."""
+        if unit.must_be_alone:
+            raise _alone_error()
         unit.flush()
         connection = unit.connection
         if began.is_active and not connection.invalidated:
@@ -412,6 +482,8 @@ class Transaction(transaction.Transaction):
             Connection.rollback(connection)
         except DBAPIError:
             connection.invalidate()
+        if unit.must_be_alone and isinstance(error, Exception):
+            raise _alone_error() from error
         if (
             blamed is not None
             and isinstance(error, Exception)
@@ -443,13 +515,23 @@ class Transaction(transaction.Transaction):
         if dialect.is_lost(connection) or dialect.is_aborted(connection):
             candidates += [error] if noted is None else [noted, error]
         for candidate in candidates:
-            if dialect.is_store_failure(candidate, read_only=self.read_only):
+            if dialect.is_store_failure(candidate, read_only=self.read_only) or dialect.names_table(
+                candidate, connection.unit.tables
+            ):
                 return candidate
         return None
 
     def _store_error(self, error: BaseException) -> StoreError:
         kind = Conflict if dialect.is_conflict(error) else StoreError
-        return kind(f"{dialect.display_url(self.engine.url)}: {dialect.one_line(error):.300}")
+        made = kind(f"{dialect.display_url(self.engine.url)}: {dialect.one_line(error):.300}")
+        made.is_outage = dialect.is_missing_table(error)
+        return made
+
+
+def _alone_error() -> transaction.RunAlone:
+    return transaction.RunAlone(
+        "SET LOCAL or set_config() in a transaction of several messages would hold for the others"
+    )
 
 
 def _rolled_back_error(unit: Unit, how: str) -> HandlerError:
@@ -491,6 +573,10 @@ def _refuse_control(
 ) -> tuple[str, Any]:
     if isinstance(connection, TransactionConnection) and connection.begun:
         refuse_control(statement)
+        unit = connection.unit
+        if unit.is_shared and dialect.sets_locally(statement):
+            unit.must_be_alone = True
+            raise _alone_error()
     return statement, parameters
 
 

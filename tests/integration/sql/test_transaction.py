@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import sessionmaker
 from tests.integration.sql.orders import Order, remembered, run, save, saved
 
-from conquiet.errors import ConfigError, HandlerError, StoreError
-from conquiet.sql import Transaction, connection, session
+from conquiet import Message, Router
+from conquiet.errors import ConfigError, GivenBack, HandlerError, StoreError
+from conquiet.sql import Inbox, Outbox, Transaction, connection, session
 from conquiet.sql import engine as make_engine
+from conquiet.testing import deliver, message
 
 # --- what is swallowed is not committed ---------------------------------------------------
 
@@ -232,3 +235,102 @@ def test_sqlite_waits_for_the_writer_before_it_and_never_fails_to_upgrade(sqlite
 def test_sqlite_writes_ahead(sqlite: Engine) -> None:
     with sqlite.connect() as looking:
         assert looking.exec_driver_sql("PRAGMA journal_mode").scalar() == "wal"
+
+
+# --- a savepoint per message -------------------------------------------------------------------
+
+
+def isolating(engine: Engine, ran: list[str], **options: Any) -> Router:
+    """A router that isolates messages; those called bad fail after they wrote."""
+    router = Router(**options)
+    router.use(Transaction(engine, isolate="savepoint"), Inbox("test"), Outbox("orders"))
+
+    @router.raw(name="handler", source="/test")
+    def handle(item: Message[Any]) -> list[Message[Any]]:
+        ran.append(item.id)
+        save(engine, item.id)
+        if item.id.startswith("twice"):
+            save(engine, item.id)
+        if item.id.startswith("bad"):
+            raise LookupError(item.id)
+        return [Message(b"{}", {"type": "done", "subject": item.id})]
+
+    return router
+
+
+def stored(engine: Engine) -> list[str]:
+    """The keys of the events in the outbox."""
+    with engine.connect() as looking:
+        return list(looking.execute(text("SELECT key FROM outbox ORDER BY id")).scalars())
+
+
+def test_with_savepoints_only_the_failed_messages_are_undone_and_no_handler_runs_twice(
+    engine: Engine,
+) -> None:
+    ran: list[str] = []
+    names = ["a", "bad-1", "b", "twice", "c", "bad-2"]
+    delivered = deliver(isolating(engine, ran), *(message(id=name) for name in names))
+    assert ran == names
+    assert [item.id for item in delivered.acked] == ["a", "b", "c"]
+    assert [type(error) for error in delivered.errors] == [LookupError, IntegrityError, LookupError]
+    assert saved(engine) == stored(engine) == ["a", "b", "c"]
+    assert remembered(engine) == 3
+
+
+def test_with_savepoints_a_failed_message_runs_again_with_its_next_delivery(
+    engine: Engine,
+) -> None:
+    ran: list[str] = []
+    router = isolating(engine, ran)
+    deliver(router, message(id="a"), message(id="bad"))
+    deliver(router, message(id="a"), message(id="bad"))
+    assert ran == ["a", "bad", "bad"]
+
+
+def test_with_savepoints_ordered_messages_wait_for_a_failed_one(engine: Engine) -> None:
+    ran: list[str] = []
+    batch = [message(id=name) for name in ("bad", "after", "other")]
+    for item, key in zip(batch, "aab", strict=True):
+        item.order_key = key
+    delivered = deliver(isolating(engine, ran), *batch)
+    assert ran == ["bad", "other"]
+    assert isinstance(delivered.errors[1], GivenBack)
+
+
+def test_an_unknown_isolation_is_refused(engine: Engine) -> None:
+    with pytest.raises(ConfigError, match="batch, savepoint"):
+        Transaction(engine, isolate="row")  # type: ignore[arg-type]
+
+
+# --- settings of one message -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("isolate", ["batch", "savepoint"])
+@pytest.mark.parametrize("swallow", [False, True])
+@pytest.mark.parametrize(
+    "statement",
+    ["SET LOCAL app.tenant = 't-1'", "select SET_CONFIG ('app.tenant', 't-1', true)"],
+)
+def test_a_local_setting_of_one_message_does_not_hold_for_its_neighbours(
+    postgres: Engine, isolate: Any, swallow: bool, statement: str
+) -> None:
+    seen: list[str] = []
+    router = Router()
+    router.use(Transaction(postgres, isolate=isolate), Inbox("test"), Outbox("orders"))
+
+    @router.raw(name="handler")
+    def handle(item: Message[Any]) -> None:
+        with connection(postgres) as found:
+            tenant = found.exec_driver_sql("SELECT current_setting('app.tenant', true)").scalar()
+            seen.append(tenant or "")
+            with suppress(Exception) if swallow else nullcontext():
+                found.exec_driver_sql(statement)
+            found.exec_driver_sql("INSERT INTO orders (id) VALUES (pg_current_xact_id()::text)")
+
+    delivered = deliver(router, *(message(id=str(number)) for number in range(4)))
+    assert len(delivered.acked) == 4
+    assert set(seen) == {""}
+    assert len(saved(postgres)) == 4  # each in a transaction of its own
+    seen.clear()
+    deliver(router, *(message(id=f"later-{number}") for number in range(4)))
+    assert seen == [""] * 4  # without a first try as a batch

@@ -18,12 +18,12 @@ from sqlalchemy.orm import sessionmaker
 from tests.integration.sql.orders import Order, run, save, saved
 
 from conquiet import Message, Router, Worker
-from conquiet.errors import Blameless, DeadlineExceeded, StoreError
+from conquiet.errors import Blameless, ConfigError, DeadlineExceeded, StoreError
 from conquiet.memory import Log
 from conquiet.middleware import DeadLetter, Deadline
 from conquiet.sql import Inbox, Outbox, Transaction, connection, dialect, session
 from conquiet.sql import engine as make_engine
-from conquiet.testing import eventually, message
+from conquiet.testing import deliver, eventually, message
 
 
 def test_an_integrity_error_is_the_fault_of_its_message(engine: Engine) -> None:
@@ -304,3 +304,63 @@ def test_a_handler_that_is_interrupted_inside_a_statement_is_to_blame_and_leaves
     assert {type(item.errors[0]) for item in delivered} == {DeadlineExceeded}
     assert run(engine, lambda: save(engine, "a")).acked
     assert saved(engine) == ["a"]
+
+
+# --- missing tables ----------------------------------------------------------------------------
+
+
+def router_without(engine: Engine, *tables: str) -> Router:
+    """A started router whose tables are dropped, and not of the handler's own."""
+    router = Router()
+    router.use(Transaction(engine), Inbox("t"), Outbox("orders"))
+
+    @router.raw(name="handler", source="/t")
+    def handle(item: Message[Any]) -> list[Message[Any]]:
+        if item.id == "bad":
+            with connection(engine) as found:
+                found.execute(text("INSERT INTO missing VALUES (1)"))
+        return [Message(b"{}", {"type": "done"})] if item.id != "silent" else []
+
+    router.start()
+    with engine.begin() as found:
+        for table in tables:
+            found.execute(text(f"DROP TABLE {table}"))
+    return router
+
+
+@pytest.mark.parametrize("table", ["processed_messages", "outbox"])
+def test_a_missing_table_of_inbox_or_outbox_is_an_outage(engine: Engine, table: str) -> None:
+    router = router_without(engine, table)
+    delivered = deliver(router, message(id="silent"), message(id="a"), message(id="b"))
+    assert delivered.nacked
+    for error in delivered.errors:
+        assert isinstance(error, StoreError)
+        assert table in str(error)
+        assert "conquiet outbox migrate" in str(error)
+
+
+def test_a_missing_table_of_the_handlers_own_blames_its_message(engine: Engine) -> None:
+    delivered = deliver(router_without(engine), message(id="bad"), message(id="a"))
+    assert [item.id for item in delivered.acked] == ["a"]
+    assert not isinstance(delivered.errors[0], Blameless)
+
+
+@pytest.mark.parametrize("table", ["processed_messages", "outbox"])
+def test_a_chain_without_its_tables_is_refused_at_start(engine: Engine, table: str) -> None:
+    with engine.begin() as found:
+        found.execute(text(f"DROP TABLE {table}"))
+    router = Router()
+    router.use(Transaction(engine), Inbox("t"), Outbox("orders"))
+    router.raw(name="handler")(handle_nothing)
+    with pytest.raises(ConfigError, match=rf"no table {table}.*conquiet outbox migrate"):
+        Worker(Log().source("group"), router).start()
+
+
+def test_a_chain_whose_database_is_away_at_start_is_not_refused() -> None:
+    router = Router()
+    router.use(Transaction("postgresql://nobody@127.0.0.1:1/none"), Inbox("t"), Outbox("orders"))
+    router.raw(name="handler")(handle_nothing)
+    router.start()
+
+
+def handle_nothing(item: Message[Any]) -> None: ...
