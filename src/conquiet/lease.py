@@ -86,7 +86,7 @@ class LeaseKeeper:
             else:
                 thread = threading.Thread(target=self._keep, name=self.name, daemon=True)
             self._thread = thread
-        thread.start()
+            thread.start()  # under the lock, or two callers would start one each
 
     def remove(self, lease: Renewable) -> None:
         """Stop renewing a lease; a call of its `renew` that is running is not waited for.

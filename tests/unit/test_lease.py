@@ -46,6 +46,24 @@ def test_a_lease_is_renewed_after_its_interval_and_then_as_it_asks(keeper):
     assert third - second >= 0.1
 
 
+def test_leases_that_are_added_at_once_share_a_thread(keeper):
+    leases = [Lease() for _ in range(20)]
+    barrier = threading.Barrier(len(leases))
+
+    def add(lease):
+        barrier.wait()
+        keeper.add(lease, 60)
+
+    adders = [threading.Thread(target=add, args=[lease]) for lease in leases]
+    for adder in adders:
+        adder.start()
+    for adder in adders:
+        adder.join()
+    assert len(threads(keeper)) == 1
+    for lease in leases:
+        keeper.remove(lease)
+
+
 def test_a_removed_lease_is_renewed_no_more_and_the_thread_ends(keeper):
     lease = Lease()
     keeper.add(lease, 0.01)
