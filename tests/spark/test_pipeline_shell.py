@@ -91,7 +91,10 @@ def test_the_log_in_a_delta_table_is_read_by_three_programs(
     publish(redis_client, 0, 50)
     assert Run(lake, *arguments, "--max-events", 20).end() == 50
     publish(redis_client, 50, 60)
-    assert Run(lake, *arguments).end() == 10
+    second = Run(lake, *arguments)
+    assert second.end() == 10
+    [line] = second.said().splitlines()  # no warning of Java, no traceback of Spark's Python
+    assert line.startswith("done: 10 events")
     assert read_everywhere(spark, lake / "raw_events") == numbered(range(60))
 
 
@@ -139,4 +142,7 @@ def test_what_ends_a_run_is_told_in_a_line(redis_client, redis_url, tmp_path: Pa
     running.end(code=1)
     [line] = [line for line in running.said().splitlines() if "conquiet: error:" in line]
     assert "the run failed: stream 'orders' cannot be read: WRONGTYPE" in line
-    assert "\tat org.apache.spark" not in running.said()  # pages of Java are for --debug
+    assert running.said() == f"{line}\n"  # pages of Java are in the log
+    log = Path(line.partition("(Spark's log: ")[2].removesuffix(")"))
+    assert "\tat org.apache.spark" in log.read_text()
+    log.unlink()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import re
 import sys
+import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from conquiet.cli.logs import set_up_logs
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
     from conquiet.lake import Pipeline
 
-_ENDS_OF_QUERIES = "org.apache.spark.sql.execution.streaming.runtime.MicroBatchExecution"
 _FORMATS = {"log": "conquiet", "outbox": "conquiet-outbox"}
 _LINE_SECONDS = 10.0
 """Seconds between lines of progress where a line cannot be written over."""
@@ -51,11 +51,13 @@ def run(options: Namespace) -> int:
     set_up_logs("info" if debug else "warning")
     progress = Progress(options.json)
     with ExitStack() as stack:
+        log = None if debug else stack.enter_context(SparkLog())
         stack.callback(progress.clear)
         if options.metrics is not None:
             stack.enter_context(serve_metrics(pipeline, *options.metrics))
         try:
-            spark = _session(options, config, debug)
+            with nullcontext() if log is None else log.redirected():
+                spark = _session(options, config)
             stack.callback(spark.stop)
             stopped = pipeline.run(
                 _events(spark, options.origin, source, is_whole),
@@ -73,7 +75,7 @@ def run(options: Namespace) -> int:
         except ConfigError:
             raise
         except Exception as error:  # noqa: BLE001 - Spark's own, with pages of Java behind it
-            return _failed(error, debug)
+            return _failed(error, log)
         progress.end(pipeline.lake, stopped)
     return OK
 
@@ -98,16 +100,36 @@ def serve_metrics(pipeline: Pipeline, host: str, port: int) -> Iterator[int]:
         thread.join()
 
 
-def _session(options: Namespace, config: dict[str, str], debug: bool) -> SparkSession:
+class SparkLog:
+    """A file for what Java and Spark's Python processes write to stderr; a failed run keeps it."""
+
+    def __enter__(self) -> SparkLog:
+        self._descriptor, self.path = tempfile.mkstemp(prefix="conquiet-spark-", suffix=".log")
+        self.is_kept = False
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        os.close(self._descriptor)
+        if not self.is_kept:
+            os.remove(self.path)
+
+    @contextmanager
+    def redirected(self) -> Iterator[None]:
+        """Let processes that are started meanwhile write to the file, as long as they live."""
+        sys.stderr.flush()
+        stderr = os.dup(2)
+        os.dup2(self._descriptor, 2)
+        try:
+            yield
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+
+
+def _session(options: Namespace, config: dict[str, str]) -> SparkSession:
     from conquiet.spark import session
 
-    spark = session(
-        "conquiet pipeline", master=options.master, remote=options.remote, config=config
-    )
-    if not debug and options.remote is None:  # `_failed` prints what ended a query, in one line
-        log4j = spark._jvm.org.apache.logging.log4j  # type: ignore[union-attr]  # None on Connect
-        log4j.core.config.Configurator.setLevel(_ENDS_OF_QUERIES, log4j.Level.OFF)
-    return spark
+    return session("conquiet pipeline", master=options.master, remote=options.remote, config=config)
 
 
 def _events(spark: SparkSession, origin: str, source: dict[str, str], whole: bool) -> DataFrame:
@@ -252,8 +274,12 @@ def spark_settings(options: Namespace, debug: bool) -> dict[str, str]:
     return chosen
 
 
-def _failed(error: Exception, debug: bool) -> int:
-    if debug:
+def _failed(error: Exception, log: SparkLog | None) -> int:
+    where = ""
+    if log is not None:
+        log.is_kept = True
+        where = f" (Spark's log: {log.path})"
+    else:
         import traceback
 
         traceback.print_exception(error)
@@ -262,7 +288,7 @@ def _failed(error: Exception, debug: bool) -> int:
     text = str(error) if isinstance(error, ConquietError) else own_words(error)
     mark = red("conquiet: error:", sys.stderr)
     text = one_line(text or _last_words(str(error)))[:1500]
-    print(f"{mark} the run failed: {text} (--debug prints Spark's log)", file=sys.stderr)
+    print(f"{mark} the run failed: {text}{where}", file=sys.stderr)
     return FAILED
 
 

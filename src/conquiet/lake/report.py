@@ -13,6 +13,7 @@ from html import escape
 from math import floor, log10
 from typing import Any
 
+from conquiet.lake.definition import ROWS_QUARANTINE
 from conquiet.lake.query import Database
 from conquiet.lake.reconcile import mismatches
 
@@ -42,6 +43,10 @@ _OWN = (
     Chart("Quarantine by reason", "SELECT reason, count(*) FROM events_quarantine GROUP BY 1"),
     Chart("Broken rules", "SELECT rule, sum(failed)::BIGINT FROM expectations GROUP BY 1"),
     Chart(
+        "Broken rules per day",
+        "SELECT day, sum(failed)::BIGINT FROM expectations WHERE day IS NOT NULL GROUP BY 1",
+    ),
+    Chart(
         "Lag from outbox to log, 95th percentile, in seconds",
         "SELECT hour::DATE, max(lag_p95_ms) / 1000 FROM outbox_delivery GROUP BY 1",
     ),
@@ -64,31 +69,41 @@ def report(database: Database, title: str, charts: Sequence[Chart] = ()) -> str:
 
 
 def _summary(database: Database) -> str:
-    """Write what agrees and what does not: red for events or money that got lost on the way."""
+    """Write a sentence about completeness, red if events got lost on the way, and the counts."""
     counted = "SELECT sum(len({}))::BIGINT FROM recon_completeness"
+    missing, lost, foreign = (
+        _number(database, counted.format(f"{name}_ids")) for name in ("missing", "lost", "foreign")
+    )
+    compared = _number(database, "SELECT count(outbox_count) FROM recon_completeness")
     counts = [
-        ("events are in the tables", "SELECT count(*) FROM events", False),
-        ("events are in quarantine", "SELECT count(*) FROM events_quarantine", False),
-        ("events of the outbox never reached the log", counted.format("missing_ids"), True),
-        ("events of the log are in no table", counted.format("lost_ids"), True),
-        (
-            "events of the log are in no outbox: written past it",
-            counted.format("foreign_ids"),
-            False,
-        ),
+        ("events are in the tables", _number(database, "SELECT count(*) FROM events")),
+        ("events are in quarantine", _number(database, "SELECT count(*) FROM events_quarantine")),
     ]
-    counts += [
-        (f"rows of {name}: amounts or states that contradict each other", f"FROM {name}", True)
-        for name in mismatches(database.names)
+    faults = [
+        (missing, "events of the outbox never reached the log: see whether the relay runs"),
+        (lost, "events of the log are in no table: replay their days"),
     ]
-    cells = []
-    for text, sql, is_fault in counts:
-        rows = _rows(database, sql if sql.startswith("SELECT") else f"SELECT count(*) {sql}")
-        number = rows[0][0] or 0 if rows else 0
-        if number or (rows and not is_fault):
-            how = " bad" if is_fault else ""
-            cells.append(f'<div class="card{how}"><b>{number:,}</b> {escape(text)}</div>')
-    return f"<div class=facts>{''.join(cells)}</div>"
+    wrong = [f"{number:,} {text}" for number, text in faults if number]
+    if wrong:
+        said = f'<p class="bad">{escape("; ".join(wrong))}. recon_completeness has their ids.</p>'
+    else:
+        ends = "outbox and log" if compared else "the log (no outbox was compared with it)"
+        said = f"<p>Every event of {ends} is in the tables or in quarantine.</p>"
+    if compared:
+        counts.append(("events of the log are in no outbox: written past it", foreign))
+    if database.exists(ROWS_QUARANTINE):
+        rows = _number(database, f"SELECT count(*) FROM {ROWS_QUARANTINE}")
+        counts.append(("rows of facts are in quarantine", rows))
+    for name in mismatches(database.names):
+        rows = _number(database, f"SELECT count(*) FROM {name}")
+        counts.append((f"rows of {name}: events contradict each other", rows))
+    cells = [f"<div class=card><b>{count:,}</b> {escape(text)}</div>" for text, count in counts]
+    return f"{said}<div class=facts>{''.join(cells)}</div>"
+
+
+def _number(database: Database, sql: str) -> int:
+    rows = _rows(database, sql)
+    return int(rows[0][0] or 0) if rows else 0
 
 
 def _rows(database: Database, sql: str) -> list[tuple[Any, ...]] | None:
@@ -233,7 +248,7 @@ h1 { font-size: 1.7rem } h2 { font-size: 1.15rem; margin: 2rem 0 .8rem }
 .facts { grid-template-columns: repeat(auto-fit, minmax(180px, 1fr)) }
 figure, .card { margin: 0; padding: 1rem; background: var(--card); min-width: 0;
   border: 1px solid var(--rule); border-radius: 10px }
-.card b { font-size: 1.4rem } .bad { color: var(--bad) }
+.card b { font-size: 1.4rem } .bad { color: var(--bad); font-weight: 650 }
 figcaption { font-weight: 650; margin-bottom: .4rem }
 svg { width: 100%; height: auto; font-size: 14px; display: block }
 svg text { fill: var(--muted) } svg line { stroke: var(--rule) }

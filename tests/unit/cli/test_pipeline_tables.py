@@ -125,6 +125,10 @@ def test_a_report_has_charts_and_needs_no_network(
     assert "Quarantine by reason" in text
     assert "Revenue per day, in dollars" in text
     assert not re.search(r"""(src|href)=["']?http""", text)
+    # Contradictions between events are counted, and are no events that got lost.
+    assert re.search(r"<b>[1-9]\d*</b> rows of recon_money", text)
+    assert "Every event of the log (no outbox was compared with it) is in the tables" in text
+    assert 'class="bad"' not in text
 
 
 def test_replay_and_retry_leave_right_tables_alone(
@@ -162,6 +166,10 @@ def test_rows_that_do_not_agree_are_named_and_are_an_exit_code(
         False,
         [late],
     )
+    page = tmp_path / "page.html"
+    answers(capsys, "report", TARGET, "--output", str(page), *to)
+    [red] = re.findall('class="bad">([^<]*)', page.read_text())
+    assert red.startswith("1 events of the outbox never reached the log")
     nowhere = f"sqlite:///{tmp_path}/no.sqlite"
     assert main(["pipeline", "reconcile", TARGET, "--database", nowhere, *to]) == 1
     assert "outbox_events" in capsys.readouterr().err
