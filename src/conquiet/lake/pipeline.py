@@ -89,6 +89,9 @@ class Driver:
     def __enter__(self) -> Driver:
         self._lock.acquire()
         try:
+            self.store.check_types(
+                [*(self.definition.types if self.definition.typed else ()), *self.definition.tables]
+            )
             self.journal.load()
             for batch in self.journal.pending:
                 self._finish(batch)

@@ -328,6 +328,23 @@ class Store:
         table = self._table(name)
         return self._declared.get(name) if table is None else pa.schema(table.schema().to_arrow())
 
+    def check_types(self, names: Iterable[str]) -> None:
+        """Refuse declared columns of another type than a table has: Delta would take their files,
+        and no reader could read them."""
+        for name in names:
+            table, declared = self._table(name), self._declared[name]
+            if table is None:
+                continue
+            types = {one.name: one.type for one in table.schema().fields}
+            for one in DeltaSchema.from_arrow(declared).fields:
+                if types.get(one.name, one.type) != one.type:
+                    stored = pa.schema(table.schema().to_arrow()).field(one.name).type
+                    raise ConfigError(
+                        f"table {name} has {one.name} as {stored}, and the pipeline as"
+                        f" {declared.field(one.name).type}: give the new field another name, or"
+                        " take raw_events into a new lake (conquiet pipeline import)"
+                    )
+
     def version(self, name: str, app: str | None = None) -> int:
         """Return the last batch that a table has; −1 if it has none."""
         table = self._table(name)
@@ -459,7 +476,7 @@ class Store:
         schema = self.schema(name)
         written: list[DataFile] = []
         for part in [add] if isinstance(add, pa.Table) else add:
-            schema = schema or part.schema
+            schema = part.schema  # it may have columns that the table has not
             written += self._write(name, part)
         if schema is None:
             raise ConfigError(f"table {name} has neither columns nor rows yet")
@@ -523,6 +540,7 @@ class Store:
                 left = rows.filter(stays)
                 if len(left) < len(rows):
                     remove.append(uri)
+                    left = pa.concat_tables([left, schema.empty_table()], promote_options="default")
                     kept.setdefault(value, []).append(left.select(schema.names))
         for value, rows in _groups(added, partition_by):
             kept.setdefault(value, []).append(rows)
