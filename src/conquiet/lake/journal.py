@@ -224,11 +224,13 @@ class Lease(Lock):
         self._owner = uuid.uuid4().hex
         self._until = 0.0
         self._released = threading.Event()
+        self._renewal: threading.Thread | None = None
 
     def acquire(self) -> None:
         self._commit(_LEASE_SECONDS)
         self._released.clear()
-        threading.Thread(target=self._renew, daemon=True).start()
+        self._renewal = threading.Thread(target=self._renew, daemon=True)
+        self._renewal.start()
 
     def _commit(self, seconds: float) -> None:
         from deltalake import CommitProperties, Transaction
@@ -294,5 +296,15 @@ class Lease(Lock):
 
     def release(self) -> None:
         self._released.set()
-        if time.time() < self._until:
-            self._commit(0.0)
+        if self._renewal is not None:
+            self._renewal.join()  # its commit would refuse ours
+        try:
+            if time.time() < self._until:
+                self._commit(0.0)
+        except Exception as error:  # noqa: BLE001 - the batches are committed
+            logger.warning(
+                "could not release the lease of %s, which ends in %.0f s: %s",
+                self._files.root,
+                self._until - time.time(),
+                error,
+            )

@@ -29,7 +29,7 @@ from conquiet.lake.definition import (
     ExpectationFailed,
     Rule,
 )
-from conquiet.lake.schema import TIME, Encoder, arrow_schema
+from conquiet.lake.schema import TIME, Encoder, arrow_schema, without_none
 
 REASONS = (
     "malformed_entry",
@@ -279,13 +279,6 @@ class Judge:
             raise msgspec.DecodeError("neither type nor version is known")
         return found
 
-    def _comes_from(self, stream: str, event_type: str) -> bool:
-        return self.definition.accepts(stream, event_type)
-
-    def _unknown(self, stream: str, event_type: str) -> str:
-        is_known = event_type in self.types and self._comes_from(stream, event_type)
-        return "unknown_version" if is_known else "unknown_type"
-
     def _reason(
         self, stream: str, event_id: str, event_type: str, data: bytes | None
     ) -> tuple[str, int | None, tuple[_Envelope[Any], _Kind] | None]:
@@ -308,8 +301,10 @@ class Judge:
         ):
             return "bad_envelope", shown, None
         kind = self.kinds.get((event_type, version))
-        if kind is None or not self._comes_from(stream, event_type):
-            return self._unknown(stream, event_type), shown, None
+        accepts = self.definition.accepts(stream, event_type)
+        if kind is None or not accepts:
+            is_known = accepts and event_type in self.types
+            return "unknown_version" if is_known else "unknown_type", shown, None
         raw = bytes(fields.get("data", b""))
         if raw in (b"", b"null"):
             return "null_data", shown, None
@@ -672,8 +667,10 @@ def _plausible_time(moment: datetime) -> datetime | None:
 def _plausible(info: inspect.Type) -> Callable[[Any], bool] | None:
     """Return a check of the values that msgspec accepts and a table cannot hold; None if it would
     check nothing."""
-    if isinstance(info, inspect.Metadata):
-        return _plausible(info.type)
+    kind = without_none(info)
+    if kind is not info:
+        check = _plausible(kind)
+        return None if check is None else lambda value: value is None or check(value)
     if isinstance(info, inspect.DateTimeType):
         return lambda value: _plausible_time(value) is not None
     if isinstance(info, inspect.IntType):
@@ -685,10 +682,6 @@ def _plausible(info: inspect.Type) -> Callable[[Any], bool] | None:
     if isinstance(info, (inspect.ListType, inspect.SetType, inspect.VarTupleType)):
         item = _plausible(info.item_type)
         return None if item is None else lambda values: all(map(item, values))
-    if isinstance(info, inspect.UnionType):
-        left = [one for one in info.types if not isinstance(one, inspect.NoneType)]
-        one = _plausible(left[0]) if len(left) == 1 else None
-        return None if one is None else lambda value: value is None or one(value)
     if isinstance(info, inspect.StructType):
         checks = [(one.name, _plausible(one.type)) for one in info.fields]
         wanted = [(name, check) for name, check in checks if check is not None]

@@ -207,7 +207,7 @@ class Driver:
 
     # --- facts and SQL tables -------------------------------------------------------------------
 
-    def refresh(self, outbox: Outbox | None = None) -> int:
+    def refresh(self, outbox: Outbox | str | None = None) -> int:
         """Bring facts, marts and queries up to silver; return the number of batches applied."""
         with self._busy:
             applied = 0
@@ -253,7 +253,7 @@ class Driver:
         self.step("folded", folded.through)
         return folded
 
-    def _apply(self, folded: Folded, outbox: Outbox | None) -> int:
+    def _apply(self, folded: Folded, outbox: Outbox | str | None) -> int:
         batches = [one for one in self.journal.pending if one.number <= folded.through]
         if folded.counts:
             self.store.commit(
@@ -431,7 +431,6 @@ class Pipeline(Definitions):
         lake has, instead of counting them as redeliveries. `on_query` is called several times a
         second with Spark's query.
         """
-        outbox = Outbox(outbox) if isinstance(outbox, str) else outbox
         if isinstance(events, pa.Table):
             with Driver(self, on_progress=on_progress) as driver:
                 driver.take(events, "rows", driver.journal.last_of("rows") + 1, new_only=new_only)
@@ -494,7 +493,6 @@ class Pipeline(Definitions):
 
     def refresh(self, *, outbox: Outbox | str | None = None, spark: Any = None) -> int:
         """Bring facts, marts and queries up to silver; return the number of batches applied."""
-        outbox = Outbox(outbox) if isinstance(outbox, str) else outbox
         with self.driver(spark) as driver:
             return driver.refresh(outbox)
 
@@ -508,7 +506,6 @@ class Pipeline(Definitions):
     ) -> int:
         """Judge days of `raw_events` again (UTC, `until` not included), after a fix; return the
         number of days. Facts are made again from all events."""
-        outbox = Outbox(outbox) if isinstance(outbox, str) else outbox
         with self.driver(spark) as driver:
             days = replay_days(driver, since, until)
             driver.refresh(outbox)
@@ -527,7 +524,7 @@ class Pipeline(Definitions):
             return driver.optimize(hours)
 
     def local(
-        self, *batches: pa.Table | Iterable[Mapping[str, Any]], outbox: Outbox | None = None
+        self, *batches: pa.Table | Iterable[Mapping[str, Any]], outbox: Outbox | str | None = None
     ) -> dict[str, list[dict[str, Any]]]:
         """Make all tables of some entries without Spark, in a temporary lake: for unit tests.
 
@@ -600,7 +597,6 @@ class Pipeline(Definitions):
 
         `recon_completeness` and `outbox_delivery` hold the counts.
         """
-        outbox = Outbox(outbox) if isinstance(outbox, str) else outbox
         if not self.definition.structs:
             raise ConfigError("a pipeline without event types has nothing to reconcile")
         with Driver(self) as driver:
@@ -620,7 +616,7 @@ class _Pace:
     """When facts and SQL tables were last brought up to silver."""
 
     def __init__(
-        self, driver: Driver, seconds: float, outbox: Outbox | None, *, are_files: bool
+        self, driver: Driver, seconds: float, outbox: Outbox | str | None, *, are_files: bool
     ) -> None:
         self._are_files = are_files
         self._driver = driver

@@ -100,11 +100,12 @@ Scope = Literal["batches", "outbox", "all"]
 def reconciliation(
     database: Database,
     definition: Definition,
-    outbox: Outbox | None = None,
+    outbox: Outbox | str | None = None,
     scope: Scope = "batches",
 ) -> list[Query]:
     """Return the two tables as queries over some hours: those that batches have changed; those that
     are not complete, or of which the outbox has more than was counted; or all."""
+    outbox = Outbox(outbox) if isinstance(outbox, str) else outbox
     database.run(
         "CREATE OR REPLACE MACRO event_hour(moment, seen) AS date_trunc('hour', CASE WHEN"
         " moment >= TIMESTAMPTZ '1970-01-01 00:00:00+00'"

@@ -86,6 +86,8 @@ def _summary(database: Database) -> str:
     wrong = [f"{number:,} {text}" for number, text in faults if number]
     if wrong:
         said = f'<p class="bad">{escape("; ".join(wrong))}. recon_completeness has their ids.</p>'
+    elif not any(count for _, count in counts):
+        said = "<p>There are no events yet.</p>"
     else:
         ends = "outbox and log" if compared else "the log (no outbox was compared with it)"
         said = f"<p>Every event of {ends} is in the tables or in quarantine.</p>"

@@ -29,46 +29,42 @@ _KEPT = (datetime, date, bytes)
 """Values that Arrow takes as Python objects; msgspec turns the others into JSON's types."""
 
 
+_LISTS = (inspect.ListType, inspect.SetType, inspect.VarTupleType)
+_STRUCTS = (inspect.StructType, inspect.DataclassType, inspect.TypedDictType)
+_CHOICES = (inspect.LiteralType, inspect.EnumType)
+
+
+def without_none(info: inspect.Type) -> inspect.Type:
+    """Return the type of a value that is there: without bounds, and without None beside it."""
+    if isinstance(info, inspect.Metadata):
+        return without_none(info.type)
+    if isinstance(info, inspect.UnionType):
+        left = [one for one in info.types if not isinstance(one, inspect.NoneType)]
+        if len(left) == 1:
+            return without_none(left[0])
+    return info
+
+
 def arrow_type(info: inspect.Type) -> pa.DataType:
     """Map a type of msgspec to a type of Arrow; a value of any type becomes JSON text."""
-    if isinstance(info, inspect.Metadata):
-        return arrow_type(info.type)
-    if isinstance(info, (inspect.StructType, inspect.DataclassType, inspect.TypedDictType)):
+    info = without_none(info)
+    if isinstance(info, _STRUCTS):
         return pa.struct([(one.encode_name, arrow_type(one.type)) for one in info.fields])
-    if isinstance(info, (inspect.ListType, inspect.SetType, inspect.VarTupleType)):
+    if isinstance(info, _LISTS):
         return pa.list_(arrow_type(info.item_type))
-    if isinstance(info, (inspect.LiteralType, inspect.EnumType)):
+    if isinstance(info, _CHOICES):
         values = (
             info.values
             if isinstance(info, inspect.LiteralType)
             else [one.value for one in info.cls]
         )
         return pa.string() if all(isinstance(one, str) for one in values) else pa.int64()
-    if isinstance(info, inspect.UnionType):
-        left = [one for one in info.types if not isinstance(one, inspect.NoneType)]
-        if len(left) == 1:
-            return arrow_type(left[0])
     return _PLAIN.get(type(info), pa.string())
 
 
 def _is_json(info: inspect.Type) -> bool:
-    """Return whether a field has no type of Arrow and is stored as JSON text."""
-    if isinstance(info, inspect.Metadata):
-        return _is_json(info.type)
-    if isinstance(info, inspect.UnionType):
-        left = [one for one in info.types if not isinstance(one, inspect.NoneType)]
-        return len(left) != 1 or _is_json(left[0])
-    known = (
-        inspect.StructType,
-        inspect.DataclassType,
-        inspect.TypedDictType,
-        inspect.ListType,
-        inspect.SetType,
-        inspect.VarTupleType,
-        inspect.LiteralType,
-        inspect.EnumType,
-    )
-    return not isinstance(info, known) and type(info) not in _PLAIN
+    """Return whether a type, without None, has no type of Arrow and is stored as JSON text."""
+    return not isinstance(info, (*_STRUCTS, *_LISTS, *_CHOICES)) and type(info) not in _PLAIN
 
 
 def fields_of(struct: type[msgspec.Struct]) -> list[inspect.Field]:
@@ -113,7 +109,7 @@ class _Column:
         self._type = arrow_type(field.type)
         self._complete = _completion(field.type)
         # Plain values are taken as they are; msgspec turns the others into plain ones, all at once.
-        kind = _without_none(field.type)
+        kind = without_none(field.type)
         self._is_plain = isinstance(kind, _PLAIN_KINDS) and self._complete is None
 
     def array(self, rows: Sequence[msgspec.Struct]) -> pa.Array:
@@ -136,32 +132,16 @@ _PLAIN_KINDS = (
 )
 
 
-def _without_none(info: inspect.Type) -> inspect.Type:
-    if isinstance(info, inspect.Metadata):
-        return _without_none(info.type)
-    if isinstance(info, inspect.UnionType):
-        left = [one for one in info.types if not isinstance(one, inspect.NoneType)]
-        if len(left) == 1:
-            return _without_none(left[0])
-    return info
-
-
 def _completion(info: inspect.Type) -> Callable[[Any], Any] | None:
     """Return a function that writes values of any type as JSON text and sets the defaults that a
     struct leaves out; None if a type has neither."""
-    if isinstance(info, inspect.Metadata):
-        return _completion(info.type)
+    info = without_none(info)
     if _is_json(info):
         return lambda value: None if value is None else msgspec.json.encode(value).decode()
-    if isinstance(info, (inspect.ListType, inspect.SetType, inspect.VarTupleType)):
+    if isinstance(info, _LISTS):
         one = _completion(info.item_type)
         return None if one is None else lambda values: values and [one(it) for it in values]
-    if isinstance(info, inspect.UnionType):
-        [left] = [one for one in info.types if not isinstance(one, inspect.NoneType)]
-        return _completion(left)
-    if isinstance(info, inspect.StructType):
-        return _struct_completion(info)
-    return None
+    return _struct_completion(info) if isinstance(info, inspect.StructType) else None
 
 
 def _struct_completion(info: inspect.StructType) -> Callable[[Any], Any] | None:

@@ -139,12 +139,12 @@ class Files:
         ]
         return pa.concat_tables(parts, promote_options="default") if parts else pa.table({})
 
-    def dataset(self, uris: Sequence[str], schema: pa.Schema | None = None) -> Any:
+    def dataset(self, uris: Sequence[str]) -> Any:
         """Open Parquet files as a dataset of pyarrow, which DuckDB can query."""
         import pyarrow.dataset
 
         paths = [self.path(uri) for uri in uris]
-        return pyarrow.dataset.dataset(paths, schema=schema, filesystem=self.fs, format="parquet")
+        return pyarrow.dataset.dataset(paths, filesystem=self.fs, format="parquet")
 
     # --- small files that are not of a table ----------------------------------------------------
 
@@ -304,11 +304,6 @@ class Store:
             with self._lock:
                 self._tables[name] = table
         return table
-
-    def refresh(self) -> None:
-        """Forget the versions that were read, to see commits of another process."""
-        with self._lock:
-            self._tables.clear()
 
     def names(self) -> list[str]:
         """Return the tables of the lake."""

@@ -1,4 +1,4 @@
-"""The tables of the marketplace on Spark are the oracle's: of a large log, and of the whole path."""
+"""The marketplace on Spark: tables of a large log, and of the whole path, are the oracle's."""
 
 from __future__ import annotations
 
