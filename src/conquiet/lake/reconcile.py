@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, timedelta
 from fnmatch import translate
+from functools import cache
 from typing import Any, Literal
 
 from conquiet.errors import ConfigError
@@ -123,7 +124,7 @@ def reconciliation(
         _find_hours(database, outbox, domain if is_first else None)
         touched = "SELECT hour FROM hours_to_count"
     how: dict[str, Any] = {"group": "hour", "key": "hour", "touched": touched}
-    read = None if outbox is None else outbox.read_touched
+    read = None if outbox is None else cache(outbox.read_touched)  # both have the same hours
     return [
         Query(COMPLETENESS, sql=_completeness(domain, outbox is not None), prepare=read, **how),
         Query(DELIVERY, sql=_delivery(domain, outbox is not None), prepare=read, **how),
