@@ -47,6 +47,9 @@ _S3_ENVIRONMENT = (
     "AWS_ALLOW_HTTP",
 )
 _LONGEST_STATISTIC = 64
+_TIER = 8
+"""A file that is so many times as large as all smaller ones is not written again with them."""
+_FEW_ROWS = 1_000
 _COMPRESSION = "zstd"
 _COMPRESSION_LEVEL = 1
 
@@ -566,16 +569,15 @@ class Store:
         Delta's own OPTIMIZE would mix values of `partition_by` in a file, and `merge` would have
         to read all of it for each of them.
         """
-        small: dict[Any, list[str]] = {}
+        small: dict[Any, list[tuple[int, str]]] = {}
         for uri, rows, low, high in self._sizes(name, partition_by or order_by[0]):
             if rows * 2 < rows_per_file:
                 value = low if partition_by and low == high else None
-                small.setdefault(value, []).append(uri)
+                small.setdefault(value, []).append((rows, uri))
         remove: list[str] = []
         add: list[DataFile] = []
-        for uris in small.values():
-            if len(uris) < 2:
-                continue
+        for files in small.values():
+            uris = _of_a_size(files)
             remove += uris
             for _, rows in _groups(self.files_of_lake.read(uris), partition_by):
                 rows = rows.sort_by([(one, "ascending") for one in order_by])
@@ -606,6 +608,27 @@ class Store:
                 full=True,
             )
         )
+
+
+def _of_a_size(files: Iterable[tuple[int, str]]) -> list[str]:
+    """Choose files to put together, the smallest first, up to one that is many times as large as
+    these: to write it again for a few rows costs more than to read two files.
+
+    >>> _of_a_size([(33_000, "a"), (2, "b"), (9, "c"), (1, "d")])
+    ['d', 'b', 'c']
+    >>> _of_a_size([(33_000, "a"), (9, "b"), (31_000, "c")])
+    ['c', 'a']
+    """
+    chosen: list[str] = []
+    total = 0
+    for rows, uri in sorted(files):
+        if rows > max(total * _TIER, _FEW_ROWS):
+            if len(chosen) > 1:
+                break
+            chosen, total = [], 0
+        chosen.append(uri)
+        total += rows
+    return chosen if len(chosen) > 1 else []
 
 
 def _actions(table: DeltaTable) -> pa.Table:
