@@ -232,49 +232,59 @@ def fanout(transports: dict[str, Transport], size: Size) -> Iterator[Case]:
 
 
 class Idle:
-    """Workers without tasks: channels of one connection, which Redis cannot tell from many."""
+    """Workers without tasks, on one event loop; Redis cannot tell them from many processes."""
 
     def __init__(self, transport: Transport, workers: int) -> None:
-        self.connection = transport.connect()
-        self._redis = transport.redis
+        self.received = 0
+        self._transport = transport
         self._workers = workers
-        control = Exchange("celery.pidbox", type="fanout", durable=False)
         self._events = Exchange("celeryev", type="fanout")
-        for number in range(workers):
-            short: dict[str, Any] = {"durable": False, "auto_delete": True}
-            self._consume(Queue("celery"))
-            self._consume(Queue(f"{number}.celery.pidbox", control, expires=10, **short))
-            self._consume(
-                Queue(f"celeryev.{number}", self._events, "worker.#", expires=60, **short)
-            )
+        self._events(transport.channel).declare()
+        self._connections = [transport.connect() for _ in range(workers)]
+        self._hub = Hub()
+        for number, connection in enumerate(self._connections):
+            self._consume(number, connection)
+            connection.register_with_event_loop(self._hub)
+        self._hub.call_repeatedly(0.01, lambda: None)  # so that a turn of the loop is short
         self._run(2)  # the first fetches, and all subscriptions
 
-    def _consume(self, queue: Queue) -> None:
-        Consumer(self.connection.channel(), [queue], callbacks=[_ignore], no_ack=True).consume()
+    def _consume(self, number: int, connection: Connection) -> None:
+        control = Exchange("celery.pidbox", type="fanout", durable=False)
+        short: dict[str, Any] = {"durable": False, "auto_delete": True}
+        for queue in (
+            Queue("celery"),
+            Queue(f"{number}.celery.pidbox", control, expires=10, **short),
+            Queue(f"celeryev.{number}", self._events, "worker.#", expires=60, **short),
+        ):
+            callbacks = [self._receive]
+            Consumer(connection.channel(), [queue], callbacks=callbacks, no_ack=True).consume()
+
+    def _receive(self, body: Any, message: Any) -> None:
+        self.received += 1
 
     def cpu_percent(self, seconds: float) -> float:
+        """Run, and return the percentage of a core that Redis took."""
         before = self._cpu_seconds()
         self._run(seconds)
         return 100 * (self._cpu_seconds() - before) / seconds
 
     def _run(self, seconds: float) -> None:
-        producer = Producer(self.connection.default_channel, self._events, serializer="json")
-        producer.maybe_declare(self._events)
-        sent, began = 0, time.perf_counter()
+        producer = Producer(self._transport.channel, self._events, serializer="json")
+        self.received, sent, began = 0, 0, time.perf_counter()
         while (spent := time.perf_counter() - began) < seconds:
             for _ in range(int(spent * self._workers / 2) - sent):
                 producer.publish(BODY, routing_key="worker.heartbeat")
                 sent += 1
-            with suppress(TimeoutError):
-                self.connection.drain_events(timeout=0.002)
+            self._hub.run_once()
 
     def _cpu_seconds(self) -> float:
-        used = self._redis.info("cpu")
+        used = self._transport.redis.info("cpu")
         return float(used["used_cpu_user"] + used["used_cpu_sys"])
 
-
-def _ignore(body: Any, message: Any) -> None:
-    pass
+    def close(self) -> None:
+        self._hub.close()
+        for connection in self._connections:
+            connection.release()
 
 
 def idle(transports: dict[str, Transport], seconds: float) -> Iterator[Case]:
@@ -284,7 +294,7 @@ def idle(transports: dict[str, Transport], seconds: float) -> Iterator[Case]:
     for name, transport in transports.items():
         crowd = Idle(transport, workers)
         used[name] = crowd.cpu_percent(seconds)
-        crowd.connection.release()
+        crowd.close()
     yield Case(
         name="CPU of Redis for idle workers, percent of a core",
         rate=used[STREAMS],

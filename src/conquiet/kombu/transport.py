@@ -73,9 +73,9 @@ class Poller(lists.MultiChannelPoller):  # type: ignore[misc]  # Kombu has no ty
     # --- for drain_events -------------------------------------------------------------------
 
     def get(self, callback: Any, timeout: float | None = None) -> Any:
-        self._confirm_leases()
         if self._hand_over_one():
             return None
+        self._confirm_leases()
         longest = _WITHOUT_CREDIT if self._lacks_credit() else _LONGEST_POLL
         return super().get(callback, longest if timeout is None else min(timeout, longest))
 
