@@ -388,6 +388,9 @@ class Channel(lists.Channel):  # type: ignore[misc]  # Kombu has no types
             self._end_read()
         self.reader.give_back(queue)
         if is_broadcast:
+            channels = self.connection.channels or ()
+            if not any(queue in channel.active_fanout_queues for channel in channels):
+                self.topology.forget(queue)
             return result
         if self.consumer.unsubscribe(queue) and queue in self.topology.auto_delete:
             self._delete_unused(queue)

@@ -351,6 +351,8 @@ def test_broadcasts_may_be_acked_and_rejected_and_several_queues_share_a_channel
         connection.Producer().publish("b", exchange=NEWS)
         assert drain(connection, taken, 3) == ["a", "a", "b"]
         assert nothing_comes(connection, timeout=0.1)
+    topology = connection.default_channel.topology
+    assert (topology.broadcasts, topology.declared, topology.transient) == ({}, {}, set())
 
 
 def test_a_broadcast_of_tasks_waits_for_a_consumer_that_connects_again(redis_url):
