@@ -426,3 +426,17 @@ def test_a_read_that_fails_in_a_handler_is_the_stores_fault(redis_client, router
 
     [error] = deliver(router(handle, client=client), *numbered(1)).errors
     assert isinstance(error, StoreError)
+
+
+def test_a_server_of_the_handlers_own_that_is_away_holds_up_no_neighbour(redis_client, router):
+    other = redis.Redis(port=1, retry=Retry(NoBackoff(), 0))
+
+    def handle(item: Message) -> None:
+        commands(redis_client).set(f"done:{item.id}", 1)
+        if item.id == "m-3":
+            other.get("rate")
+
+    delivered = deliver(router(handle, Inbox("test")), *numbered(8))
+    assert ids(delivered.nacked) == ["m-3"]
+    assert not isinstance(delivered.errors[0], Blameless)
+    assert len(redis_client.keys("done:*")) == 7

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import pytest
 
 from conquiet.acking import Acking
-from conquiet.errors import GivenBack, StoreError
+from conquiet.errors import Blameless, GivenBack, StoreError
 from conquiet.memory import Log
 from conquiet.message import Message
 from conquiet.router import Router
@@ -185,6 +185,16 @@ class TransactionContract(StorageContract):
         delivered = deliver(self.router(run=fail), *numbered(3))
         assert [type(error) for error in delivered.errors] == [StoreError] * 3
         assert self.effects("m-0", "m-1", "m-2") == [0, 0, 0]
+
+    def test_a_message_that_fails_alone_as_the_store_does_is_to_blame(self) -> None:
+        def fail(item: Message[Any]) -> None:
+            if item.id == "m-1":
+                raise StoreError("could not obtain lock")
+
+        delivered = deliver(self.router(run=fail), *numbered(4))
+        assert ids(delivered.acked) == ["m-0", "m-2", "m-3"]
+        assert not isinstance(delivered.errors[0], Blameless)
+        assert self.effects("m-0", "m-1", "m-2", "m-3") == [1, 0, 1, 1]
 
     def test_an_outage_costs_no_attempt_and_no_message(self) -> None:
         log = Log()
