@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -63,24 +62,10 @@ def silent_port() -> Iterator[int]:
 
 
 @pytest.fixture
-def dripping_port() -> Iterator[int]:
-    """A webhook whose answer comes byte by byte, and never ends: no timeout of a read sees it."""
-    ended = threading.Event()
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-
-        def drip() -> None:
-            with suppress(OSError):
-                while True:
-                    connection, _ = listening.accept()
-                    with connection:
-                        connection.recv(65_536)
-                        connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 60000\r\n\r\n")
-                        while not ended.wait(0.05):
-                            connection.sendall(b".")
-
-        thread = threading.Thread(target=drip)
-        thread.start()
-        yield listening.getsockname()[1]
-        ended.set()
-        listening.shutdown(socket.SHUT_RDWR)
-    thread.join(10)
+def full_pipe(tmp_path: Path) -> Iterator[Path]:
+    """A named pipe that is never read: once it is full, a write to it never returns."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    yield path
+    os.close(reader)

@@ -166,11 +166,11 @@ def test_a_relay_that_is_killed_leaves_nothing_locked(postgres_engine, redis_url
     assert second.stop() == 0
 
 
-def test_a_stuck_batch_ends_the_process_and_frees_its_rows(postgres_engine, start, dripping_port):
+def test_a_stuck_batch_ends_the_process_and_frees_its_rows(postgres_engine, start, full_pipe):
     engine, url = postgres_engine
-    fill(engine, 5)
+    fill(engine, 5, data=b'"%s"' % (b"x" * 100_000))
     impatient = ("--stuck-after-seconds", "1", "--publish-timeout-seconds", "0.25")
-    relay = start(url, f"http://127.0.0.1:{dripping_port}/", *QUICK, *impatient)
+    relay = start(url, f"file:{full_pipe}", *QUICK, *impatient)
     assert relay.process.wait(30) == 1
     assert relay.said("its rows are released")
     with engine.begin() as connection:
