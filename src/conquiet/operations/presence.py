@@ -152,6 +152,6 @@ def _get(url: str, timeout: float) -> tuple[int, bytes]:
         bounded.begin(until - time.monotonic())
         connection.request("GET", parts.path)
         with connection.getresponse() as reply:
-            return reply.status, reply.read()
+            return reply.status, reply.read(_MOST_BYTES)
     finally:
         connection.close()
