@@ -152,6 +152,8 @@ def open_redis(
     except (ValueError, TypeError, redis.DataError) as error:
         raise ConfigError(f"{origin} {mask(url)}: {explain(error, url)}") from None
     except (redis.RedisError, redis.exceptions.RedisClusterException, OSError) as error:
+        if several is None:  # no server has been asked yet
+            raise ConfigError(f"{origin} {mask(url)}: {error}") from None
         raise StoreError(f"{origin} {mask(url)}: Redis cannot be reached: {error}") from error
     return client
 

@@ -101,6 +101,7 @@ def test_entries_of_streams(found) -> None:
 
 class _Stream:
     name = topic = "orders"
+    decode = staticmethod(from_fields)
 
 
 @fuzzed(40)

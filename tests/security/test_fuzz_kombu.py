@@ -40,6 +40,8 @@ def delivery(settlement):
         settlement,
         qos=Mock(),
         new_message=lambda payload: channel.Message(payload, channel=channel),
+        confirm_lease=lambda: None,
+        pulse=Mock(),
     )
 
 
