@@ -42,7 +42,7 @@ class Consumer:
         self.sent: list[str] = []
 
     def run(self, stopping: threading.Event) -> None:
-        """Until it is told to stop; while Redis is away, it waits and tries again."""
+        """Consume until `stopping` is set; while Redis is away, wait and try again."""
         pauses = Backoff(first=0.1, cap=5.0)
         try:
             while not stopping.is_set():

@@ -148,7 +148,9 @@ def to_json(message: Message[Any]) -> bytes:
     try:
         return _json.encode(event)
     except UnicodeEncodeError as error:
-        raise InvalidMessage(f"{describe(attributes)}: an attribute is no text: {error}") from error
+        raise InvalidMessage(
+            f"{describe(attributes)}: an attribute is not valid text: {error}"
+        ) from error
 
 
 def _json_member(message: Message[Any]) -> tuple[str, Any]:

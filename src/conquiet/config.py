@@ -27,6 +27,8 @@ DATABASE_VARIABLE = "CONQUIET_DATABASE_URL"
 BROKER_VARIABLE = "CONQUIET_BROKER_URL"
 LOCAL_BROKER = "redis://localhost:6379/0"
 DATABASES = ("postgresql", "postgres", "sqlite")
+TABLE_NAME = re.compile(r"(?:[a-z_][a-z0-9_]{0,47}\.)?[a-z_][a-z0-9_]{0,47}")
+"""A table, with its schema if it has one; a name that needs no quotes."""
 
 _LONGEST_TIMEOUT_SECONDS = 3600
 
@@ -51,7 +53,7 @@ class MissingExtra(ConfigError, ModuleNotFoundError):
 
 
 def missing_extra(error: ImportError, extra: str) -> MissingExtra:
-    """The error for an import that failed because an extra is not installed."""
+    """Return the error for an import that failed because an extra is not installed."""
     name = error.name or str(error)
     made = MissingExtra(f"{name} is not installed: pip install 'conquiet[{extra}]'")
     made.name = error.name
@@ -268,7 +270,7 @@ def _read_section(path: Path, section: str) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; name a readable TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is no TOML: {error}") from None
+        raise ConfigError(f"{path} is not TOML: {error}") from None
     lines = found.get(section, {})
     if not isinstance(lines, dict):
         raise ConfigError(f"{path}: {section} must be a table, as in [{section}]")
@@ -298,7 +300,7 @@ def _text_of(value: object, name: str, file: str | None) -> str:
 
 
 def whole(least: int, most: int) -> tuple[Callable[[str], int], str]:
-    """A reader of whole numbers, and the words for what it allows."""
+    """Return a reader of whole numbers, and the words for what it allows."""
 
     def read_whole(text: str) -> int:
         if not text.isascii() or not text.isdecimal() or not least <= int(text) <= most:
@@ -309,7 +311,7 @@ def whole(least: int, most: int) -> tuple[Callable[[str], int], str]:
 
 
 def seconds(least: float, most: float) -> tuple[Callable[[str], float], str]:
-    """A reader of seconds, and the words for what it allows."""
+    """Return a reader of seconds, and the words for what it allows."""
 
     def read_seconds(text: str) -> float:
         value = float(text)
@@ -321,7 +323,7 @@ def seconds(least: float, most: float) -> tuple[Callable[[str], float], str]:
 
 
 def choice(*words: str) -> tuple[Callable[[str], str], str]:
-    """A reader of one of several words, and the words for what it allows."""
+    """Return a reader of one of several words, and the words for what it allows."""
 
     def read_choice(text: str) -> str:
         if text.lower() not in words:
@@ -356,7 +358,7 @@ def _read_broker(text: str) -> str:
 
 
 def _read_table(text: str) -> str:
-    if not re.fullmatch(r"(?:[a-z_][a-z0-9_]{0,47}\.)?[a-z_][a-z0-9_]{0,47}", text):
+    if not TABLE_NAME.fullmatch(text):
         raise ValueError
     return text
 

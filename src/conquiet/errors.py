@@ -53,7 +53,7 @@ class DeadlineExceeded(ConquietError):
 
 
 class Interrupt(BaseException):
-    """Interrupts a call that exceeds its time limit, whose setter catches it.
+    """Interrupts a call that exceeds its time limit; the code that set the limit catches it.
 
     It is not an `Exception`, so that a handler's `except Exception` does not catch it.
     """
@@ -76,6 +76,10 @@ class Conflict(StoreError):
 
 class GivenBack(Blameless):
     """The message was not handled: the worker stopped, or an earlier one of its key failed."""
+
+
+class Refused(ConquietError):
+    """The receiver of a sink refused one message; the rest of its batch is not affected."""
 
 
 class SinkUnavailable(Blameless):

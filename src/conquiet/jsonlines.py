@@ -181,7 +181,7 @@ class LinesSource:
                 self._changed.notify_all()
 
     def _bury(self, dead: Sequence[tuple[_Line, Exception]]) -> None:
-        messages = [self._corpse(line) for line, _ in dead]
+        messages = [self._original(line) for line, _ in dead]
         errors = [error for _, error in dead]
         bury = DeadLetter(self._dead_letters, max_attempts=1)(lambda batch: errors)
         for (line, _), result in zip(dead, bury(messages), strict=True):
@@ -190,7 +190,7 @@ class LinesSource:
         with self._changed:
             self.dead += len(dead)
 
-    def _corpse(self, line: _Line) -> Message[Any]:
+    def _original(self, line: _Line) -> Message[Any]:
         """Return the original message, or a substitute that holds the line."""
         try:
             message = self._decode(line)

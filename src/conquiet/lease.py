@@ -194,7 +194,7 @@ def _has_greenlets_for_threads() -> bool:
 
 
 class _NativeThread:
-    """Run a function in a thread of the operating system although gevent replaced threads."""
+    """Runs a function in a thread of the operating system although gevent replaced threads."""
 
     def __init__(self, target: Callable[[], None]) -> None:
         self._target = target

@@ -20,7 +20,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
 
-from conquiet.config import BROKER, BROKER_VARIABLE, explain, missing_extra, read, require
+from conquiet.config import (
+    BROKER,
+    BROKER_VARIABLE,
+    DATABASES,
+    explain,
+    missing_extra,
+    read,
+    require,
+)
 from conquiet.errors import ConfigError, StoreError
 from conquiet.secret import mask
 
@@ -46,9 +54,9 @@ def parse_database(text: str, origin: str) -> URL:
         url: URL = sqlalchemy.make_url(text)
     except (require("sqlalchemy.exc", "sql").ArgumentError, ValueError):
         raise ConfigError(
-            f"{origin} is no database URL; write postgresql://USER@HOST/NAME or sqlite:///FILE"
+            f"{origin} is not a database URL; write postgresql://USER@HOST/NAME or sqlite:///FILE"
         ) from None
-    if url.get_backend_name() not in ("postgresql", "postgres", "sqlite"):
+    if url.get_backend_name() not in DATABASES:
         raise ConfigError(
             f"{origin} {url.get_backend_name()}://: conquiet works with postgresql and sqlite"
         )
@@ -534,7 +542,7 @@ def connect_source(url: str, options: SourceOptions) -> Source:
 
 
 def is_shareable(url: str) -> bool:
-    """Whether several processes can read a source at once."""
+    """Return whether several processes can read a source at once."""
     return url.partition(":")[0] not in _OF_ONE_PROCESS
 
 

@@ -102,7 +102,7 @@ def test_what_cannot_be_replayed_stays_and_says_why(client, shop) -> None:
 def test_a_time_that_is_none_means_no_letter_rather_than_all(client, shop, ids, word) -> None:
     asked = client.get("/dead-letters/drop", params={"stream": "dead", word: "yesterday"})
     assert asked.status_code == 400
-    assert "is no time; write it as 2026-01-31T12:00" in asked.text
+    assert "is not a time; write it as 2026-01-31T12:00" in asked.text
     page = client.get("/dead-letters/drop", params={"stream": "dead"})
     form = {**form_of(page, "/dead-letters/drop"), word: "yesterday"}
     assert client.post("/dead-letters/drop", data=form).status_code == 400

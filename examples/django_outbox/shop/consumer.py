@@ -16,7 +16,7 @@ router = Router()
 
 @router.event()
 def send_parcel(event: OrderPlaced, message: Message[OrderPlaced]) -> None:
-    close_old_connections()  # outside a request nobody else looks whether it still lives
+    close_old_connections()  # outside a request, Django does not check whether it still works
     try:
         with transaction.atomic():
             _, is_fresh = Handled.objects.get_or_create(message=message.identity)

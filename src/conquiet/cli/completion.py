@@ -47,7 +47,7 @@ class Place(NamedTuple):
 
 
 def places(parser: ArgumentParser, path: tuple[str, ...] = ()) -> Iterator[Place]:
-    """The parser and all below it."""
+    """Return the parser and all below it."""
     groups = [action for action in parser._actions if isinstance(action, _SubParsersAction)]
     flags = [action for action in parser._actions if action.option_strings]
     shown = [action for action in flags if action.help != SUPPRESS]
@@ -183,7 +183,7 @@ def _escaped(text: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """For a shell, in single quotes."""
+    """Quote a text for a shell, in single quotes."""
     return "'" + text.replace("'", "'\\''") + "'"
 
 

@@ -36,8 +36,8 @@ _RUN_MORE = """\
 Without a pipeline, events go into the table raw_events and nowhere else.
 
 Where a run stopped, the next one goes on; that is kept in the checkpoint, by default in the lake.
-The table outbox_events is no log: it is read as a whole, with --once, and rows are added whose ids
-are not there yet. Through Spark Connect (--remote) every log and every outbox is read in that way.
+The table outbox_events is not a log: it is read as a whole, with --once, and rows with new ids are
+added. Through Spark Connect (--remote) every log and every outbox is read in that way.
 
 The first SIGTERM or Ctrl-C lets the batch under way finish. A second one ends it; the next run does
 it again.
@@ -289,13 +289,13 @@ def _day(text: str) -> date:
     try:
         return date.fromisoformat(text)
     except ValueError:
-        raise ArgumentTypeError(f"{text!r} is no day such as 2026-01-31") from None
+        raise ArgumentTypeError(f"{text!r} is not a day such as 2026-01-31") from None
 
 
 def _host_port(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65_535:
-        raise ArgumentTypeError(f"{text!r} is no HOST:PORT such as 127.0.0.1:9100")
+        raise ArgumentTypeError(f"{text!r} is not HOST:PORT such as 127.0.0.1:9100")
     return host, int(port)
 
 

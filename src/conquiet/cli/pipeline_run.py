@@ -171,7 +171,7 @@ def source_options(options: Namespace) -> dict[str, str]:
 
 
 def is_whole_table(origin: str, options: Mapping[str, str]) -> bool:
-    """Tell whether the events are in a table that is no log, and can only be read as a whole."""
+    """Return whether the events are in a table that is not a log: it is read as a whole."""
     if origin != "outbox":
         return False
     from conquiet.events.table import EVENTS_TABLE
@@ -182,7 +182,7 @@ def is_whole_table(origin: str, options: Mapping[str, str]) -> bool:
 
 def _check_whole(options: Namespace) -> None:
     if not options.once:
-        raise ConfigError("outbox_events is read as a whole, since it is no log: add --once")
+        raise ConfigError("outbox_events is read as a whole, since it is not a log: add --once")
     given = {name.lower() for name, _ in options.option} & _POSITIONS
     if options.starting != "earliest" or options.max_events is not None or given:
         raise ConfigError(

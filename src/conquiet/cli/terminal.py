@@ -110,7 +110,7 @@ def print_table(
 
 
 def _are_numbers(column: Sequence[object]) -> bool:
-    """Whether a column holds numbers; cells may be empty, or a lower bound such as `>10,000`."""
+    """Return whether a column holds numbers, empty cells, or lower bounds such as `>10,000`."""
     kinds = [isinstance(cell, (int, float)) or str(cell).startswith(">") for cell in column]
     return any(kinds) and all(kind or cell == "" for kind, cell in zip(kinds, column, strict=True))
 

@@ -52,7 +52,7 @@ examples:
   conquiet worker run app:make_worker --processes 4 --stuck-after-seconds 60
   conquiet worker run app:router --source 'redis:?stream=commands&group=billing'
 
-A message that keeps failing, and a line that is no CloudEvent, goes to the dead letters: the
+A message that keeps failing, and a line that is not a CloudEvent, goes to the dead letters: the
 file given, else stderr. So do, at a stop, lines that were read from a pipe or file and not
 handled. A Redis Stream keeps a failed message and delivers it again, up to --max-attempts times.
 

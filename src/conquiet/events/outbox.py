@@ -152,11 +152,9 @@ class EventsOutbox(outbox.Outbox):
     def store(self, outputs: Sequence[Message[Any]]) -> None:
         events = [_event(output) for output in outputs]
         unit = current("the outbox of events")
-        unit.connection.unit.tables.add(self.table)
+        unit.use_table(self.table)
         emit(unit.connection, *events, table=self.table)
-        unit.wrote = True
-        # On the whole transaction: a savepoint commits nothing by itself.
-        unit.connection.unit.filled.add(self.table)
+        unit.note_write(self.table)
 
 
 def _event(output: Message[Any]) -> Event:

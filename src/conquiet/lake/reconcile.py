@@ -72,7 +72,7 @@ class Outbox:
         from conquiet.spark.database import connected
 
         if not _table_name.fullmatch(self.table):
-            raise ConfigError(f"{self.table!r:.60} is no name of a table")
+            raise ConfigError(f"{self.table!r:.60} is not the name of a table")
         address = Address.at(self.url)
         names = _POSTGRESQL if address.is_postgresql else _SQLITE
         sql = f"SELECT {columns} FROM {self.table} {rest}".format_map(names)
@@ -169,7 +169,7 @@ _ID = "coalesce(nullif(event_id, ''), stream || '/' || entry_id)"
 
 
 def _kept(domain: str) -> str:
-    """Rows of silver and quarantine in the touched hours."""
+    """Return the rows of silver and quarantine in the touched hours."""
     return f"""
     SELECT {_ID} AS id, event_id, kind, event_hour(created_at, first_seen_at) AS hour,
            created_at, first_seen_at, delivery_count

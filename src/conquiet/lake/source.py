@@ -74,7 +74,9 @@ def _check(file: Path) -> None:
     try:
         there = set(pq.read_schema(file).names)
     except pyarrow.ArrowInvalid as error:
-        raise ConfigError(f"{file} is no whole Parquet file; take it out of the folder") from error
+        raise ConfigError(
+            f"{file} is not a whole Parquet file; take it out of the folder"
+        ) from error
     missing = [name for name in ARROW_SCHEMA.names if name not in there]
     if missing:
         raise ConfigError(

@@ -155,11 +155,11 @@ def per_message(
     raises the message's error.
 
     >>> @per_message
-    ... def announced(message):
+    ... def announce(message):
     ...     print("in ", message.id)
     ...     outputs = yield
     ...     print("out", message.id, len(outputs))
-    >>> process = announced(lambda batch: [NOTHING for _ in batch])
+    >>> process = announce(lambda batch: [NOTHING for _ in batch])
     >>> process([Message(b"", {"id": "1"}), Message(b"", {"id": "2"})])
     in  1
     in  2

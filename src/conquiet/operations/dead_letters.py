@@ -102,7 +102,7 @@ class Letters(Protocol):
     name: str
 
     def exists(self) -> bool:
-        """Whether the place exists; a stream is created by its first letter."""
+        """Return whether the place exists; a stream is created by its first letter."""
 
     def scan(self, filter_: Filter, *, brief: bool = False) -> Iterator[tuple[Letter, Any]]:
         """Yield the letters there are now, the oldest first, each with the data for `send`.

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from conquiet.errors import StoreError
 from conquiet.exchange import ExchangeSocket
 
 if TYPE_CHECKING:
@@ -106,8 +105,7 @@ def list_sessions(engine: Engine) -> list[Session]:
         with engine.connect() as connection:
             rows = connection.execute(text(_SESSIONS), {"prefix": _PREFIX}).all()
     except SQLAlchemyError as error:
-        where = dialect.display_url(engine.url)
-        raise StoreError(f"{where}: {dialect.one_line(error):.300}") from error
+        raise dialect.store_error(engine, error) from error
     return [
         Session(pid, name, client, state or "", round(float(age), 3), round(float(quiet or 0), 3))
         for pid, name, client, state, age, quiet in rows

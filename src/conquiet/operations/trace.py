@@ -146,8 +146,7 @@ def _written(
         except Exception as error:
             from conquiet.sql import dialect
 
-            where = dialect.display_url(engine.url)
-            raise StoreError(f"{where}: {dialect.one_line(error):.300}") from error
+            raise dialect.store_error(engine, error) from error
         inspection = Inspection(engine, table)
         try:
             shown = inspection.show(event_id)
@@ -240,8 +239,7 @@ def _find_in_inbox(
         notes.append(f"{name} was not searched: {dialect.one_line(error):.300}")
         return ()
     except SQLAlchemyError as error:
-        where = dialect.display_url(engine.url)
-        raise StoreError(f"{where}: {dialect.one_line(error):.300}") from error
+        raise dialect.store_error(engine, error) from error
     return tuple(Remembered(name, row.subscriber, "done", _time(row.created_at)) for row in rows)
 
 

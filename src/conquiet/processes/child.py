@@ -212,5 +212,5 @@ def _main_module() -> str:
         return str(spec.name)
     file = Path(getattr(main, "__file__", None) or "<stdin>")
     if not file.stem.isidentifier():
-        raise ConfigError(f"{file.name} is no module that a child process can import: rename it")
+        raise ConfigError(f"{file.name} is not a module that a child process can import: rename it")
     return file.stem

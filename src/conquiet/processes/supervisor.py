@@ -190,7 +190,7 @@ class _Supervisor:
             self._ended(slot, child, code, now)
 
     def _may_start(self) -> bool:
-        """The first child goes ahead: a fault that all would share is reported once."""
+        """Return whether a child may start: the first goes ahead, to report a common fault once."""
         return self._some_ran or not any(slot.child for slot in self._slots)
 
     def _start(self, slot: _Slot, now: float) -> None:

@@ -56,7 +56,7 @@ class Database:
         self._has_warned = False
 
     def serves(self, client: Any) -> bool:
-        """Whether a client uses the same database, so that its writes join the transaction.
+        """Return whether a client uses the same database, so that its writes join the transaction.
 
         A client of another address is asked for the id of its server, once: `localhost`,
         `127.0.0.1` and a Unix socket may be one server.
@@ -71,7 +71,7 @@ class Database:
         return bool(_ids_of(self.client, since) & _ids_of(client, since))
 
     def has_address_of(self, client: Any) -> bool:
-        """Whether a client names the database as ours does; asks no server."""
+        """Return whether a client names the database as ours does; asks no server."""
         return client is self.client or _address_of(client) == self._address
 
     def warn_of_use_outside(self, thread: str) -> None:
@@ -164,7 +164,7 @@ class Database:
         self._allows_transactions = True
 
     def learn_topology(self) -> None:
-        """After trouble in a cluster: ask which node serves which slots now."""
+        """Ask which node of a cluster serves which slots, after a failure."""
         if self.is_cluster:
             self.wire.learn_topology()
 
@@ -251,7 +251,7 @@ class Connection:
 
     @property
     def is_watching(self) -> bool:
-        """Whether the server watches keys for this connection."""
+        """Return whether the server watches keys for this connection."""
         return self._is_watching
 
     def exchange(self, packed: Sequence[bytes]) -> list[Any]:

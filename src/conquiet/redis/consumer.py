@@ -137,11 +137,11 @@ class Consumer:
 
     @property
     def in_flight(self) -> int:
-        """How many entries are held."""
+        """Return how many entries are held."""
         return sum(map(len, self._held.values()))
 
     def holds(self, delivery: Delivery) -> bool:
-        """Whether the delivery is still valid: not acked, released or lost to another consumer."""
+        """Return whether a delivery is still valid: not acked, released or claimed by another."""
         held = self._held.get(delivery.stream)
         return held is not None and held.get(delivery.id) is delivery
 
@@ -214,7 +214,7 @@ class Consumer:
                 return
 
     def rescan(self) -> None:
-        """After a failed read: find the entries of a reply that was lost on the way."""
+        """Find the entries of a reply that was lost, after a failed read."""
         self._stale.restart()
 
     def stop(self) -> None:
@@ -384,7 +384,7 @@ class Consumer:
         self._let_go(delivery.stream, (delivery.id,))
 
     def _send_acks(self, stream: GroupStream, ids: Sequence[bytes]) -> None:
-        """An ack that is sent twice does no harm; one that is refused is not tried again."""
+        """Send acks; twice does no harm, and one that is refused is not tried again."""
         try:
             stream.ack(ids)
         except (redis.RedisError, OSError) as error:

@@ -36,7 +36,7 @@ _attribute_name = re.compile(r"[a-z0-9]+")
 
 
 class UndecodableEntry(InvalidMessage):
-    """A stream holds an entry that is no CloudEvent."""
+    """A stream holds an entry that is not a CloudEvent."""
 
     def __init__(self, stream: str, entry_id: str, why: str) -> None:
         super().__init__(f"entry {entry_id} of stream {stream!r} is not a CloudEvent: {why}")

@@ -73,7 +73,7 @@ def before(entry_id: AnyStr) -> AnyStr:
 
 
 def is_valid(text: str) -> bool:
-    """Whether a text is an entry id, with or without a sequence, that Redis would accept.
+    """Return whether a text is an entry id, with or without a sequence, that Redis would accept.
 
     >>> is_valid("1700000000000-0"), is_valid("1700000000000"), is_valid("$"), is_valid("1-2-3")
     (True, True, False, False)

@@ -81,7 +81,7 @@ class Inbox(inbox.Inbox):
         self._key = key
         self._tag = subscriber if tag is None else tag
         if isinstance(self._tag, str):
-            _checked_tag(self._tag)
+            _check_tag(self._tag)
         self._terms = LeaseTerms(lease, retention)
         self._heads: dict[str, bytes] = {}
         self._setnx: _SetnxMarks | None = None
@@ -117,7 +117,7 @@ class Inbox(inbox.Inbox):
                 if head is None:
                     head = self._heads[name] = self._head(self._tag, name)
             else:
-                head = self._head(_checked_tag(self._tag(message)), name)
+                head = self._head(_check_tag(self._tag(message)), name)
             return head + identity.encode()
         except UnicodeEncodeError as error:
             raise InvalidMessage(
@@ -186,7 +186,7 @@ def _in_progress(message: Message[Any]) -> InProgress:
     )
 
 
-def _checked_tag(tag: str) -> str:
+def _check_tag(tag: str) -> str:
     if not tag or "{" in tag or "}" in tag:
         raise ConfigError(
             f"tag={tag!r}: the hash tag of inbox keys is a text without braces; by default it is"

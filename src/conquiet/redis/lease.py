@@ -66,7 +66,7 @@ class LeaseTerms:
             self._abandoned[key] = value, now + 2 * self.lease
 
     def take_over(self, key: bytes, value: bytes) -> bool:
-        """Whether this is an abandoned lease of this process; it is not abandoned any more then."""
+        """Take over an abandoned lease of this process; return whether it is one."""
         if not self._abandoned:
             return False
         lost = self._abandoned.pop(key, None)

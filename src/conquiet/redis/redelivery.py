@@ -90,7 +90,7 @@ class Redelivery:
             return list(self._waiters)
 
     def next_due(self) -> float:
-        """When the next pause ends, by the monotonic clock; infinite if none is running.
+        """Return when the next pause ends, by the monotonic clock; infinity if none is running.
 
         An entry that waits only for an earlier one of its key is due with that one.
         """
@@ -141,7 +141,7 @@ class Redelivery:
         return True
 
     def refuse(self, delivery: Delivery, error: InvalidMessage) -> None:
-        """Retry an entry that is no CloudEvent, then bury it; other entries flow on."""
+        """Retry an entry that is not a CloudEvent, then bury it; other entries flow on."""
         why = UndecodableEntry(delivery.stream.name, delivery.id.decode(), str(error))
         why.__cause__ = error
         logger.warning("delivery=%d: %s", delivery.deliveries, printable(str(why)))
@@ -222,7 +222,7 @@ class Redelivery:
         return taken
 
     def count_nacks(self) -> None:
-        """Before a release: let nacks count for the consumer that claims the entry next."""
+        """Let nacks count for the consumer that claims the entry next; called before a release."""
         with self._changed:
             for waiter in self._waiters.values():
                 waiter.delivery.restart(waiter.deliveries, waiter.delivery.touched)

@@ -8,7 +8,7 @@ from typing import Any
 import redis
 
 from conquiet.acking import Error
-from conquiet.errors import ConfigError, ConquietError, GivenBack, SinkUnavailable
+from conquiet.errors import ConfigError, ConquietError, GivenBack, Refused, SinkUnavailable
 from conquiet.message import Message, describe
 from conquiet.redis.entry import Mode, encoder
 from conquiet.redis.topic import Topic
@@ -31,10 +31,6 @@ class _FailedKeys:
         key = message.attributes.get("partitionkey") or message.attributes.get("subject")
         if isinstance(key, str):
             self._keys.add(key)
-
-
-class Refused(ConquietError):
-    """Redis refused one message; the others of its batch were added."""
 
 
 class StreamSink(Sink):
@@ -147,6 +143,6 @@ def _answer(message: Message[Any], reply: object) -> Exception:
         return SinkUnavailable(f"{name}: Redis takes nothing from us: {reply}; fix its ACL")
     if str(reply).startswith("WRONGTYPE"):
         return SinkUnavailable(
-            f"{name}: its topic is no stream: {reply}; delete or rename that key"
+            f"{name}: its topic is not a stream: {reply}; delete or rename that key"
         )
     return Refused(f"{name}: Redis refused it: {reply}")

@@ -57,8 +57,8 @@ class StreamSource:
     `block` the time that one command waits. After `max_attempts` deliveries a failing entry goes to
     the stream `dead_letters`, by default the name of its stream and `:dead`; with a permanent error
     at once. `max_attempts=None` sets no limit: only entries with a permanent error go there, and
-    those that are no CloudEvents. `delete` is for outboxes: acked entries are deleted.
-    `unmarshal` makes messages of entries that are no CloudEvents.
+    those that are not CloudEvents. `delete` is for outboxes: acked entries are deleted.
+    `unmarshal` makes messages of entries that are not CloudEvents.
 
     A nacked message pauses `backoff` seconds, then twice as long, up to `max_backoff`. Later
     messages of its `key` (`Message.key`, unless you pass a function) wait behind it.
@@ -133,22 +133,22 @@ class StreamSource:
 
     @property
     def dead(self) -> int:
-        """How many entries went to the dead letters."""
+        """Return how many entries went to the dead letters."""
         return self._redelivery.dead
 
     @property
     def claimed(self) -> int:
-        """How many stale entries were claimed from other consumers."""
+        """Return how many stale entries were claimed from other consumers."""
         return self._consumer.claimed
 
     @property
     def deleted(self) -> int:
-        """How many entries were found to be deleted before they were acked, or trimmed unread."""
+        """Return how many entries were deleted before they were acked, or trimmed unread."""
         return self._consumer.deleted
 
     @property
     def in_flight(self) -> int:
-        """How many entries are held: delivered, or about to be delivered again."""
+        """Return how many entries are held: delivered, or about to be delivered again."""
         return self._consumer.in_flight
 
     # --- reading ----------------------------------------------------------------------------
@@ -209,7 +209,7 @@ class StreamSource:
             self._redelivery.wait(end)  # only a settlement makes room
 
     def _longest_wait(self, end: float) -> float:
-        """Until the read must end, the block time is over, or a scan or redelivery is due."""
+        """Return the seconds until the read must end, or a scan or a redelivery is due."""
         moments = [end, self._consumer.next_scan]
         if self._redelivery:
             moments.append(self._redelivery.next_due())
@@ -217,7 +217,7 @@ class StreamSource:
         return wait if self._block is None else min(wait, self._block)
 
     def _decode(self, deliveries: Iterable[Delivery]) -> list[Message[Any]]:
-        """Decode entries; retry or bury those that are no CloudEvents or have no attempts left."""
+        """Decode entries; retry or bury those that are not CloudEvents or have no attempts left."""
         messages: list[Message[Any]] = []
         for delivery in deliveries:
             if self._redelivery.bury_if_exhausted(delivery):
@@ -260,8 +260,8 @@ class StreamSource:
     def replay(self, start: str | None = None, end: str | None = None) -> Iterator[Message[Any]]:
         """Yield the entries with ids from `start` to `end`, in order of time; the group stays.
 
-        The id of a message's entry is `message.locals["position"]`. Entries that are no CloudEvents
-        are left out, with a warning.
+        The id of a message's entry is `message.locals["position"]`. Entries that are not
+        CloudEvents are left out, with a warning.
         """
         parts = [_replay(stream, start, end) for stream in self._streams]
         for _, message in heapq.merge(*parts, key=lambda item: item[0]):

@@ -223,7 +223,7 @@ class Unit:
 
     @property
     def watches_data(self) -> bool:
-        """Whether a handler watches keys of its own."""
+        """Return whether a handler watches keys of its own."""
         return self._watches_data
 
     def handle(
@@ -444,7 +444,7 @@ _running: dict[Unit, str] = {}
 
 
 def is_inside() -> bool:
-    """Whether a transaction is around the running code, on whichever database."""
+    """Return whether a transaction is around the running code, on whichever database."""
     return bool(_units.get())
 
 
@@ -552,7 +552,7 @@ class Transaction(transaction.Transaction):
 
 
 def _is_trouble(error: Exception) -> bool:
-    """Whether a read of a handler failed because of the server, not because of its message."""
+    """Return whether a read of a handler failed because of the server, not of its message."""
     if isinstance(error, (redis.ConnectionError, redis.TimeoutError)):
         return True
     return isinstance(error, redis.ResponseError) and is_unwilling(error)

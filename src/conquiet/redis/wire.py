@@ -62,12 +62,12 @@ _takes_timeout = "timeout" in inspect.signature(redis.Connection.read_response).
 
 
 def is_unwilling(error: object) -> bool:
-    """Whether the server refused only for now (loading, out of memory, failover, …)."""
+    """Return whether the server refused only for now (loading, out of memory, failover, …)."""
     return isinstance(error, _UNWILLING) or str(error).startswith(_UNWILLING_WORDS)
 
 
 def may_pass(error: object) -> bool:
-    """Whether the same command may succeed later: the server was away or unwilling."""
+    """Return whether the same command may succeed later: the server was away or unwilling."""
     return isinstance(error, TROUBLE) or is_unwilling(error)
 
 

@@ -117,7 +117,11 @@ class Health:
         self._details = details
         self._alive = alive
         self._metrics = metrics
-        self.stopping = False
+        self._is_stopping = False
+
+    def begin_stop(self) -> None:
+        """Report from now on that the relay is not ready."""
+        self._is_stopping = True
 
     def respond(self, path: str) -> tuple[int, str, bytes]:
         """Return status, content type and body for a path."""
@@ -126,10 +130,10 @@ class Health:
             return _json(200 if trouble is None else 503, {"ok": trouble is None, "error": trouble})
         if path == "/readyz":
             answers = {name: check.answer() for name, check in self._checks.items()}
-            ready = not self.stopping and all(answer.ok for answer in answers.values())
+            ready = not self._is_stopping and all(answer.ok for answer in answers.values())
             body = {
                 "ready": ready,
-                "stopping": self.stopping,
+                "stopping": self._is_stopping,
                 "checks": {
                     name: answer.as_json(details=self._details) for name, answer in answers.items()
                 },

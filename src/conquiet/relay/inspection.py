@@ -34,7 +34,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.exc import SQLAlchemyError
 
-from conquiet.errors import ConfigError, StoreError
+from conquiet.errors import ConfigError
 from conquiet.events.table import UuidText
 from conquiet.relay.settings import has_events_layout
 from conquiet.sql import Cleanup, dialect
@@ -323,8 +323,7 @@ class Inspection:
         try:
             yield
         except SQLAlchemyError as error:
-            where = dialect.display_url(self.engine.url)
-            raise StoreError(f"{where}: {dialect.one_line(error):.300}") from error
+            raise dialect.store_error(self.engine, error) from error
 
 
 _NOTHING: ColumnElement[Any] = cast("", Text).label("aggregate_type")

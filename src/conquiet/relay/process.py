@@ -210,9 +210,8 @@ class RelayProcess:
         thread = threading.Thread(target=self._publish, name="conquiet-relay", daemon=True)
         self._crash: BaseException | None = None
         with Signals() as signals:
-            if (
-                self.server is not None
-            ):  # after the signal handlers: readers of this line may stop us
+            if self.server is not None:
+                # After the signal handlers: readers of this line may send a signal.
                 logger.info("health is at http://%s:%d", self.server.host, self.server.port)
             thread.start()
             while thread.is_alive() and not signals.count:
@@ -253,7 +252,7 @@ class RelayProcess:
             self._crash = error
 
     def _drain(self, thread: threading.Thread, signals: Signals) -> bool:
-        self.health.stopping = True
+        self.health.begin_stop()
         self.relay.stop()
         waited = 0.0
         while thread.is_alive() and waited < self.settings.grace_seconds and signals.count < 2:

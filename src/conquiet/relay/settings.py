@@ -137,7 +137,7 @@ class Settings:
     """Where each came from: a flag, a variable, the file, or `default`."""
 
     def shown(self) -> list[str]:
-        """The lines that are logged at the start, one per setting."""
+        """Return the lines that are logged at the start, one per setting."""
         width = max(len(setting.variable) for setting in SETTINGS)
         return [
             f"{setting.variable:<{width}} = {self.texts[setting.name]}"

@@ -46,7 +46,7 @@ def events(
     format: str = "conquiet",
     **options: object,
 ) -> DataFrame:
-    """The events of one type and version (the newest, unless said), `data` as its struct has it.
+    """Return the events of one type and version (default: the newest), `data` as its struct.
 
     Beside the columns of the log there are `version`, `occurred_at` and `actor` of the envelope.
     What does not fit is a row with `_malformed` and `_raw`. `options` are those of the format,
@@ -76,7 +76,7 @@ def events(
 
 
 def ddl(type: Any) -> str:
-    """The type of Spark for what msgspec reads and writes as JSON.
+    """Return the type of Spark for what msgspec reads and writes as JSON.
 
     >>> import msgspec
     >>> class Line(msgspec.Struct):

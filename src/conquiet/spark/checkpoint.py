@@ -1,6 +1,6 @@
 """A lock per checkpoint: of the queries that use one, one runs at a time.
 
-Spark's quick way to write a checkpoint on a local disk cannot tell that another query writes it
+Spark's quick way to write a checkpoint on a local disk does not notice that another query writes it
 too. This can, on one machine; elsewhere Spark's own check stays in force.
 """
 

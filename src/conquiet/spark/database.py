@@ -47,10 +47,10 @@ class Database:
             parsed = make_url(url)
         except (ArgumentError, ValueError):  # a port that is no number, which may be a password
             raise ConfigError(
-                f"the option url is no URL of a database; write {DATABASE[1]}"
+                f"the option url is not the URL of a database; write {DATABASE[1]}"
             ) from None
         if "@" in (parsed.host or ""):  # the end of a password, which no message may show
-            raise ConfigError("the option url is no URL: write @ in a user or password as %40")
+            raise ConfigError("the option url is not a URL: write @ in a user or password as %40")
         kind = parsed.get_backend_name()
         shown = dialect.display_url(parsed)
         if kind in ("postgresql", "postgres"):
@@ -153,7 +153,7 @@ def _open(database: Database) -> Any:
 
 
 def _answers(connection: Any) -> bool:
-    """Whether an idle connection still works."""
+    """Return whether an idle connection still works."""
     try:
         with connection.cursor() as cursor:
             cursor.execute("SELECT 1")

@@ -186,7 +186,7 @@ def _requirements(
 
 
 def _applies(marker: Any, extra: str, python: str) -> bool:
-    """Whether a marker holds on a version of Python, with an extra or without any."""
+    """Return whether a marker holds on a version of Python, with an extra or without any."""
     if marker is None:
         return not extra
     given = {"python_full_version": python, "python_version": python.rpartition(".")[0]}

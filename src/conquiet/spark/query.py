@@ -52,7 +52,7 @@ def start_query(writing: DataStreamWriter, checkpoint: str | os.PathLike[str]) -
 
 
 def _let_go(query: StreamingQuery, lock: ExitStack) -> None:
-    with lock, suppress(Exception):  # what it failed with is told to whoever else waits for it
+    with lock, suppress(Exception):  # the others that wait for it get its error
         query.awaitTermination()
 
 
@@ -87,7 +87,7 @@ def _has_ended(query: Any) -> bool:
 
 
 def own_words(error: Exception) -> str | None:
-    """What an error of conquiet said that Spark has wrapped; None if it is another's."""
+    """Return the text of an error of conquiet that Spark has wrapped; None for another error."""
     found = _own.findall(str(error))
     return found[-1] if found else None
 
@@ -95,17 +95,17 @@ def own_words(error: Exception) -> str | None:
 def _stop(query: Any, grace: float, hurry: Callable[[], bool]) -> None:
     end = time.monotonic() + grace
     done = _batches(query)
-    # Spark itself has no softer stop than this. Under a backlog the next batch begins at once, so
-    # that one is told by its number, and not by a pause after it.
+    # Spark has no gentler stop. Under a backlog the next batch begins without a pause, so the end
+    # of this one is found by its number.
     while query.isActive and query.status["isTriggerActive"] and _batches(query) == done:
         if time.monotonic() > end or hurry():
-            logger.warning("the batch under way is given up; the next start does it again")
+            logger.warning("the current batch was stopped; the next start repeats it")
             break
         time.sleep(0.01)
     query.stop()
 
 
 def _batches(query: Any) -> int:
-    """The number of the last batch that is done."""
+    """Return the number of the last batch that is done."""
     last = query.lastProgress
     return -1 if last is None else int(last.batchId)

@@ -199,7 +199,7 @@ def recommended(master: str) -> Settings:
 
 
 def is_local(master: str) -> bool:
-    """Whether driver and executors share one process, and its disk."""
+    """Return whether driver and executors share one process, and its disk."""
     return master == "local" or master.startswith("local[")
 
 

@@ -284,7 +284,7 @@ def reasons_of(batch: pa.RecordBatch) -> list[Malformed | None]:
     """Return the error of each malformed row, and None for the others."""
     streams, entries = _values(batch, "stream"), _values(batch, "entry_id")
     return [
-        None if why is None else Malformed(f"entry {entry} of {stream!r} is no event: {why}")
+        None if why is None else Malformed(f"entry {entry} of {stream!r} is not an event: {why}")
         for why, stream, entry in zip(_values(batch, MALFORMED), streams, entries, strict=True)
     ]
 

@@ -635,7 +635,7 @@ class Claimer:
             connection.close()
 
     def _store_error(self, error: BaseException) -> StoreError:
-        return StoreError(f"{dialect.display_url(self.engine.url)}: {dialect.one_line(error):.300}")
+        return dialect.store_error(self.engine, error)
 
 
 _START_OVER_SECONDS = 1.0

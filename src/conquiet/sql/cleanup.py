@@ -137,8 +137,7 @@ class Cleanup:
                     dialect.begin_immediate(connection)
                 return connection.execute(statement).rowcount
         except SQLAlchemyError as error:
-            reason = " ".join(str(getattr(error, "orig", None) or error).split())
-            raise StoreError(f"{dialect.display_url(self.engine.url)}: {reason:.300}") from error
+            raise dialect.store_error(self.engine, error) from error
 
 
 # By ctid, since the inbox has no short key. The lock keeps the row's ctid, and SKIP LOCKED skips

@@ -13,7 +13,7 @@ from sqlalchemy import URL, Connection, Dialect, Engine, create_engine, event, i
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from conquiet.errors import ConfigError, HandlerError
+from conquiet.errors import ConfigError, HandlerError, StoreError
 from conquiet.sql.tls import add_advice, is_near, verify_server
 
 BUSY_SECONDS = 10.0
@@ -245,6 +245,11 @@ def one_line(error: BaseException) -> str:
     if is_missing_table(original):
         reason += " (conquiet outbox migrate creates the tables)"
     return add_advice(reason)
+
+
+def store_error(engine: Engine, error: BaseException) -> StoreError:
+    """Return the error of a store: the URL without password, and the driver's reason."""
+    return StoreError(f"{display_url(engine.url)}: {one_line(error):.300}")
 
 
 def is_consequence(error: BaseException) -> bool:

@@ -42,8 +42,8 @@ class Inbox(inbox.Inbox):
 
     def remember(self, entries: Sequence[inbox.Entry]) -> Collection[inbox.Entry]:
         unit = current("the inbox")
+        unit.use_table(self.table)
         connection = unit.connection
-        connection.unit.tables.add(self.table)
         # Two workers with the same messages must lock them in the same order.
         ordered = sorted(entries)
         if dialect.is_sqlite(connection.dialect):
@@ -57,7 +57,7 @@ class Inbox(inbox.Inbox):
                 new = cursor.execute(*self._postgresql(ordered)).fetchall()
         else:
             new = connection.exec_driver_sql(*self._postgresql(ordered)).all()
-        unit.wrote = True
+        unit.note_write()
         return entries if len(new) == len(entries) else [(name, id_) for name, id_ in new]
 
     def _postgresql(self, entries: Sequence[inbox.Entry]) -> tuple[str, tuple[Any, ...]]:

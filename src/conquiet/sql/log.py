@@ -18,7 +18,7 @@ import msgspec
 from sqlalchemy import URL, Engine, Row, text
 from sqlalchemy.exc import SQLAlchemyError
 
-from conquiet.errors import ConfigError, InvalidMessage, StoreError
+from conquiet.errors import ConfigError, InvalidMessage
 from conquiet.message import Attributes, Message
 from conquiet.sql import dialect
 from conquiet.sql.schema import OUTBOX_TABLE, outbox_table
@@ -106,8 +106,7 @@ class OutboxLog:
             with self.engine.connect() as connection:
                 return connection.execute(statement, given).all()
         except SQLAlchemyError as error:
-            reason = dialect.one_line(error)
-            raise StoreError(f"{dialect.display_url(self.engine.url)}: {reason:.500}") from error
+            raise dialect.store_error(self.engine, error) from error
 
 
 def _message(row: Row[Any]) -> Message[bytes]:

@@ -65,11 +65,9 @@ class Outbox(outbox.Outbox):
 
     def store(self, outputs: Sequence[Message[Any]]) -> None:
         unit = current("the outbox")
-        unit.connection.unit.tables.add(self.table.fullname)
+        unit.use_table(self.table.fullname)
         self._insert(unit.connection, [self._row(output) for output in outputs])
-        unit.wrote = True
-        if self.notify:  # on the whole transaction: a savepoint commits nothing by itself
-            unit.connection.unit.filled.add(self.table.fullname)
+        unit.note_write(self.table.fullname if self.notify else None)
 
     def add(self, transaction: Any, events: Iterable[Any], *, source: str = "") -> list[str]:
         """Write events in the caller's transaction and return their ids, in order.

@@ -178,6 +178,9 @@ class TableSource(ABC):
             )
             claim.release()
 
+    def count_late(self, settlements: int) -> None:
+        self.late += settlements
+
     def remove_claim(self, claim: Claim) -> None:
         with self._lock:
             self._claims.discard(claim)
@@ -216,7 +219,7 @@ class Claim:
     def settle(self, acked: Sequence[Any], nacked: Sequence[tuple[Any, Error]]) -> None:
         with self._lock:
             if self._ended:
-                self._source.late += len(acked) + len(nacked)
+                self._source.count_late(len(acked) + len(nacked))
                 return
             for id_ in acked:
                 if self._waiting.pop(id_, None) is not None:

@@ -10,7 +10,6 @@ an Alembic project of your own, `include_object` keeps autogenerate from droppin
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,6 +44,7 @@ from sqlalchemy.sql.expression import FunctionElement
 from sqlalchemy.sql.functions import now
 from sqlalchemy.types import TypeEngine, UserDefinedType
 
+from conquiet.config import TABLE_NAME
 from conquiet.errors import ConfigError
 from conquiet.sql import dialect
 
@@ -54,15 +54,13 @@ if TYPE_CHECKING:
 INBOX_TABLE = "processed_messages"
 OUTBOX_TABLE = "outbox"
 
-_table_name = re.compile(r"(?:[a-z_][a-z0-9_]{0,47}\.)?[a-z_][a-z0-9_]{0,47}")
-
 
 def checked_name(name: str) -> tuple[str | None, str]:
     """Split a table name into schema and name; refuse names that need quotes.
 
     The limit is 48 characters, so that names of indexes stay within PostgreSQL's 63.
     """
-    if not isinstance(name, str) or not _table_name.fullmatch(name):
+    if not isinstance(name, str) or not TABLE_NAME.fullmatch(name):
         raise ConfigError(
             f"table name {name!r:.80}: use a-z, 0-9 and _, at most 48 characters, with"
             " schema if need be, as in 'sales.outbox'"
@@ -308,7 +306,7 @@ def include_object(
     *,
     tables: Collection[str] = OWN_TABLES,
 ) -> bool:
-    """Tell Alembic's autogenerate to leave tables alone that only the database has.
+    """Keep Alembic's autogenerate from dropping our tables where your metadata lacks them.
 
     In `env.py`: `context.configure(…, include_object=schema.include_object)`. Tables of other names
     are given by `functools.partial(schema.include_object, tables=["sales.outbox"])`.

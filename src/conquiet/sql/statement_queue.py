@@ -347,9 +347,7 @@ def is_silent(query: str) -> bool:
     """
     known = _silent.get(query)
     if known is None:
-        if (
-            len(_silent) >= _MAX_KNOWN
-        ):  # statements with values in their text would fill it without limit
+        if len(_silent) >= _MAX_KNOWN:  # statements with values in their text are without number
             _silent.clear()
         begins = query.lstrip()[:7].upper()
         known = begins.split() == ["INSERT"] and "returning" not in query.lower()

@@ -132,6 +132,16 @@ class Unit:
         self.queue: StatementQueue | None = None
         self._sessions: list[Session] = []
 
+    def use_table(self, name: str) -> None:
+        """Note a table of inbox or outbox, before it is used."""
+        self.connection.unit.tables.add(name)
+
+    def note_write(self, notify: str | None = None) -> None:
+        """Note that inbox or outbox wrote; `notify` is a table whose relays are to be notified."""
+        self.wrote = True
+        if notify is not None:  # on the whole transaction: a savepoint commits nothing by itself
+            self.connection.unit.filled.add(notify)
+
     def belongs_to(self, engine: Engine) -> bool:
         # Engines made by execution_options() share the pool of the one that they came from.
         return self.connection.engine.pool is engine.pool

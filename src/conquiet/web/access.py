@@ -156,12 +156,14 @@ class Header:
 
     def __post_init__(self) -> None:
         if not self.name.replace("-", "").isalnum() or not self.name.isascii():
-            raise ConfigError(f"{self.name!r:.60} is no name of a header, such as X-Forwarded-User")
+            raise ConfigError(f"{self.name!r:.60} is not a header, such as X-Forwarded-User")
         for proxy in self.proxies:
             try:
                 ipaddress.ip_network(proxy, strict=False)
             except ValueError:
-                raise ConfigError(f"{proxy!r:.60} is no address or network of a proxy") from None
+                raise ConfigError(
+                    f"{proxy!r:.60} is not an address or network of a proxy"
+                ) from None
 
     def who(self, request: HTTPConnection, signer: Signer) -> str | None:
         given = request.headers.getlist(self.name)

@@ -149,7 +149,9 @@ def _token() -> Token:
 def _public(url: str) -> SplitResult:
     parts = urlsplit(url)
     if url and (parts.scheme not in ("http", "https") or not parts.hostname):
-        raise ConfigError(f"{url!r:.100} is no public URL; write https://ops.example.com/conquiet")
+        raise ConfigError(
+            f"{url!r:.100} is not a public URL; write https://ops.example.com/conquiet"
+        )
     return parts
 
 

@@ -109,7 +109,7 @@ def asked_entry(request: Request, name: str) -> str:
     from conquiet.redis import ids
 
     if not ids.is_valid(text):
-        raise HTTPException(400, f"{text!r:.60} is no id of an entry, such as 1700000000000-0.")
+        raise HTTPException(400, f"{text!r:.60} is not an entry id, such as 1700000000000-0.")
     return text
 
 

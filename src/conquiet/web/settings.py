@@ -126,7 +126,7 @@ class Settings:
     """From the environment; empty if it is not set."""
 
     def shown(self) -> dict[str, str]:
-        """Each variable and its value, without secrets."""
+        """Return each variable and its value, without secrets."""
         found = {setting.variable: _shown(setting, self) for setting in SETTINGS}
         return {**found, TOKEN_VARIABLE: "set" if self.secret else ""}
 

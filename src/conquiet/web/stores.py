@@ -153,7 +153,7 @@ class Stores:
         return {name: count for name, count in sorted(found.items()) if count}
 
     def shown(self) -> list[tuple[str, str]]:
-        """Names and addresses, without passwords."""
+        """Return names and addresses, without passwords."""
         found: list[tuple[str, str]] = []
         if self._broker is not None:
             found.append(("Redis", _address(self._broker)))

@@ -24,7 +24,7 @@ def number(value: int | float | None) -> str:
 
 
 def rate(value: float | None) -> str:
-    """Per second: a digit after the point while there is only one before it.
+    """Format a rate per second: a digit after the point while there is only one before it.
 
     >>> rate(3.21), rate(1234.5), rate(None)
     ('3.2', '1,234', '–')
@@ -33,7 +33,7 @@ def rate(value: float | None) -> str:
 
 
 def age(seconds: float | None) -> str:
-    """A time span by its two largest units.
+    """Write a time span by its two largest units.
 
     >>> age(0.42), age(12), age(200), age(7500), age(100_000)
     ('0.4 s', '12 s', '3 min 20 s', '2 h 5 min', '1 d 3 h')
@@ -53,7 +53,7 @@ def age(seconds: float | None) -> str:
 
 
 def size(count: int | None) -> str:
-    """Bytes.
+    """Format a number of bytes.
 
     >>> size(512), size(1_234_567), size(None)
     ('512 B', '1.2 MB', '–')
@@ -67,7 +67,7 @@ def size(count: int | None) -> str:
 
 
 def moment(text: str | None) -> str:
-    """An ISO time for the eye, in UTC.
+    """Write an ISO time for the eye, in UTC.
 
     >>> moment("2026-01-31T12:00:00.123Z"), moment("soon")
     ('2026-01-31 12:00:00', 'soon')
@@ -79,7 +79,7 @@ def moment(text: str | None) -> str:
 
 
 def field(text: str) -> str:
-    r"""A text of one field: control and bidirectional characters written out, and not too long.
+    r"""Cut a text for one field, and write out control and bidirectional characters.
 
     >>> field("invoice\u202efdp.exe"), len(field("x" * 1_000_000))
     ('invoice\\u202efdp.exe', 2026)
@@ -93,7 +93,7 @@ def _cut(text: str, most: int, between: str) -> str:
 
 
 def payload(text: str | None) -> str:
-    """JSON over several lines; anything else as it is; not more than a page can take.
+    """Write JSON over several lines, anything else as it is; cut what a page cannot take.
 
     >>> print(payload('{"a": 1}'))
     {
@@ -105,14 +105,14 @@ def payload(text: str | None) -> str:
     if len(text) <= _SHOWN_CHARS:
         try:
             text = json.dumps(json.loads(text), indent=2, ensure_ascii=False)
-            text = text.encode(errors="backslashreplace").decode()  # half a pair is no UTF-8
+            text = text.encode(errors="backslashreplace").decode()  # half a pair has no UTF-8
         except (ValueError, RecursionError):
             pass
     return _cut(text, _SHOWN_CHARS, "\n")
 
 
 def plural(count: int, one: str, many: str = "") -> str:
-    """A number and its noun.
+    """Write a number and its noun.
 
     >>> plural(1, "row"), plural(2, "row"), plural(0, "entry", "entries")
     ('1 row', '2 rows', '0 entries')

@@ -52,7 +52,7 @@ def test_what_fails_goes_to_the_dead_letters_and_costs_its_neighbours_nothing(
     letters = [fields for _, fields in redis_client.xrange("dead-letters")]
     reasons = sorted(letter[b"deadreason"].decode() for letter in letters)
     assert reasons == [
-        "Malformed: entry 1-1007 of 'orders' is no event: no fields",
+        "Malformed: entry 1-1007 of 'orders' is not an event: no fields",
         "ValueError: -1 is less than nothing",
         "ValueError: -2 is less than nothing",
         "ValueError: -3 is less than nothing",

@@ -184,7 +184,7 @@ def test_files_that_hold_no_log_are_refused_before_anything_is_read(
     log.mkdir()
     (log / "part-0.parquet").write_text("PAR1 and nothing else")
     assert main(command) == 2
-    assert "part-0.parquet is no whole Parquet file" in capsys.readouterr().err
+    assert "part-0.parquet is not a whole Parquet file" in capsys.readouterr().err
     pyarrow.parquet.write_table(pyarrow.table({"stream": ["a"]}), log / "part-0.parquet")
     assert main(command) == 2
     assert "part-0.parquet has no column entry_id" in capsys.readouterr().err

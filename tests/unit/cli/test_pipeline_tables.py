@@ -111,7 +111,7 @@ def test_rows_and_days_are_checked_by_the_parser(capsys: pytest.CaptureFixture[s
     assert "'0' is not a whole number of at least 1" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         main(["pipeline", "replay", TARGET, "--since", "soon", "--until", "2026-03-01"])
-    assert "'soon' is no day such as 2026-01-31" in capsys.readouterr().err
+    assert "'soon' is not a day such as 2026-01-31" in capsys.readouterr().err
 
 
 def test_a_report_has_charts_and_needs_no_network(

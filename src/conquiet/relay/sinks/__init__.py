@@ -1,6 +1,6 @@
 """Sinks of a relay, and how to open one by URL. `conquiet.redis.StreamSink` is the Redis Stream."""
 
-from conquiet.relay.sinks.answers import Refused
+from conquiet.errors import Refused
 from conquiet.relay.sinks.http import HttpSink, Rejected
 from conquiet.relay.sinks.kafka import KafkaSink
 from conquiet.relay.sinks.kombu import KombuSink

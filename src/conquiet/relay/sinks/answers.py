@@ -12,10 +12,6 @@ from conquiet.message import Message
 from conquiet.relay.sinks.envelope import Envelope, pack
 
 
-class Refused(ConquietError):
-    """The receiver refused one message; the rest of its batch is not affected."""
-
-
 def not_tried() -> GivenBack:
     """Return the answer for messages that a slow sink left no time for."""
     return GivenBack("not tried: earlier messages of the batch took all the time")

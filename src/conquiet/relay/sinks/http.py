@@ -21,10 +21,10 @@ from urllib.parse import quote, unquote, urlsplit
 
 from conquiet.acking import Error
 from conquiet.config import check_timeout, explain
-from conquiet.errors import ConfigError, PermanentError, SinkUnavailable
+from conquiet.errors import ConfigError, PermanentError, Refused, SinkUnavailable
 from conquiet.exchange import ExchangeSocket, TooMuchReceived
 from conquiet.message import Message, describe
-from conquiet.relay.sinks.answers import Answers, Refused, not_tried
+from conquiet.relay.sinks.answers import Answers, not_tried
 from conquiet.relay.sinks.envelope import Envelope
 from conquiet.sink import Sink
 

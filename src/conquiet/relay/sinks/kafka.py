@@ -10,9 +10,9 @@ from typing import Any, Self
 
 from conquiet.acking import Error
 from conquiet.config import Url, check_timeout, require
-from conquiet.errors import ConfigError, SinkUnavailable
+from conquiet.errors import ConfigError, Refused, SinkUnavailable
 from conquiet.message import Message, describe
-from conquiet.relay.sinks.answers import Answers, Refused
+from conquiet.relay.sinks.answers import Answers
 from conquiet.relay.sinks.envelope import Envelope, topic_of
 from conquiet.sink import Sink
 

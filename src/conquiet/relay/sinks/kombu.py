@@ -15,9 +15,9 @@ from urllib.parse import urlsplit
 
 from conquiet.acking import Error
 from conquiet.config import Url, check_timeout, explain, require
-from conquiet.errors import ConfigError, InvalidMessage, SinkUnavailable
+from conquiet.errors import ConfigError, InvalidMessage, Refused, SinkUnavailable
 from conquiet.message import Message, describe
-from conquiet.relay.sinks.answers import Answers, Refused, not_tried
+from conquiet.relay.sinks.answers import Answers, not_tried
 from conquiet.relay.sinks.envelope import Envelope, topic_of
 from conquiet.sink import Sink
 

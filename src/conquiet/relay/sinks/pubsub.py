@@ -18,9 +18,9 @@ from typing import Any, Self
 
 from conquiet.acking import Error
 from conquiet.config import Url, check_timeout, require
-from conquiet.errors import ConfigError, GivenBack, InvalidMessage, SinkUnavailable
+from conquiet.errors import ConfigError, GivenBack, InvalidMessage, Refused, SinkUnavailable
 from conquiet.message import Message, describe
-from conquiet.relay.sinks.answers import Answers, Refused, not_tried
+from conquiet.relay.sinks.answers import Answers, not_tried
 from conquiet.relay.sinks.envelope import Envelope, topic_of
 from conquiet.sink import Sink
 

@@ -256,7 +256,7 @@ def _every_second(count: int) -> pa.Array:
 
 @lru_cache(maxsize=16)
 def _names(names: tuple[str, ...], count: int) -> pa.Array:
-    """The names of the attributes of `count` entries, one entry after the other."""
+    """Return the names of the attributes of `count` entries, one entry after the other."""
     return pa.array(names, pa.string()).take(pa.array(np.tile(np.arange(len(names)), count)))
 
 

@@ -268,7 +268,7 @@ class Prefetch:
 
 
 def _places(positions: Mapping[str, Position]) -> dict[str, tuple[str, int | None]]:
-    """A trim past a position changes how many entries are known to be before it."""
+    """Return id and count of each position; a trim past a position changes its count."""
     return {name: (at.id, at.added) for name, at in positions.items()}
 
 

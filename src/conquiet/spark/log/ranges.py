@@ -82,7 +82,7 @@ class RangeIndex:
 
     @property
     def entries(self) -> int:
-        """How many entries were counted."""
+        """Return how many entries were counted."""
         return self.marks[-1][0] if self.marks else 0
 
     @property
@@ -91,7 +91,7 @@ class RangeIndex:
         return self.marks[-1][1] if self.marks else self.range.after
 
     def covers(self, entry_range: EntryRange) -> bool:
-        """Whether the index goes from the beginning of a range to its end."""
+        """Return whether the index goes from the beginning of a range to its end."""
         return (self.range.after, self.end) == (entry_range.after, entry_range.until)
 
     def add(self, marks: Sequence[bytes], counted: int, asked: int) -> None:

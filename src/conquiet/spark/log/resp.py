@@ -187,7 +187,7 @@ class _Reply:
         return Group(shape.names, rows, starts, ends)
 
     def _equal(self, at: Numbers, wanted: bytes) -> NDArray[np.bool_]:
-        """Whether the wanted bytes are at each of these places."""
+        """Return whether the wanted bytes are at each of these places."""
         at = np.minimum(at, len(self.words) - 1 - max(0, len(wanted) - 8))
         if len(wanted) < 8:
             mask = (1 << 8 * len(wanted)) - 1

@@ -136,7 +136,7 @@ _PUSHDOWN = "pyspark.sql.worker.data_source_pushdown_filters"
 
 
 def pushes_filters() -> bool:
-    """Whether Spark asks this process about filters.
+    """Return whether Spark asks this process about filters.
 
     Elsewhere a reader must not even have the method: Spark refuses it unless
     spark.sql.python.filterPushdown.enabled is set, which these processes cannot see.

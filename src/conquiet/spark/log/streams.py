@@ -111,7 +111,7 @@ class Streams:
 
 
 def is_pattern(name: str) -> bool:
-    """Whether a name is a glob pattern of Redis.
+    """Return whether a name is a glob pattern of Redis.
 
     >>> is_pattern("orders:{0}"), is_pattern("orders:*")
     (False, True)

@@ -237,7 +237,7 @@ class SampledPart(NamedTuple):
 
     @property
     def is_open(self) -> bool:
-        """Whether it lies in one millisecond and ends with it: its sequences have no known end."""
+        """Return whether it is in one millisecond and ends with it: its last entry is unknown."""
         return self.end - self.start <= _MS and self.end % _MS == 0
 
     @property

@@ -95,12 +95,12 @@ class OutboxOptions:
 
     @property
     def has_domain_events(self) -> bool:
-        """Whether the table has the layout of `outbox_events`: by its name, as relays decide."""
+        """Return whether the table has the layout of `outbox_events`, by its name as in relays."""
         return self.table.rpartition(".")[2] == EVENTS_TABLE
 
     @property
     def filters(self) -> bool:
-        """Whether some rows are left out."""
+        """Return whether some rows are left out."""
         if self.topic is not None and not self.has_domain_events:
             return True
         return bool(self.types) or self.since is not None or self.until is not None

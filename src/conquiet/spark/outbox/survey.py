@@ -124,7 +124,7 @@ class Survey:
             raise StoreError(f"{self.database.shown}: {reason:.300}") from error
 
     def _exists(self) -> bool:
-        """Whether the table exists; True if that cannot be found out."""
+        """Return whether the table exists; True if that cannot be found out."""
         try:
             with self.engine.connect() as connection:
                 return _has_table(connection, self.options.table)

@@ -29,7 +29,7 @@ class InboxContract(StorageContract):
 
     @abstractmethod
     def inbox(self, subscriber: str) -> Inbox:
-        """The middleware, over the storage of `transaction`."""
+        """Return the middleware, over the storage of `transaction`."""
 
     def clean(self, retention: float) -> None:
         """Forget what took effect more than `retention` seconds ago."""

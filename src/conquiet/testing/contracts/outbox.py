@@ -46,14 +46,14 @@ class OutboxContract(StorageContract):
 
     @abstractmethod
     def outbox(self, topic: str) -> Outbox:
-        """The middleware, over the storage of `transaction`."""
+        """Return the middleware, over the storage of `transaction`."""
 
     @abstractmethod
     def relay(self) -> Source:
-        """The source of a relay: all committed events that are neither acked nor in flight."""
+        """Return the source of a relay: all committed events, neither acked nor in flight."""
 
     def ordered_relay(self) -> Source:
-        """A relay that publishes the events of one key one relay at a time, in order."""
+        """Return a relay that publishes the events of one key one relay at a time, in order."""
         pytest.skip("this outbox has no relay that is ordered by key")
 
     def chain(self) -> list[Middleware]:

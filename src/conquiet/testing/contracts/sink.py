@@ -31,14 +31,14 @@ class SinkContract(Contract):
 
     @abstractmethod
     def open(self) -> Sink:
-        """A sink; what it publishes is what `published` returns."""
+        """Return a sink; what it publishes is what `published` returns."""
 
     @abstractmethod
     def published(self) -> Sequence[Message[Any]]:
-        """All that has arrived so far, in order."""
+        """Return all that has arrived so far, in order."""
 
     def refused(self) -> Message[Any]:
-        """A message that this sink can never publish; as it is, one that cannot be encoded."""
+        """Return a message that this sink can never publish; by default, one without encoding."""
         return Message(object(), {**ATTRIBUTES, "datacontenttype": "text/plain", "id": "bad"})
 
     def outage(self) -> AbstractContextManager[object]:

@@ -170,7 +170,7 @@ class SourceContract(ReplayContract):
     bindings = ReplayContract.bindings | {"open_other_group"}
 
     def open_other_group(self) -> Source:
-        """A consumer of another group, which starts at the beginning."""
+        """Return a consumer of another group, which starts at the beginning."""
         pytest.skip("this source has no groups")
 
     # --- reading ----------------------------------------------------------------------------

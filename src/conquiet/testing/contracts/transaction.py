@@ -39,7 +39,7 @@ class StorageContract(Contract):
 
     @abstractmethod
     def transaction(self) -> Transaction:
-        """The middleware, over the same storage at every call."""
+        """Return the middleware, over the same storage at every call."""
 
     @abstractmethod
     def note(self, key: str) -> None:
@@ -47,7 +47,7 @@ class StorageContract(Contract):
 
     @abstractmethod
     def noted(self, key: str) -> int:
-        """The committed value of a counter, 0 if it does not exist; called from any thread."""
+        """Return the committed value of a counter, else 0; called from any thread."""
 
     def outage(self) -> AbstractContextManager[object]:
         """Makes every BEGIN or every COMMIT fail while it is open, as a lost connection does."""
@@ -56,13 +56,13 @@ class StorageContract(Contract):
     # --- for the tests ----------------------------------------------------------------------
 
     def chain(self) -> list[Middleware]:
-        """The middlewares under test."""
+        """Return the middlewares under test."""
         return [self.transaction()]
 
     def router(
         self, *middlewares: Middleware, run: Callable[[Message[Any]], Any] | None = None
     ) -> Router:
-        """A router with one handler, which notes the id and then fails if that says "bad"."""
+        """Return a router with one handler, which notes the id and fails if that says "bad"."""
         router = Router()
         router.use(*(middlewares or self.chain()))
 

@@ -39,7 +39,7 @@ class WorkerContract(ConsumerContract):
             worker.stop(grace=5)
 
     def work(self, run: Run, sink: Sink | None = None, lease: float = LONG, **options: Any) -> Any:
-        """A started worker whose handler notes each call, and then does `run`."""
+        """Start a worker whose handler notes each call, and then does `run`."""
         router: Router = options.pop("router", None) or Router()
 
         @router.raw(name="handler", source="/contract")
@@ -60,7 +60,7 @@ class WorkerContract(ConsumerContract):
             assert worker.stop(grace=20)
 
     def until_handled(self, worker: Worker, count: int) -> None:
-        """Until so many messages were acked."""
+        """Wait until so many messages were acked."""
 
         def handled() -> bool:
             health = worker.health()

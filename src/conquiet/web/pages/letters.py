@@ -58,13 +58,13 @@ def filter_of(said: Mapping[str, str]) -> Filter:
 
 
 def _moment(text: str) -> datetime | None:
-    """Parse a browser's time field, in UTC; raise if it is no time: no filter selects all."""
+    """Parse a browser's time field, in UTC; raise if it is not one, since no filter selects all."""
     if not text:
         return None
     try:
         at = datetime.fromisoformat(text)
     except ValueError:
-        raise ConfigError(f"{text!r:.60} is no time; write it as 2026-01-31T12:00") from None
+        raise ConfigError(f"{text!r:.60} is not a time; write it as 2026-01-31T12:00") from None
     return at if at.tzinfo else at.replace(tzinfo=UTC)
 
 
