@@ -132,7 +132,7 @@ class Batches:
                 groups.extendleft((part, attempts) for part in reversed(self._size.cut(group)))
                 continue
             if results:
-                group = _unblocked(group, batch, failed_keys, results)
+                group = _without_blocked(group, batch, failed_keys, results)
                 if not group:
                     continue
             messages = batch if len(group) == len(batch) else [batch[index] for index in group]
@@ -314,7 +314,7 @@ def _cut(group: Sequence[int], size: int = 0) -> list[Sequence[int]]:
     return [group[start : start + size] for start in range(0, len(group), size)]
 
 
-def _unblocked(
+def _without_blocked(
     group: Sequence[int],
     batch: Sequence[Message[Any]],
     failed_keys: FailedKeys,

@@ -6,7 +6,7 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
-from conquiet.web.rendering import HERE
+from conquiet.web.template import HERE
 from tests.web.browsing import Browser
 
 EVIL = "<script>window.stolen=1</script><img src=x onerror=window.stolen=1>\"'&{{7*7}}"

@@ -150,7 +150,7 @@ def _zsh(found: list[Place]) -> str:
 
     def words(place: Place) -> str:
         offered = {**place.commands, **dict.fromkeys(place.words, ""), **place.options}
-        items = " ".join(_quoted(f"{name}:{_escaped(what)}") for name, what in offered.items())
+        items = " ".join(_quote(f"{name}:{_escape(what)}") for name, what in offered.items())
         return f"offered=({items}) ;;"
 
     return _cases(_ZSH, found, value, words)
@@ -178,11 +178,11 @@ def _cases(
     return script.format(**{name: "\n".join(lines) for name, lines in parts.items()})
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     return text.replace("\\", "\\\\").replace(":", "\\:")
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     """Quote a text for a shell, in single quotes."""
     return "'" + text.replace("'", "'\\''") + "'"
 
@@ -208,22 +208,22 @@ def _fish(found: list[Place]) -> str:
     for place in found:
         at = " ".join(place.path)
         for name, what in {**place.commands, **dict.fromkeys(place.words, "")}.items():
-            here = _fish_quoted(f"__conquiet_here {at}".rstrip())
-            lines.append(f"complete -c conquiet -f -n {here} -a {name} -d {_fish_quoted(what)}")
+            here = _quote_for_fish(f"__conquiet_here {at}".rstrip())
+            lines.append(f"complete -c conquiet -f -n {here} -a {name} -d {_quote_for_fish(what)}")
         if place.commands:
             continue  # options of groups are --help alone, which fish offers by itself
         for option, what in place.options.items():
             kind = f"-l {option[2:]}" if option.startswith("--") else f"-s {option[1:]}"
             if option in place.choices:
-                kind += f" -x -a {_fish_quoted(' '.join(place.choices[option]))}"
+                kind += f" -x -a {_quote_for_fish(' '.join(place.choices[option]))}"
             elif option in place.valued:
                 kind += " -r"
-            here = _fish_quoted(f"__conquiet_at {at}")
-            lines.append(f"complete -c conquiet -n {here} {kind} -d {_fish_quoted(what)}")
+            here = _quote_for_fish(f"__conquiet_at {at}")
+            lines.append(f"complete -c conquiet -n {here} {kind} -d {_quote_for_fish(what)}")
     return "\n".join(lines)
 
 
-def _fish_quoted(text: str) -> str:
+def _quote_for_fish(text: str) -> str:
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 

@@ -51,7 +51,7 @@ def register(commands: Any, common: ArgumentParser) -> None:
         parser.add_argument("--all", action="store_true", help="all of them")
         parser.add_argument("--dry-run", action="store_true", help="show what would be done")
     for parser in (listed, replay, drop):
-        _add_wanted(parser)
+        _add_filter(parser)
     for parser in (listed, show, replay, drop):
         add_broker(parser)
         parser.add_argument(
@@ -63,7 +63,7 @@ def register(commands: Any, common: ArgumentParser) -> None:
     add_yes(drop)
 
 
-def _add_wanted(parser: ArgumentParser) -> None:
+def _add_filter(parser: ArgumentParser) -> None:
     parser.add_argument("--type", default="", metavar="TYPE", help="of the event; may have * and ?")
     parser.add_argument("--source", default="", metavar="SOURCE", help="likewise")
     parser.add_argument("--error", default="", metavar="TEXT", help="in the reason or traceback")
@@ -80,7 +80,7 @@ def _list(options: Namespace) -> int:
     from conquiet.operations import dead_letters
 
     with _letters(options) as letters:
-        found = dead_letters.find(letters, _wanted(options), options.limit or 100)
+        found = dead_letters.find(letters, _filter_of(options), options.limit or 100)
         is_there = bool(found) or letters.exists()
     if options.json:
         print_json([asdict(letter) for letter in found])
@@ -179,7 +179,7 @@ def _report(outcome: Any, options: Namespace, done: str) -> int:
     return FAILED if is_wanting else OK
 
 
-def _wanted(options: Namespace) -> Any:
+def _filter_of(options: Namespace) -> Any:
     from conquiet.operations.dead_letters import Filter
 
     return Filter(
@@ -196,7 +196,7 @@ def _chosen(options: Namespace) -> Any:
     """Return the filter; all letters only with --all."""
     from conquiet.operations.dead_letters import Filter
 
-    wanted = _wanted(options)
+    wanted = _filter_of(options)
     if (wanted == Filter()) != options.all:
         raise ConfigError(
             "name the letters by ids, --type, --source, --error, --since or --until; or give --all"

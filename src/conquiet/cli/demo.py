@@ -71,7 +71,7 @@ def _run(options: Namespace) -> int:
     start = _find_demo()
     if not options.no_spark:
         _require_java()
-    progress = _Progress()
+    progress = _StageProgress()
     if options.no_spark:
         progress.note("without Spark: no tables, no quarantine, and no revenue by Spark to compare")
 
@@ -134,7 +134,7 @@ def _require_java() -> None:
         raise ConfigError(f"Java: {found.detail}: {found.fix}, {without}")
 
 
-class _Progress:
+class _StageProgress:
     """Shows a bar on a terminal, and prints a line for every event of the run, on stderr."""
 
     def __init__(self) -> None:

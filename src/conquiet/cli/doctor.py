@@ -366,12 +366,12 @@ def _check_tables(engine: Any) -> Iterator[Check]:
     from conquiet.config import TABLE, read
     from conquiet.relay.settings import has_events_layout
     from conquiet.sql import schema
-    from conquiet.sql.schema import checked_name
+    from conquiet.sql.schema import split_name
 
     fix = "conquiet outbox migrate"
     found = inspect(engine)
     for table in dict.fromkeys((read(TABLE), "outbox", "outbox_events")):
-        place, plain = checked_name(table)
+        place, plain = split_name(table)
         if not found.has_table(plain, schema=place):
             continue
         if has_events_layout(table):

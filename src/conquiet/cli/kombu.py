@@ -114,7 +114,7 @@ def _inspect(options: Namespace) -> int:
                 for info in chosen
                 if info.dead_letters
             }
-    missing = _missing(options.queues, found, options.prefix)
+    missing = _print_missing(options.queues, found, options.prefix)
     is_well = not missing and not any(map(_is_in_trouble, chosen))
     if options.json:
         print_json({"ok": is_well, "queues": [_as_json(info, letters) for info in chosen]})
@@ -123,7 +123,7 @@ def _inspect(options: Namespace) -> int:
     return OK if is_well else FAILED
 
 
-def _missing(named: Sequence[str], known: Collection[str], prefix: str) -> list[str]:
+def _print_missing(named: Sequence[str], known: Collection[str], prefix: str) -> list[str]:
     """Return the named queues that do not exist, and print them."""
     missing = [name for name in named if name not in known]
     for name in missing:
@@ -173,7 +173,7 @@ def _clean(options: Namespace) -> int:
     room = _room()
     if options.force and not options.delete_queue:
         raise ConfigError("--force belongs to --delete-queue: name the queue to delete")
-    going = _going(options)
+    going = _describe_deletions(options)
     if going and not confirm(f"delete {going}", options.yes):
         return FAILED
     with redis_at(options.broker) as client:
@@ -189,7 +189,7 @@ def _clean(options: Namespace) -> int:
             name: room.delete_dead_letters(client, name, options.prefix)
             for name in options.delete_dead_letters
         }
-    missing = _missing(options.delete_queue, known, options.prefix)
+    missing = _print_missing(options.delete_queue, known, options.prefix)
     kept = [name for name, is_gone in deleted.items() if not is_gone]
     if options.json:
         print_json(
@@ -221,7 +221,7 @@ def _print_cleaned(
             )
 
 
-def _going(options: Namespace) -> str:
+def _describe_deletions(options: Namespace) -> str:
     """Describe what the options delete for good."""
     with_what = " with all its messages" if options.force else ""
     going = [f"the queue {name}{with_what}" for name in options.delete_queue]

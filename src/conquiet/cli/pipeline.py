@@ -476,7 +476,7 @@ def _print_done(answer: dict[str, Any], sentence: str, as_json: bool) -> None:
 
 
 def _package(options: Namespace) -> int:
-    from conquiet.spark.packaging import pack, settings_for
+    from conquiet.spark.archive import pack, settings_for
 
     made = pack(
         options.output, include=options.include, without=options.without, python=options.python

@@ -49,7 +49,7 @@ def run(options: Namespace) -> int:
     _check_source(options, source, streaming=not is_whole)
     pipeline = find_pipeline(options.pipeline, options.to)
     set_up_logs("info" if debug else "warning")
-    progress = Progress(options.json)
+    progress = BatchProgress(options.json)
     with ExitStack() as stack:
         log = None if debug else stack.enter_context(SparkLog())
         stack.callback(progress.clear)
@@ -75,7 +75,7 @@ def run(options: Namespace) -> int:
         except ConfigError:
             raise
         except Exception as error:  # noqa: BLE001 - Spark's own, with pages of Java behind it
-            return _failed(error, log)
+            return _print_failure(error, log)
         progress.end(pipeline.lake, stopped)
     return OK
 
@@ -260,7 +260,7 @@ def spark_settings(options: Namespace, debug: bool) -> dict[str, str]:
         chosen.setdefault("spark.log.level", "ERROR")
         chosen.setdefault("spark.ui.showConsoleProgress", "false")
     if options.archive is not None:
-        from conquiet.spark.packaging import settings_for
+        from conquiet.spark.archive import settings_for
 
         if not os.path.isfile(options.archive):
             raise ConfigError(
@@ -274,7 +274,7 @@ def spark_settings(options: Namespace, debug: bool) -> dict[str, str]:
     return chosen
 
 
-def _failed(error: Exception, log: SparkLog | None) -> int:
+def _print_failure(error: Exception, log: SparkLog | None) -> int:
     where = ""
     if log is not None:
         log.is_kept = True
@@ -320,7 +320,7 @@ def _sum(lost: Mapping[str, Any]) -> Missed:
     )
 
 
-class Progress:
+class BatchProgress:
     """Prints batches and tables: on a terminal in one line, else now and then, or as JSON."""
 
     def __init__(self, as_json: bool) -> None:

@@ -269,7 +269,7 @@ def _adjust_times(worker: Worker, options: dict[str, Any]) -> Worker:
 
 def _run_worker(worker: Worker, as_json: bool) -> int:
     started = time.monotonic()
-    with _Progress(worker):
+    with _WorkerProgress(worker):
         finished = worker.run()
     summary = _summary(worker, finished, time.monotonic() - started)
     if as_json:
@@ -309,7 +309,7 @@ def _sentence(summary: dict[str, Any]) -> str:
     return text if summary["ok"] else red(text, sys.stderr)
 
 
-class _Progress:
+class _WorkerProgress:
     """Shows on the terminal, every half second, how many messages the worker has handled."""
 
     def __init__(self, worker: Worker) -> None:

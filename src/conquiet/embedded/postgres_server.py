@@ -103,7 +103,7 @@ class PostgresServer(Server):
         failed = self._process.wait() != 0
         self._reap()
         if failed:
-            raise self._failed("initialise a cluster (initdb)", self._log())
+            raise self._failure("initialise a cluster (initdb)", self._log())
 
     def _command(self, directory: Path, port: int) -> list[str]:
         settings = (*self._settings, f"port={port}")

@@ -266,7 +266,7 @@ class Server(ABC):
             self._reap()
             log = self._log()
             if not any(text in log for text in _TRANSIENT) or time.monotonic() > deadline:
-                raise self._failed("start", log)
+                raise self._failure("start", log)
             time.sleep(_AGAIN_SECONDS)
 
     def _wait_until_ready(self, process: subprocess.Popen[bytes], deadline: float) -> bool:
@@ -315,7 +315,7 @@ class Server(ABC):
     def _misuse(self, what: str) -> ConfigError:
         return ConfigError(f"the {self.kind} server {what}")
 
-    def _failed(self, to_do_what: str, log: str) -> ConfigError:
+    def _failure(self, to_do_what: str, log: str) -> ConfigError:
         tail = "\n".join(log.splitlines()[-20:])
         return ConfigError(f"{self._binary} did not {to_do_what}; the end of its log:\n{tail}")
 

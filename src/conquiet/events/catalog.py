@@ -117,7 +117,7 @@ class Catalog:
         if (event_type, version) in self._declared:
             raise ConfigError(f"{event_type} version {version} is declared twice")
 
-        def declared(struct: S) -> S:
+        def add(struct: S) -> S:
             if not isinstance(struct, type) or not issubclass(struct, msgspec.Struct):
                 raise ConfigError(f"{struct!r:.80}: the data of an event must be a msgspec.Struct")
             if struct in self._by_struct:
@@ -128,7 +128,7 @@ class Catalog:
             self._decoders[key] = msgspec.json.Decoder(struct)
             return struct
 
-        return declared
+        return add
 
     def consumer(self, name: str, accepts: Iterable[str]) -> Consumer:
         """Declare that a consumer accepts these event types."""

@@ -45,7 +45,7 @@ from conquiet.events.table import (
     ordered_index,
 )
 from conquiet.sql import dialect
-from conquiet.sql.schema import DIALECTS, Difference, checked_name
+from conquiet.sql.schema import DIALECTS, Difference, split_name
 
 _VALUES = text(
     "SELECT e.enumlabel FROM pg_enum e JOIN pg_type t ON t.oid = e.enumtypid"
@@ -144,8 +144,8 @@ def init(
     `append_only=False` leaves the trigger out; the ORM model refuses changes also without it.
     `ordered` adds the index that ordered relays need behind a long backlog.
     """
-    with _locked(engine) as connection:
-        schema, name = checked_name(table)
+    with _lock_tables(engine) as connection:
+        schema, name = split_name(table)
         if not inspect(connection).has_table(name, schema=schema):
             create(connection, catalog, table, append_only=append_only)
         if not inspect(connection).has_table(version_table):
@@ -187,9 +187,9 @@ def migrate(
 
     Missing enum values and indexes are added, with `ordered` its index too; none is removed.
     """
-    with _locked(engine) as connection:
+    with _lock_tables(engine) as connection:
         given = _config(connection, catalog, table, append_only, version_table)
-        schema, name = checked_name(table)
+        schema, name = split_name(table)
         there = inspect(connection)
         if there.has_table(name, schema=schema) and not there.has_table(version_table):
             command.stamp(given, "0001")  # created by other means, such as your own migration
@@ -211,7 +211,7 @@ def downgrade(
     revision: str = "base",
 ) -> None:
     """Go back to an older version; `base` drops the table with its rows."""
-    with _locked(engine) as connection:
+    with _lock_tables(engine) as connection:
         command.downgrade(_config(connection, catalog, table, True, version_table), revision)
 
 
@@ -232,10 +232,10 @@ def ddl(
     if dialect_name == "postgresql":
         for enum in (event_types(catalog, made.schema), aggregate_types(catalog, made.schema)):
             native = enum.dialect_impl(target)
-            statements.append(_compile(CreateEnumType(native), target))
-    statements.append(_compile(CreateTable(made), target))
+            statements.append(dialect.compile_ddl(CreateEnumType(native), target))
+    statements.append(dialect.compile_ddl(CreateTable(made), target))
     indexes = sorted(made.indexes, key=lambda index: str(index.name))
-    statements.extend(_compile(CreateIndex(index), target) for index in indexes)
+    statements.extend(dialect.compile_ddl(CreateIndex(index), target) for index in indexes)
     if append_only:
         statements.extend(create_trigger_statements(dialect_name, table))
     return ";\n\n".join(statements) + ";\n"
@@ -253,24 +253,14 @@ def verify(
     Columns, types, enums and what is indexed must match; names of indexes may differ, and the
     trigger is optional.
     """
-    with _engine(engine) as checked, checked.connect() as connection:
+    with dialect.use_engine(engine) as checked, checked.connect() as connection:
         return list(_differences(connection, catalog, _table(catalog, table, ordered)))
 
 
 @contextmanager
-def _engine(given: Engine | str | URL) -> Iterator[Engine]:
-    made = dialect.as_engine(given)
-    try:
-        yield made
-    finally:
-        if made is not given:
-            made.dispose()
-
-
-@contextmanager
-def _locked(given: Engine | str | URL) -> Iterator[Connection]:
+def _lock_tables(given: Engine | str | URL) -> Iterator[Connection]:
     """Open a transaction that excludes other changes of the table."""
-    with _engine(given) as engine, engine.connect() as connection, connection.begin():
+    with dialect.use_engine(given) as engine, engine.connect() as connection, connection.begin():
         if dialect.is_sqlite(engine.dialect):
             dialect.begin_immediate(connection)
         else:
@@ -320,11 +310,6 @@ def _missing_indexes(connection: Connection, table: Table) -> Iterator[Index]:
 
 def _is_for_some(index: Index) -> bool:
     return index.dialect_options["postgresql"]["where"] is not None
-
-
-def _compile(element: Any, target: Dialect) -> str:
-    lines = str(element.compile(dialect=target)).strip().splitlines()
-    return "\n".join(line.rstrip().replace("\t", "    ") for line in lines)
 
 
 def _differences(connection: Connection, catalog: Catalog, table: Table) -> Iterator[Difference]:

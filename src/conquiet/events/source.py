@@ -22,7 +22,7 @@ from conquiet.message import Attributes, Message
 from conquiet.sql import dialect
 from conquiet.sql.claim import Layout
 from conquiet.sql.outbox_source import TableSource, check_attempts
-from conquiet.sql.schema import checked_name
+from conquiet.sql.schema import split_name
 
 
 class EventRow(NamedTuple):
@@ -47,7 +47,7 @@ class EventRow(NamedTuple):
 
 
 def relay_table(name: str) -> Table:
-    schema, table = checked_name(name)
+    schema, table = split_name(name)
     return Table(
         table,
         MetaData(),

@@ -37,7 +37,7 @@ from sqlalchemy.types import TypeDecorator, TypeEngine
 from conquiet.errors import ConquietError
 from conquiet.events.catalog import Catalog
 from conquiet.sql.claim import SQLITE_NOW
-from conquiet.sql.schema import checked_name
+from conquiet.sql.schema import split_name
 
 EVENTS_TABLE = "outbox_events"
 EVENT_TYPE_ENUM = "event_type_enum"
@@ -85,7 +85,7 @@ def events_table(
     catalog: Catalog, name: str = EVENTS_TABLE, metadata: MetaData | None = None
 ) -> Table:
     """Define the table with the enums of a catalog."""
-    schema, table = checked_name(name)
+    schema, table = split_name(name)
     id_: Column[UUID] = Column("id", UuidText(), primary_key=True)
     created_at = Column("created_at", DateTime(timezone=True), nullable=False, server_default=Now())
     published_at = Column("published_at", DateTime(timezone=True))
@@ -155,7 +155,7 @@ REFUSAL = f"is append-only: only {', '.join(MUTABLE)} can change"
 
 def create_trigger_statements(dialect: str, table: str = EVENTS_TABLE) -> list[str]:
     """Return the statements that create the append-only trigger; they may be repeated."""
-    schema, name = checked_name(table)
+    schema, name = split_name(table)
     if dialect == "sqlite":
         changed = " OR ".join(f"OLD.{column} IS NOT NEW.{column}" for column in IMMUTABLE)
         return [
@@ -177,7 +177,7 @@ def create_trigger_statements(dialect: str, table: str = EVENTS_TABLE) -> list[s
 
 
 def drop_trigger_statements(dialect: str, table: str = EVENTS_TABLE) -> list[str]:
-    schema, name = checked_name(table)
+    schema, name = split_name(table)
     if dialect == "sqlite":
         return [f"DROP TRIGGER IF EXISTS {name}_append_only"]
     function = f"{schema}.{name}_append_only" if schema else f"{name}_append_only"

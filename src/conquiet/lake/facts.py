@@ -195,7 +195,7 @@ class _Fold:
         for row in gone.values():
             self._output(row).add(row, -1, self._counts)
 
-    def _kind(self, row: Any) -> _Kind:
+    def _kind(self, row: Any) -> _FactTable:
         return self._output(row).kind
 
     def _output(self, row: Any) -> _Output:
@@ -220,7 +220,7 @@ class _Fold:
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _FactTable:
     """A table of facts: how its rows are written and checked."""
 
     table: Table
@@ -246,7 +246,7 @@ class _Kind:
 class _Output:
     """Rows of one table that were removed and added."""
 
-    kind: _Kind
+    kind: _FactTable
     rows: list[Any] = field(default_factory=list)
     signs: list[int] = field(default_factory=list)
 
@@ -274,7 +274,7 @@ def _outputs(definition: Definition) -> dict[type, _Output]:
     found = {}
     for one in definition.tables.values():
         rules = [rule for rule in definition.rules if rule.of is one.row]
-        found[one.row] = _Output(_Kind(one, Encoder(one.row), rules))
+        found[one.row] = _Output(_FactTable(one, Encoder(one.row), rules))
     return found
 
 

@@ -23,8 +23,7 @@ from conquiet.lake import facts, silver
 from conquiet.lake.definition import Definitions
 from conquiet.lake.journal import FOLDER, Batch, Folded, Journal, Lease, Lock, Refresh
 from conquiet.lake.query import ROWS_PER_FILE as QUERY_ROWS_PER_FILE
-from conquiet.lake.query import Database, Mart, Query, forget_changes, mart
-from conquiet.lake.query import Refresh as QueryRefresh
+from conquiet.lake.query import Database, Mart, Query, TableRefresh, forget_changes, mart
 from conquiet.lake.reconcile import COMPLETENESS, DELIVERY, Outbox, Scope, reconciliation
 from conquiet.lake.replay import Quarantine, replay_days
 from conquiet.lake.report import Chart
@@ -269,7 +268,7 @@ class Driver:
             self.step(f"{name} committed", folded.through)
         changes = self._changes(batches, folded)
         pipeline = self.pipeline
-        with QueryRefresh(
+        with TableRefresh(
             self.store, changes, folded.through, pipeline.names, self.definition.zone
         ) as tables:
             queries = [*pipeline.queries, *reconciliation(tables, self.definition, outbox)]
@@ -605,7 +604,7 @@ class Pipeline(Definitions):
             store = self.open_store(driver.files)
             store.app = f"{self.name}/reconcile"
             version = time.time_ns() // 1_000_000
-            with QueryRefresh(store, {}, version, self.names, self.definition.zone) as tables:
+            with TableRefresh(store, {}, version, self.names, self.definition.zone) as tables:
                 scope: Scope = "all" if all else "outbox"
                 for _ in tables.apply(reconciliation(tables, self.definition, outbox, scope)):
                     pass

@@ -225,7 +225,7 @@ def _named(lake: Files, uris: Sequence[str]) -> pa.Table:
     return pa.concat_tables(parts, promote_options="default")
 
 
-class Refresh(Database):
+class TableRefresh(Database):
     """Brings marts and queries up to what changed, in the order of their declaration."""
 
     def __init__(

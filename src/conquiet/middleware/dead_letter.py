@@ -33,6 +33,8 @@ TRACEBACK = "deadtraceback"
 TIME = "deadtime"
 TOPIC = "deadtopic"
 ATTRIBUTES = "deadattributes"
+STREAM, ENTRY = "deadstream", "deadentry"
+"""Where a dead letter of a Redis stream came from; its source adds them."""
 _NAMES = frozenset((REASON, HANDLER, ATTEMPTS, TRACEBACK, TIME, TOPIC, ATTRIBUTES))
 
 IS_DEAD = "conquiet.dead"

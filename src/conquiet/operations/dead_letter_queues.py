@@ -11,8 +11,8 @@ from conquiet.errors import ConquietError
 from conquiet.kombu import scripts
 from conquiet.kombu.layout import BACK, GROUP, Keys
 from conquiet.operations.dead_letters import Filter, Letter
-from conquiet.operations.streams import asking, time_of
-from conquiet.operations.text import as_text, unpaired, whole
+from conquiet.operations.streams import time_of, translate_errors
+from conquiet.operations.text import as_text, escape_surrogates, whole
 from conquiet.redis import ids
 from conquiet.redis.ids import FIRST, LAST
 from conquiet.redis.wire import Wire
@@ -35,15 +35,15 @@ class KombuLetters:
         weakref.finalize(self, self._wire.close)
 
     def exists(self) -> bool:
-        with asking(self.name):
+        with translate_errors(self.name):
             return bool(self._wire.call(self._key, b"EXISTS", self._key))
 
     def scan(self, filter_: Filter, *, brief: bool = False) -> Iterator[tuple[Letter, Any]]:
-        with asking(self.name):
+        with translate_errors(self.name):
             last = self._wire.call(self._key, b"XREVRANGE", self._key, LAST, FIRST, b"COUNT", 1)
         at = b"0-0"
         while last and ids.parse(at) <= ids.parse(last[0][0]):
-            with asking(self.name):
+            with translate_errors(self.name):
                 page = self._wire.call(
                     self._key, b"XRANGE", self._key, at, last[0][0], b"COUNT", _PAGE
                 )
@@ -80,7 +80,7 @@ class KombuLetters:
         if b"m" not in raw:
             raise ConquietError(f"letter {letter.id}: holds no message")
         queue = to or self.queue
-        with asking(f"letter {letter.id} to queue {queue!r}"):
+        with translate_errors(f"letter {letter.id} to queue {queue!r}"):
             if not self._wire.call(self._key, b"XRANGE", self._key, letter.id, letter.id):
                 return False
             keys = [self._keys.queues, self._keys.stream(queue, _URGENT)]
@@ -91,7 +91,7 @@ class KombuLetters:
         return True
 
     def remove(self, letter: Letter, raw: Any) -> bool:
-        with asking(self.name):
+        with translate_errors(self.name):
             return bool(self._wire.call(self._key, b"XDEL", self._key, letter.id))
 
 
@@ -102,4 +102,4 @@ def _headers(payload: bytes) -> dict[str, str]:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return {}
     # JSON may name half a surrogate pair, which no page and no terminal can show.
-    return {unpaired(name): unpaired(value) for name, value in known.items()}
+    return {escape_surrogates(name): escape_surrogates(value) for name, value in known.items()}

@@ -13,14 +13,14 @@ import redis
 from conquiet.errors import ConquietError, InvalidMessage, NotFound
 from conquiet.message import Message
 from conquiet.middleware import dead_letter
-from conquiet.operations.dead_letters import ENTRY, STREAM, Filter, Letter, letter_of
+from conquiet.operations.dead_letters import Filter, Letter, letter_of
 from conquiet.operations.streams import (
-    asking,
     names_of,
+    open_wire,
     range_parts,
     time_of,
     translate,
-    wired,
+    translate_errors,
 )
 from conquiet.redis import ids
 from conquiet.redis.dead_letter import UNREADABLE_TYPE
@@ -70,7 +70,7 @@ class StreamLetters:
         weakref.finalize(self, self._wire.close)
 
     def exists(self) -> bool:
-        with asking(self.name):
+        with translate_errors(self.name):
             return bool(self._wire.call(self._key, b"EXISTS", self._key))
 
     def scan(self, filter_: Filter, *, brief: bool = False) -> Iterator[tuple[Letter, Any]]:
@@ -86,12 +86,12 @@ class StreamLetters:
         if not all("-" in item and ids.is_valid(item) for item in wanted):
             return []
         places = sorted({item.encode() for item in wanted}, key=ids.parse)
-        with asking(self.name):
+        with translate_errors(self.name):
             pages = [self._wire.call(self._key, b"XRANGE", self._key, at, at) for at in places]
         return [entry for page in pages for entry in page]
 
     def _range(self, filter_: Filter, brief: bool) -> Iterator[tuple[bytes, list[bytes]]]:
-        with asking(self.name):
+        with translate_errors(self.name):
             # Only up to the present end: a message that fails again is appended there.
             last = range_parts(self._wire, self.stream, LAST, FIRST, 1, newest=True, max_fields=0)
         if not last:
@@ -103,7 +103,7 @@ class StreamLetters:
             starts.append(ids.next_after(filter_.after.encode()))
         at = max(starts, key=ids.parse)
         while ids.parse(at) <= ids.parse(last[0][0]):
-            with asking(self.name):
+            with translate_errors(self.name):
                 if brief:
                     page = range_parts(
                         self._wire, self.stream, at, last[0][0], _PAGE, max_bytes=_BRIEF_BYTES
@@ -131,7 +131,7 @@ class StreamLetters:
         fields = original_fields(data, attributes)
         target = (to or self._home(letter)).encode()
         what = f"letter {letter.id} to stream {target.decode()!r}"
-        with asking(what):
+        with translate_errors(what):
             if len(self._wire.by_slot([self._key, target])) == 1:
                 both = (self._key, target)
                 sent = self._wire.call(self._key, b"EVAL", _SEND, 2, *both, letter.id, *fields)
@@ -143,7 +143,7 @@ class StreamLetters:
             return True
 
     def remove(self, letter: Letter, raw: Any) -> bool:
-        with asking(self.name):
+        with translate_errors(self.name):
             return bool(self._wire.call(self._key, b"XDEL", self._key, letter.id))
 
     def _home(self, letter: Letter) -> str:
@@ -154,7 +154,7 @@ class StreamLetters:
             raise ConquietError(
                 f"{letter.event_id or letter.id}: its origin is unknown; name a stream with --to"
             )
-        with asking(f"topic {letter.topic!r}"):
+        with translate_errors(f"topic {letter.topic!r}"):
             if self._exists(letter.topic):
                 return letter.topic
             partitions = 0
@@ -178,8 +178,8 @@ def original_fields(data: bytes, attributes: dict[str, Any]) -> list[bytes]:
     if attributes.get("type") == UNREADABLE_TYPE:
         return _unreadable(data)
     message = dead_letter.replay(Message(data, attributes))
-    stream = message.attributes.pop(STREAM, None)
-    message.attributes.pop(ENTRY, None)
+    stream = message.attributes.pop(dead_letter.STREAM, None)
+    message.attributes.pop(dead_letter.ENTRY, None)
     fields = to_fields(message)
     if stream is not None and message.topic not in (None, streams_of(stream)[stream]):
         fields = [TOPIC_FIELD, str(message.topic).encode(), *fields]  # it came from an outbox
@@ -187,7 +187,7 @@ def original_fields(data: bytes, attributes: dict[str, Any]) -> list[bytes]:
 
 
 def _unreadable(data: bytes) -> list[bytes]:
-    """Restore the fields of an entry that was no CloudEvent."""
+    """Restore the fields of an entry that was not a CloudEvent."""
     try:
         return [
             b64decode(item["base64"]) if isinstance(item, dict) else str(item).encode()
@@ -200,7 +200,7 @@ def _unreadable(data: bytes) -> list[bytes]:
 
 def list_streams(client: Any, pattern: str = "*") -> dict[str, int]:
     """Return the streams whose first or last entry is a dead letter, and their lengths."""
-    with wired(client, f"streams {pattern!r}") as wire:
+    with open_wire(client, f"streams {pattern!r}") as wire:
         names = names_of(wire, pattern)
         field = dead_letter.REASON
         questions = [(name.encode(), (b"EVAL", _HOLDS, 1, name, field)) for name in names]

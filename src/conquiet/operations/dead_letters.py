@@ -180,7 +180,7 @@ def find(
     []
     """
     found: list[Letter] = []
-    for letter, _ in _matching(letters, filter_ or Filter(), brief):
+    for letter, _ in _find(letters, filter_ or Filter(), brief):
         found.append(letter)
         if len(found) == limit:
             break
@@ -190,7 +190,7 @@ def find(
 def show(letters: Letters, id_: str) -> Letter:
     """Return one letter by its own id or by its event's; raise `NotFound` if there is none."""
     for found in find(letters, Filter((id_,)), 1, brief=True):
-        for letter, _ in _matching(letters, Filter((found.id,)), brief=False):
+        for letter, _ in _find(letters, Filter((found.id,)), brief=False):
             if letter.id == found.id:
                 return letter
     raise NotFound(f"no dead letter {id_!r:.100} in {letters.name}; dead-letters list shows them")
@@ -243,7 +243,7 @@ def _each(
 ) -> Outcome:
     done: list[str] = []
     failed: list[Failure] = []
-    for letter, raw in _matching(letters, filter_, dry_run):
+    for letter, raw in _find(letters, filter_, dry_run):
         if limit is not None and len(done) + len(failed) == limit:
             break
         try:
@@ -258,7 +258,7 @@ def _each(
     return Outcome(tuple(done), tuple(failed), dry_run)
 
 
-def _matching(letters: Letters, filter_: Filter, brief: bool) -> Iterator[tuple[Letter, Any]]:
+def _find(letters: Letters, filter_: Filter, brief: bool) -> Iterator[tuple[Letter, Any]]:
     found = letters.scan(filter_, brief=brief)
     return ((letter, raw) for letter, raw in found if filter_.matches(letter))
 
@@ -282,20 +282,19 @@ def letter_of(
         about[dead_letter.TIME] or time,
         about[dead_letter.HANDLER],
         about[dead_letter.TOPIC],
-        about[STREAM],
-        about[ENTRY],
+        about[dead_letter.STREAM],
+        about[dead_letter.ENTRY],
         original,
         text,
         is_base64,
     )
 
 
-# As conquiet.redis.dead_letter writes them; that room needs redis-py, a file does not.
-STREAM, ENTRY = "deadstream", "deadentry"
 _ABOUT = frozenset(
     (
         *(dead_letter.REASON, dead_letter.HANDLER, dead_letter.ATTEMPTS, dead_letter.TRACEBACK),
-        *(dead_letter.TIME, dead_letter.TOPIC, dead_letter.ATTRIBUTES, STREAM, ENTRY),
+        *(dead_letter.TIME, dead_letter.TOPIC, dead_letter.ATTRIBUTES),
+        *(dead_letter.STREAM, dead_letter.ENTRY),
     )
 )
 
@@ -356,11 +355,11 @@ class FileLetters:
         if self._sink is None:
             raise ConquietError(f"line {letter.id}: name the sink with --to")
         message = dead_letter.replay(from_json(raw.text))
-        for name in (STREAM, ENTRY):
+        for name in (dead_letter.STREAM, dead_letter.ENTRY):
             message.attributes.pop(name, None)
         if to is not None:
             message.topic = to
-        with self._locked() as file:
+        with self._lock() as file:
             if os.pread(file, len(raw.text), raw.offset) != raw.text:
                 return False
             [answer] = self._sink.publish_each([message])
@@ -370,14 +369,14 @@ class FileLetters:
         return True
 
     def remove(self, letter: Letter, raw: Any) -> bool:
-        with self._locked() as file:
+        with self._lock() as file:
             if os.pread(file, len(raw.text), raw.offset) != raw.text:
                 return False
             _blank(file, raw)
         return True
 
     @contextmanager
-    def _locked(self) -> Iterator[int]:
+    def _lock(self) -> Iterator[int]:
         """Lock the file against other operators; workers that append are not affected."""
         try:
             file = os.open(self.path, os.O_RDWR)

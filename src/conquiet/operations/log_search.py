@@ -13,7 +13,7 @@ from conquiet.events.idempotency import PREFIX as IDEMPOTENCY_PREFIX
 from conquiet.middleware.dead_letter import REASON
 from conquiet.operations.dead_letter_streams import StreamLetters, list_streams
 from conquiet.operations.dead_letters import Filter
-from conquiet.operations.streams import asking, decode, names_of
+from conquiet.operations.streams import decode, names_of, translate_errors
 from conquiet.operations.text import moment
 from conquiet.operations.trace import Remembered
 from conquiet.redis import ids
@@ -84,17 +84,17 @@ class LogSearch:
         weakref.finalize(self, self._wire.close)
         self._event_id = event_id
         self._needle = event_id.encode()
-        with asking(f"streams {pattern!r}"):
+        with translate_errors(f"streams {pattern!r}"):
             self._names = names_of(self._wire, pattern)
 
-    def logged(
+    def find_entries(
         self, span: tuple[int, int | None] | None
     ) -> tuple[tuple[Logged, ...], tuple[Searched, ...]]:
         """Find entries within a time span, or anywhere; and the streams that were cut short."""
         found: list[Logged] = []
         partly: list[Searched] = []
         for name in self._names:
-            with asking(f"stream {name!r}"):
+            with translate_errors(f"stream {name!r}"):
                 for entry_id, fields in self._entries(name, span, partly):
                     entry = decode(name, entry_id, fields)
                     if entry.event_id != self._event_id or REASON in entry.attributes:
@@ -143,7 +143,7 @@ class LogSearch:
             is_ahead = ids.parse(position.encode()) >= ids.parse(entry_id)
             yield Taker(reader, "passed" if is_ahead else "unread", "", 0.0, 0)
 
-    def buried(self) -> tuple[Buried, ...]:
+    def find_dead_letters(self) -> tuple[Buried, ...]:
         """Find its dead letters, in streams that hold dead letters."""
         found: list[Buried] = []
         filter_ = Filter((self._event_id,))
@@ -156,9 +156,9 @@ class LogSearch:
                     found.append(Buried(name, *about))
         return tuple(found)
 
-    def remembered(self, logged: Sequence[Logged], full: bool) -> tuple[Remembered, ...]:
+    def find_inbox_keys(self, logged: Sequence[Logged], full: bool) -> tuple[Remembered, ...]:
         """Find keys of inboxes: of `conquiet.events.Idempotency` by group, with `full` all."""
-        with asking("inboxes"):
+        with translate_errors("inboxes"):
             keys = {
                 f"{IDEMPOTENCY_PREFIX}:{taker.name}:{self._event_id}".encode()
                 for entry in logged
@@ -172,11 +172,11 @@ class LogSearch:
             for key in sorted(_bytes(key) for key in keys):
                 value = self._wire.call(key, b"GET", key)
                 if value is not None:
-                    found.append(_remembered(key, value))
+                    found.append(_read_inbox_key(key, value))
         return tuple(found)
 
 
-def _remembered(key: bytes, value: bytes) -> Remembered:
+def _read_inbox_key(key: bytes, value: bytes) -> Remembered:
     name = key.decode(errors="backslashreplace")
     if name.startswith(f"{IDEMPOTENCY_PREFIX}:"):
         subscriber = name[len(IDEMPOTENCY_PREFIX) + 1 :].partition(":")[0]

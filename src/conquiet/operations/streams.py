@@ -193,7 +193,7 @@ def survey(client: Any, pattern: str = "*") -> list[StreamInfo]:
     >>> streams.survey(client, "payments*")
     []
     """
-    with wired(client, f"streams {pattern!r}") as wire:
+    with open_wire(client, f"streams {pattern!r}") as wire:
         names = names_of(wire, pattern)
         return [
             found
@@ -204,7 +204,7 @@ def survey(client: Any, pattern: str = "*") -> list[StreamInfo]:
 
 def describe(client: Any, name: str) -> StreamInfo:
     """Describe one stream; raise `NotFound` if there is none of this name."""
-    with wired(client, f"stream {name!r}") as wire:
+    with open_wire(client, f"stream {name!r}") as wire:
         wire.call(name.encode(), b"EVAL", _ABOUT, 1, name)  # raises if it is no stream
         for found in _describe(wire, [name]):
             return found
@@ -435,7 +435,7 @@ def peek(
     [('1', 'sold', '{}')]
     """
     key = stream.encode()
-    with wired(client, f"stream {stream!r}") as wire:
+    with open_wire(client, f"stream {stream!r}") as wire:
         wire.call(key, b"EVAL", _ABOUT, 1, key)  # XRANGE does not report a missing stream
         first, last = (start or LAST, FIRST) if newest else (start or FIRST, LAST)
         if max_bytes is not None:
@@ -490,7 +490,7 @@ def list_pending(
 
     `min_idle` is in seconds. `after` is the last entry id of the previous page.
     """
-    with wired(client, f"group {group!r} of stream {stream!r}") as wire:
+    with open_wire(client, f"group {group!r} of stream {stream!r}") as wire:
         place = GroupStream(wire, stream, stream, group, consumer or "")
         found: list[PendingEntry] = []
         for row in _pending(place, consumer, next_after(after.encode()) if after else FIRST):
@@ -522,7 +522,7 @@ def claim(
     """
     if min_idle < 0:
         raise ConfigError(f"min_idle={min_idle}: must be 0 seconds or more")
-    with wired(client, f"group {group!r} of stream {stream!r}") as wire:
+    with open_wire(client, f"group {group!r} of stream {stream!r}") as wire:
         place = GroupStream(wire, stream, stream, group, "")
         wanted = {item.encode() for item in ids}
         owners: dict[bytes, list[bytes]] = {}
@@ -550,7 +550,7 @@ def remove_idle_consumers(
     if idle < 0:
         raise ConfigError(f"idle={idle}: must be 0 seconds or more")
     removed: list[IdleConsumer] = []
-    with wired(client, f"streams {pattern!r}") as wire:
+    with open_wire(client, f"streams {pattern!r}") as wire:
         for stream in names_of(wire, pattern):
             for group in map(pairs, wire.call(stream.encode(), b"XINFO", b"GROUPS", stream)):
                 place = GroupStream(wire, stream, stream, _plain(group[b"name"]), "")
@@ -626,7 +626,7 @@ def time_of(entry_id: bytes) -> str:
 
 
 @contextmanager
-def asking(what: str) -> Iterator[None]:
+def translate_errors(what: str) -> Iterator[None]:
     """Turn errors of Redis about `what` into errors of conquiet."""
     try:
         yield
@@ -637,9 +637,9 @@ def asking(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def wired(client: Any, what: str) -> Iterator[Wire]:
+def open_wire(client: Any, what: str) -> Iterator[Wire]:
     """Open a wire for questions about `what`; connections of its own are closed at the end."""
-    with asking(what):
+    with translate_errors(what):
         wire = Wire(client)
         try:
             yield wire

@@ -17,7 +17,7 @@ def as_text(data: bytes) -> tuple[str, bool]:
         return b64encode(data).decode(), True
 
 
-def unpaired(text: str) -> str:
+def escape_surrogates(text: str) -> str:
     """Escape unpaired surrogates, which have no UTF-8."""
     return text.encode(errors="backslashreplace").decode()
 

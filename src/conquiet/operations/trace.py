@@ -102,7 +102,7 @@ def trace_event(
     if client is None and engine is None:
         raise ConfigError("a trace needs a Redis client or a database engine")
     notes: list[str] = []
-    written = _written(engine, outboxes, event_id, notes) if engine is not None else ()
+    written = _find_rows(engine, outboxes, event_id, notes) if engine is not None else ()
     logged: tuple[Logged, ...] = ()
     buried: tuple[Buried, ...] = ()
     searched: tuple[Searched, ...] = ()
@@ -117,9 +117,9 @@ def trace_event(
             )
         search = LogSearch(client, event_id, streams)
         if span is not None or full:
-            logged, searched = search.logged(span)
-        buried = search.buried()
-        remembered += search.remembered(logged, full)
+            logged, searched = search.find_entries(span)
+        buried = search.find_dead_letters()
+        remembered += search.find_inbox_keys(logged, full)
         if not full:
             notes.append("inboxes in Redis were searched by the names of groups; --full finds all")
     if engine is not None:
@@ -129,17 +129,17 @@ def trace_event(
     return Trace(event_id, written, logged, buried, remembered, searched, tuple(notes))
 
 
-def _written(
+def _find_rows(
     engine: Engine, tables: Sequence[str], event_id: str, notes: list[str]
 ) -> tuple[Written, ...]:
     from sqlalchemy import inspect
 
     from conquiet.relay.inspection import Inspection
-    from conquiet.sql.schema import checked_name
+    from conquiet.sql.schema import split_name
 
     found: list[Written] = []
     for table in tables:
-        schema, plain = checked_name(table)
+        schema, plain = split_name(table)
         try:
             if not inspect(engine).has_table(plain, schema=schema):
                 continue
@@ -213,9 +213,9 @@ def _find_in_inbox(
     from sqlalchemy.exc import ProgrammingError, SQLAlchemyError
 
     from conquiet.sql import dialect
-    from conquiet.sql.schema import checked_name, inbox_table
+    from conquiet.sql.schema import inbox_table, split_name
 
-    schema, plain = checked_name(name)
+    schema, plain = split_name(name)
     identities = [
         Message(b"", {"source": source, "id": event_id}).identity for source in sorted(sources)
     ]

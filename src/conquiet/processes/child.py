@@ -110,7 +110,7 @@ def _make_worker(settings: dict[str, Any]) -> Worker:
             worker = worker(**settings["arguments"])
         if not isinstance(worker, Worker):
             raise ConfigError(f"{settings['target']} returned {worker!r:.80}, not a Worker")
-        worker.on_stuck = _ending(worker.on_stuck)
+        worker.on_stuck = _end_process_after(worker.on_stuck)
         # Raises if the chain cannot work.
         worker.router.start(Publish(worker.sink, worker.router))
     except ConquietError as error:
@@ -119,7 +119,7 @@ def _make_worker(settings: dict[str, Any]) -> Worker:
     return worker
 
 
-def _ending(also: Callable[[Health], object] | None) -> Callable[[Health], object]:
+def _end_process_after(also: Callable[[Health], object] | None) -> Callable[[Health], object]:
     def on_stuck(health: Health) -> None:
         """End this process, since a thread cannot be ended; the supervisor replaces it."""
         try:

@@ -187,7 +187,7 @@ class _Supervisor:
         if code is not None:
             child.close()
             slot.child = None
-            self._ended(slot, child, code, now)
+            self._note_end(slot, child, code, now)
 
     def _may_start(self) -> bool:
         """Return whether a child may start: the first goes ahead, to report a common fault once."""
@@ -201,7 +201,7 @@ class _Supervisor:
             slot.next_start = now + slot.backoff.next()
             logger.error("no process could be started: %s", error)
 
-    def _ended(self, slot: _Slot, child: _Child, code: int, now: float) -> None:
+    def _note_end(self, slot: _Slot, child: _Child, code: int, now: float) -> None:
         if self._deadline is not None:
             self._code = self._code or (FINISHED if code == FINISHED else FAILED)
         elif code == CANNOT_WORK and not self._some_ran:

@@ -16,9 +16,11 @@ from conquiet.errors import InvalidMessage
 from conquiet.message import Attributes, Message, new_id, now_text
 from conquiet.middleware.dead_letter import (
     ATTEMPTS,
+    ENTRY,
     MAX_REASON_CHARS,
     MAX_TRACEBACK_CHARS,
     REASON,
+    STREAM,
     TIME,
     TOPIC,
     TRACEBACK,
@@ -26,8 +28,6 @@ from conquiet.middleware.dead_letter import (
 from conquiet.redis.consumer import Delivery
 from conquiet.redis.entry import Fields, to_fields
 
-STREAM = "deadstream"
-ENTRY = "deadentry"
 UNREADABLE_TYPE = "conquiet.undecodable.entry"
 
 

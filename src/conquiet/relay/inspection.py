@@ -38,7 +38,7 @@ from conquiet.errors import ConfigError
 from conquiet.events.table import UuidText
 from conquiet.relay.settings import has_events_layout
 from conquiet.sql import Cleanup, dialect
-from conquiet.sql.schema import checked_name
+from conquiet.sql.schema import split_name
 
 State = Literal["waiting", "pending", "parked", "published", "any"]
 
@@ -130,7 +130,7 @@ class Inspection:
     def __init__(self, engine: Engine, name: str, *, max_attempts: int = 10) -> None:
         self.engine = engine
         self.name = name
-        schema, plain = checked_name(name)
+        schema, plain = split_name(name)
         self.is_events = has_events_layout(name)
         moment = DateTime(timezone=True)
         attempts = "attempt_count" if self.is_events else "attempts"
@@ -194,13 +194,13 @@ class Inspection:
 
     def reach(self, timeout_ms: int = _STATEMENT_MS) -> None:
         """Raise if the database or the table is unavailable."""
-        with self._reading(timeout_ms) as connection:
+        with self._read(timeout_ms) as connection:
             connection.execute(select(self._table.c.id).limit(1)).first()
 
     def figures(self, timeout_ms: int = _STATEMENT_MS) -> Figures:
         """Count unpublished rows by the partial indexes; published rows cost nothing."""
         oldest = func.min(self._table.c.created_at)
-        with self._reading(timeout_ms) as connection:
+        with self._read(timeout_ms) as connection:
             age: ColumnElement[Any]
             if dialect.is_postgresql(connection.dialect):
                 age = func.extract("epoch", func.clock_timestamp() - oldest)
@@ -236,7 +236,7 @@ class Inspection:
         if after is not None:
             wanted = and_(wanted, self._beyond(after, order, newest))
         query = select(*self._shown).where(wanted).order_by(*turned).limit(limit)
-        with self._reading() as connection:
+        with self._read() as connection:
             return [_entry(row) for row in connection.execute(query)]
 
     def _beyond(
@@ -256,7 +256,7 @@ class Inspection:
         if not self.is_events:
             query = query.add_columns(cast(self._table.c.attributes, Text).label("attributes"))
         query = query.where(self._with_ids([id_])).limit(1)
-        with self._reading() as connection:
+        with self._read() as connection:
             row = connection.execute(query).first()
         if row is None:
             return None
@@ -277,7 +277,7 @@ class Inspection:
         values: dict[Any, Any] = {self._attempts: 0}
         if not self.is_events:
             values[self._table.c.parked_at] = None
-        with self._writing() as connection:
+        with self._write() as connection:
             statement = update(self._table).where(wanted).values(values).returning(self._event_id)
             return [str(id_) for (id_,) in connection.execute(statement)]
 
@@ -285,7 +285,7 @@ class Inspection:
         """Count the rows that `prune` would delete now."""
         query = select(func.count()).select_from(self._table)
         published = self._table.c.published_at
-        with self._reading() as connection:
+        with self._read() as connection:
             if dialect.is_postgresql(connection.dialect):
                 old = published < func.now() - timedelta(seconds=older_than)
             else:
@@ -304,14 +304,14 @@ class Inspection:
         return self._event_id.in_(ids) | self._id.in_(ids)
 
     @contextmanager
-    def _reading(self, timeout_ms: int = _STATEMENT_MS) -> Iterator[Connection]:
+    def _read(self, timeout_ms: int = _STATEMENT_MS) -> Iterator[Connection]:
         with self._store_errors(), self.engine.connect() as connection:
             if dialect.is_postgresql(connection.dialect):
                 connection.exec_driver_sql(f"SET LOCAL statement_timeout = {int(timeout_ms)}")
             yield connection
 
     @contextmanager
-    def _writing(self) -> Iterator[Connection]:
+    def _write(self) -> Iterator[Connection]:
         with self._store_errors(), self.engine.begin() as connection:
             if dialect.is_sqlite(connection.dialect):
                 dialect.begin_immediate(connection)

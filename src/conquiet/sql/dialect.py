@@ -104,6 +104,23 @@ def as_engine(given: Engine | str | URL) -> Engine:
     return engine(given) if isinstance(given, (str, URL)) else given
 
 
+@contextmanager
+def use_engine(given: Engine | str | URL) -> Iterator[Engine]:
+    """Return the given engine, or one for a URL, which is disposed of after use."""
+    made = as_engine(given)
+    try:
+        yield made
+    finally:
+        if made is not given:
+            made.dispose()
+
+
+def compile_ddl(element: Any, target: Dialect) -> str:
+    """Compile a statement of a schema for a database, with lines for the eye."""
+    lines = str(element.compile(dialect=target)).strip().splitlines()
+    return "\n".join(line.rstrip().replace("\t", "    ") for line in lines)
+
+
 def display_url(url: URL) -> str:
     """Format a URL for messages: without password, and without the query, which may hold one."""
     return url.set(query={}).render_as_string()

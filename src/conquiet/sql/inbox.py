@@ -12,7 +12,7 @@ from conquiet import inbox
 from conquiet.errors import InvalidMessage
 from conquiet.message import Message, describe
 from conquiet.sql import dialect
-from conquiet.sql.schema import INBOX_TABLE, checked_name
+from conquiet.sql.schema import INBOX_TABLE, split_name
 from conquiet.sql.transaction import current
 
 MAX_IDENTITY_BYTES = 2000
@@ -29,7 +29,7 @@ class Inbox(inbox.Inbox):
 
     def __init__(self, subscriber: str, table: str = INBOX_TABLE) -> None:
         super().__init__(subscriber)
-        checked_name(table)
+        split_name(table)
         self.table = table
 
     def admit(self, message: Message[Any]) -> None:

@@ -25,7 +25,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from conquiet.backoff import Backoff
 from conquiet.sql import dialect
-from conquiet.sql.schema import OUTBOX_TABLE, checked_name
+from conquiet.sql.schema import OUTBOX_TABLE, split_name
 
 logger = logging.getLogger("conquiet.relay")
 
@@ -192,7 +192,7 @@ class Listener:
 
 def channel(table: str) -> str:
     """Return the channel of a table; tables of one name in several schemas share it."""
-    return f"conquiet_{checked_name(table)[1]}"
+    return f"conquiet_{split_name(table)[1]}"
 
 
 def notify_relays(engine: Engine, table: str = OUTBOX_TABLE) -> None:

@@ -55,7 +55,7 @@ INBOX_TABLE = "processed_messages"
 OUTBOX_TABLE = "outbox"
 
 
-def checked_name(name: str) -> tuple[str | None, str]:
+def split_name(name: str) -> tuple[str | None, str]:
     """Split a table name into schema and name; refuse names that need quotes.
 
     The limit is 48 characters, so that names of indexes stay within PostgreSQL's 63.
@@ -110,7 +110,7 @@ _ATTRIBUTES = JSON(none_as_null=True).with_variant(JSONB(), "postgresql")
 
 def inbox_table(name: str = INBOX_TABLE, metadata: MetaData | None = None) -> Table:
     """Define the inbox: one row per subscriber and handled message."""
-    schema, table = checked_name(name)
+    schema, table = split_name(name)
     return Table(
         table,
         metadata if metadata is not None else MetaData(),
@@ -126,7 +126,7 @@ def inbox_table(name: str = INBOX_TABLE, metadata: MetaData | None = None) -> Ta
 
 def outbox_table(name: str = OUTBOX_TABLE, metadata: MetaData | None = None) -> Table:
     """Define the outbox: one row per event, data byte for byte."""
-    schema, table = checked_name(name)
+    schema, table = split_name(name)
     published_at = Column("published_at", DateTime(timezone=True))
     parked_at = Column("parked_at", DateTime(timezone=True))
     key = Column("key", Text)
@@ -224,7 +224,7 @@ def init(
     """
     from alembic import command  # for migrations alone, and slow to import
 
-    with _locked(engine) as connection:
+    with _lock_tables(engine) as connection:
         metadata = _metadata(inbox, outbox)
         metadata.create_all(connection)
         if not inspect(connection).has_table(version_table):
@@ -246,7 +246,7 @@ def migrate(
     """
     from alembic import command
 
-    with _locked(engine) as connection:
+    with _lock_tables(engine) as connection:
         command.upgrade(_config(connection, inbox, outbox, version_table), revision)
         if revision == "head":
             # The version may be that of other tables: of a second pair, or after init(outbox=None).
@@ -262,9 +262,9 @@ def ddl(
     target: Dialect = registry.load(dialect_name)()
     statements: list[str] = []
     for table in _metadata(inbox, outbox).sorted_tables:
-        statements.append(_compile(CreateTable(table, if_not_exists=True), target))
+        statements.append(dialect.compile_ddl(CreateTable(table, if_not_exists=True), target))
         statements.extend(
-            _compile(CreateIndex(index, if_not_exists=True), target)
+            dialect.compile_ddl(CreateIndex(index, if_not_exists=True), target)
             for index in _sorted_indexes(table)
         )
     return ";\n\n".join(statements) + ";\n"
@@ -280,7 +280,7 @@ def verify(
     Columns, their types, whether they have a default, and what is indexed must match; names of
     indexes may differ, and other indexes may exist, and other columns that an INSERT can leave out.
     """
-    with _engine(engine) as checked, checked.connect() as connection:
+    with dialect.use_engine(engine) as checked, checked.connect() as connection:
         found: list[Difference] = []
         for table in _metadata(inbox, outbox).sorted_tables:
             found.extend(_differences(connection, table))
@@ -335,20 +335,9 @@ def attributes_type() -> TypeEngine[Any]:
 
 
 @contextmanager
-def _engine(given: Engine | str | URL) -> Iterator[Engine]:
-    """Return the given engine, or one for a URL, which is disposed of after use."""
-    made = dialect.as_engine(given)
-    try:
-        yield made
-    finally:
-        if made is not given:
-            made.dispose()
-
-
-@contextmanager
-def _locked(given: Engine | str | URL) -> Iterator[Connection]:
+def _lock_tables(given: Engine | str | URL) -> Iterator[Connection]:
     """Open a transaction that excludes other changes of the tables."""
-    with _engine(given) as engine, engine.connect() as connection:
+    with dialect.use_engine(given) as engine, engine.connect() as connection:
         if dialect.is_sqlite(engine.dialect):
             # Stored in the file. Readers then never wait for the writer, nor it for them.
             connection.exec_driver_sql("PRAGMA journal_mode=WAL")
@@ -379,11 +368,6 @@ def _config(
         connection=connection, inbox=inbox, outbox=outbox, version_table=version_table
     )
     return config
-
-
-def _compile(element: Any, target: Dialect) -> str:
-    lines = str(element.compile(dialect=target)).strip().splitlines()
-    return "\n".join(line.rstrip().replace("\t", "    ") for line in lines)
 
 
 def _sorted_indexes(table: Table) -> list[Index]:

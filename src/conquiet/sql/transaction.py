@@ -398,7 +398,7 @@ class Transaction(transaction.Transaction):
                 connection.begun = True
                 if self.queue_statements:
                     unit.queue = _statement_queue(connection)
-                with self._entered(unit):
+                with self._enter(unit):
                     yield connection
                     ending.enter_context(connection.lock)
                     self._flush(unit, root)
@@ -420,7 +420,7 @@ class Transaction(transaction.Transaction):
         savepoint: DatabaseTransaction | None = None
         try:
             savepoint = connection.begin_nested()
-            with self._entered(unit):
+            with self._enter(unit):
                 yield connection
                 self._flush(unit, savepoint)
             savepoint.commit()
@@ -439,7 +439,7 @@ class Transaction(transaction.Transaction):
             unit.end()
 
     @contextmanager
-    def _entered(self, unit: Unit) -> Iterator[None]:
+    def _enter(self, unit: Unit) -> Iterator[None]:
         token = UNITS.set((*UNITS.get(), unit))
         try:
             yield

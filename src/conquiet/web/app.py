@@ -25,9 +25,9 @@ from conquiet.web.guard import Guard
 from conquiet.web.live import Live
 from conquiet.web.pages import letters, login, outbox, overview, processes, streams, trace
 from conquiet.web.pulse import SECONDS, Pulse
-from conquiet.web.rendering import HERE, page
 from conquiet.web.settings import TOKEN_VARIABLE
 from conquiet.web.stores import Stores
+from conquiet.web.template import HERE, page
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine

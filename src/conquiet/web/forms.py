@@ -96,14 +96,14 @@ async def read(request: Request) -> Form:
     return {name: clean(value) for name, value in fields}
 
 
-def asked(request: Request, name: str) -> str:
+def read_query(request: Request, name: str) -> str:
     """Return a parameter of the address; empty if it is missing."""
     return clean(request.query_params.get(name, ""))
 
 
-def asked_entry(request: Request, name: str) -> str:
+def read_entry_id(request: Request, name: str) -> str:
     """Return a parameter that is an entry id; empty if it is missing."""
-    text = asked(request, name)
+    text = read_query(request, name)
     if not text:
         return ""
     from conquiet.redis import ids

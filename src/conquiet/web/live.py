@@ -14,7 +14,7 @@ from starlette.responses import Response, StreamingResponse
 
 from conquiet.errors import ConquietError
 from conquiet.web import words
-from conquiet.web.rendering import fragment
+from conquiet.web.template import fragment
 
 Part: TypeAlias = Callable[[Request], str]
 """Returns the HTML of a part of a page."""

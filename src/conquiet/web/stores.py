@@ -143,10 +143,10 @@ class Stores:
         """Return the streams with dead letters, those of Kombu included, and their lengths."""
         client = self.client
         from conquiet.operations.dead_letters import list_streams
-        from conquiet.operations.streams import names_of, wired
+        from conquiet.operations.streams import names_of, open_wire
 
         found = list_streams(client, self.streams)
-        with wired(client, f"streams {self.streams!r}") as wire:
+        with open_wire(client, f"streams {self.streams!r}") as wire:
             for name in names_of(wire, self.streams):
                 if is_of_kombu(name):
                     found[name] = int(wire.call(name.encode(), b"XLEN", name))

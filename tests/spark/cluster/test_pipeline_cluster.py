@@ -18,7 +18,7 @@ from tests.spark.cluster.standalone import Cluster, Job, settings
 from tests.spark.conftest import INSTALL_JAVA, java_version
 from tests.waiting import eventually
 
-from conquiet.spark.packaging import MANIFEST
+from conquiet.spark.archive import MANIFEST
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -15,9 +15,9 @@ import pytest
 
 from conquiet import spark
 from conquiet.cli import build_parser, main
-from conquiet.cli.pipeline_run import Progress, serve_metrics, source_options, spark_settings
+from conquiet.cli.pipeline_run import BatchProgress, serve_metrics, source_options, spark_settings
 from conquiet.errors import ConfigError
-from conquiet.spark.packaging import first_python, needed, this_python
+from conquiet.spark.archive import first_python, list_needed, this_python
 
 START = ("--option", "startingOffsets=5-1")
 END = ("--option", "endingOffsets=9-9")
@@ -130,7 +130,7 @@ def batch(number: int, rows: int, start: str, end: str) -> SimpleNamespace:
 def test_what_a_run_has_missed_is_told_and_not_what_was_missed_before(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    progress = Progress(as_json=False)
+    progress = BatchProgress(as_json=False)
     batches = [batch(4, 2, "5-0@7!1:6", "9-0@9!1:6"), batch(5, 3, "9-0@9!1:6", "12-0@12!1:6")]
     progress.look(SimpleNamespace(recentProgress=batches))
     progress.end("lake", stopped=False)
@@ -147,9 +147,9 @@ def test_steps_are_printed_for_people_and_not_between_lines_of_json(
 ) -> None:
     monkeypatch.setattr("conquiet.cli.pipeline_run._LINE_SECONDS", 0.0)
     done = SimpleNamespace(step="store_daily committed", events=7)
-    Progress(as_json=False).say(done)
+    BatchProgress(as_json=False).say(done)
     assert capsys.readouterr() == ("", "store_daily committed\n")
-    Progress(as_json=True).say(done)
+    BatchProgress(as_json=True).say(done)
     assert capsys.readouterr() == ("", "")
 
 
@@ -244,12 +244,12 @@ def async_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="the marker is one of Python 3.11")
 def test_requirements_are_judged_for_the_python_of_the_executors(request) -> None:
-    assert "async-timeout" not in needed("conquiet", ["spark"], "3.11.7")
+    assert "async-timeout" not in list_needed("conquiet", ["spark"], "3.11.7")
     with pytest.raises(ConfigError, match=r"redis needs async-timeout on Python 3\.11\.2"):
-        needed("conquiet", ["spark"], "3.11.2")
+        list_needed("conquiet", ["spark"], "3.11.2")
     assert first_python() == "3.11.3"
     request.getfixturevalue("async_timeout")
-    assert "async-timeout" in needed("conquiet", ["spark"], "3.11.2")
+    assert "async-timeout" in list_needed("conquiet", ["spark"], "3.11.2")
     assert first_python() == "3.11.0"
 
 
@@ -279,5 +279,5 @@ def test_an_archive_refuses_a_python_that_it_does_not_fit(first, fits, tmp_path)
 
 def test_the_dependencies_of_an_extra_are_found_through_theirs() -> None:
     assert {"conquiet", "redis", "hiredis", "sqlalchemy", "alembic", "mako"} <= set(
-        needed("conquiet", ["spark"])
+        list_needed("conquiet", ["spark"])
     )

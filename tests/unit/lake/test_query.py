@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from conquiet.errors import ConfigError
-from conquiet.lake.query import Query, Refresh, forget_changes, mart
+from conquiet.lake.query import Query, TableRefresh, forget_changes, mart
 from conquiet.lake.tables import CHANGE, Files, Store
 
 SCHEMA = pa.schema(
@@ -71,7 +71,7 @@ class Lake:
 
     def refresh(self, stop_after: int = 99) -> None:
         names = ["sale", *SCRATCH]
-        with Refresh(self.store, self.changes, self.version, names) as refresh:
+        with TableRefresh(self.store, self.changes, self.version, names) as refresh:
             for number, _ in enumerate(refresh.apply(QUERIES), 1):
                 if number == stop_after:
                     return

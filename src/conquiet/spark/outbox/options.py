@@ -19,7 +19,7 @@ from conquiet.spark.options import (
     Options,
 )
 from conquiet.sql.log import Position
-from conquiet.sql.schema import OUTBOX_TABLE, checked_name
+from conquiet.sql.schema import OUTBOX_TABLE, split_name
 
 EARLIEST, LATEST = "earliest", "latest"
 
@@ -77,7 +77,7 @@ class OutboxOptions:
             given, OUTBOX_OPTIONS, "the format 'conquiet-outbox'", ignored=SET_BY_SPARK
         )
         table = options.text("table") or OUTBOX_TABLE
-        checked_name(table)
+        split_name(table)
         return cls(
             address=options.address(*DATABASE),
             table=table,

@@ -16,7 +16,7 @@ from datetime import datetime
 
 from conquiet.spark.outbox.options import OutboxOptions
 from conquiet.sql.log import Position
-from conquiet.sql.schema import checked_name
+from conquiet.sql.schema import split_name
 
 DOMAIN_SOURCE = "/outbox_events"
 """The attribute `source` of domain events, as the relay sets it."""
@@ -54,7 +54,7 @@ def statement(options: OutboxOptions, row_range: RowRange, *, postgresql: bool) 
 
 
 def _table(options: OutboxOptions) -> str:
-    schema, table = checked_name(options.table)
+    schema, table = split_name(options.table)
     return f"{schema}.{table}" if schema else table
 
 

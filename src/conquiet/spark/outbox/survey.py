@@ -21,7 +21,7 @@ from conquiet.spark.outbox.statement import RowRange
 from conquiet.spark.progress import DataLoss
 from conquiet.sql import dialect
 from conquiet.sql.log import Horizon, OutboxLog, Position
-from conquiet.sql.schema import checked_name
+from conquiet.sql.schema import split_name
 
 logger = logging.getLogger("conquiet.spark")
 
@@ -39,7 +39,7 @@ class Survey:
         self.options = options
         self.database = Database.of(options.address)
         self.engine = dialect.engine(self.database.url, pool_pre_ping=True)
-        schema, table = checked_name(options.table)
+        schema, table = split_name(options.table)
         self._name = f"{schema}.{table}" if schema else table
         self._postgresql = self.database.is_postgresql
 
@@ -133,7 +133,7 @@ class Survey:
 
 
 def _has_table(connection: Connection, name: str) -> bool:
-    schema, table = checked_name(name)
+    schema, table = split_name(name)
     return connection.dialect.has_table(connection, table, schema=schema)
 
 

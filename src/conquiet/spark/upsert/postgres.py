@@ -28,7 +28,7 @@ from conquiet.spark.upsert.target import (
     quoted,
     staging_columns,
 )
-from conquiet.sql.schema import checked_name
+from conquiet.sql.schema import split_name
 from conquiet.sql.tls import add_advice
 
 _PREFIX = "conquiet_stage"
@@ -42,7 +42,7 @@ class PostgresTarget:
     def __init__(self, database: Database, options: UpsertOptions) -> None:
         self.database = database
         self.options = options
-        self._schema, self._table = checked_name(options.table)
+        self._schema, self._table = split_name(options.table)
         self._prefix = f"{self._schema}." if self._schema else ""
 
     # --- checks -------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from conquiet.spark.options import (
     Option,
     Options,
 )
-from conquiet.sql.schema import checked_name
+from conquiet.sql.schema import split_name
 
 FENCES = "conquiet_upserts"
 """The table that holds the last batch of each query, for each table that it writes to."""
@@ -84,7 +84,7 @@ class UpsertOptions:
                 meaning = UPSERT_OPTIONS[name].meaning
                 raise ConfigError(f"conquiet-upsert needs the option {name}: {meaning}")
         table = str(options.text("table"))
-        checked_name(table)
+        split_name(table)
         keys, order = options.names("keys"), options.names("orderBy")
         for option, names in (("keys", keys), ("orderBy", order)):
             missing = [name for name in names if name not in columns]

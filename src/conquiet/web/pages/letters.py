@@ -13,9 +13,9 @@ from starlette.routing import BaseRoute, Route
 from conquiet.errors import ConfigError, NotFound
 from conquiet.operations.dead_letters import Filter, Letters, Outcome, drop, find, replay, show
 from conquiet.web import words
-from conquiet.web.forms import Form, Note, action, asked, asked_entry, clean, go, link
-from conquiet.web.rendering import page
+from conquiet.web.forms import Form, Note, action, clean, go, link, read_entry_id, read_query
 from conquiet.web.stores import is_of_kombu
+from conquiet.web.template import page
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -71,9 +71,9 @@ def _moment(text: str) -> datetime | None:
 def _letters(request: Request) -> Response:
     app: Dashboard = request.app
     places = app.stores.letter_streams()
-    name = asked(request, "stream") or next(iter(places), "")
-    said = {word: asked(request, word) for word in _FILTER}
-    after = asked_entry(request, "after")
+    name = read_query(request, "stream") or next(iter(places), "")
+    said = {word: read_query(request, word) for word in _FILTER}
+    after = read_entry_id(request, "after")
     rows = []
     if name:
         chosen = replace(filter_of(said), after=after)
@@ -95,7 +95,7 @@ def _letters(request: Request) -> Response:
 
 def _letter(request: Request) -> Response:
     app: Dashboard = request.app
-    name, id_ = asked(request, "stream"), asked(request, "id")
+    name, id_ = read_query(request, "stream"), read_query(request, "id")
     letter = show(_place(app, name), id_)
     return page(
         request,
@@ -111,8 +111,8 @@ def _letter(request: Request) -> Response:
 def _ask(verb: str) -> Callable[[Request], Response]:
     def ask(request: Request) -> Response:
         app: Dashboard = request.app
-        name = asked(request, "stream")
-        said = {word: asked(request, word) for word in ("id", *_FILTER)}
+        name = read_query(request, "stream")
+        said = {word: read_query(request, word) for word in ("id", *_FILTER)}
         if not said["id"] and not said["until"]:
             # Not letters that arrive after the question was asked.
             said["until"] = datetime.now(UTC).isoformat(timespec="milliseconds")
@@ -149,7 +149,7 @@ _CONSEQUENCES = {
 
 def _replay(request: Request, form: Form) -> Response:
     app: Dashboard = request.app
-    place = _place(app, _named(form))
+    place = _place(app, _stream_of(form))
     to = clean(form.get("to", "").strip()) or None
     outcome = replay(place, filter_of(form), to=to, limit=MOST)
     return _report(request, form, outcome, "sent again")
@@ -157,11 +157,11 @@ def _replay(request: Request, form: Form) -> Response:
 
 def _drop(request: Request, form: Form) -> Response:
     app: Dashboard = request.app
-    outcome = drop(_place(app, _named(form)), filter_of(form), limit=MOST)
+    outcome = drop(_place(app, _stream_of(form)), filter_of(form), limit=MOST)
     return _report(request, form, outcome, "dropped")
 
 
-def _named(form: Form) -> str:
+def _stream_of(form: Form) -> str:
     name = form.get("stream", "")
     if not name:
         raise NotFound("the form names no stream of dead letters")
@@ -179,4 +179,4 @@ def _report(request: Request, form: Form, outcome: Outcome, what: str) -> Respon
     elif not outcome.done:
         text = "No dead letter matches any more; nothing was done."
     is_bad = bool(outcome.failed) or not outcome.done
-    return go(request, link(request, "/dead-letters", stream=_named(form)), Note(text, is_bad))
+    return go(request, link(request, "/dead-letters", stream=_stream_of(form)), Note(text, is_bad))

@@ -11,7 +11,7 @@ from starlette.routing import BaseRoute, Route
 
 from conquiet.web.access import SESSION_SECONDS, Token, new_session, same
 from conquiet.web.forms import FIELD, forget, home, read, set_cookie, token_of
-from conquiet.web.rendering import page
+from conquiet.web.template import page
 
 if TYPE_CHECKING:
     from conquiet.web.app import Dashboard

@@ -10,8 +10,8 @@ from starlette.routing import BaseRoute, Route
 
 from conquiet.errors import NotFound
 from conquiet.web import words
-from conquiet.web.forms import Form, Note, action, asked, go, link
-from conquiet.web.rendering import page
+from conquiet.web.forms import Form, Note, action, go, link, read_query
+from conquiet.web.template import page
 
 if TYPE_CHECKING:
     from conquiet.relay.inspection import Search
@@ -35,7 +35,7 @@ def _rows(request: Request) -> Response:
     inspection = app.stores.outbox
     from conquiet.relay.inspection import State
 
-    search, after = _search(request), asked(request, "after")
+    search, after = _search(request), read_query(request, "after")
     newest = search.state in ("published", "any")
     figures = inspection.figures()
     rows = inspection.entries(search=search, newest=newest, limit=_PAGE + 1, after=after or None)
@@ -64,20 +64,20 @@ def _rows(request: Request) -> Response:
 def _search(request: Request) -> Search:
     from conquiet.relay.inspection import Search, State
 
-    state, attempts = asked(request, "state"), asked(request, "attempts")
+    state, attempts = read_query(request, "state"), read_query(request, "attempts")
     return Search(
         cast("Any", state if state in get_args(State) else "waiting"),
-        asked(request, "id").strip(),
-        asked(request, "type").strip(),
-        asked(request, "aggregate").strip(),
-        asked(request, "error").strip(),
+        read_query(request, "id").strip(),
+        read_query(request, "type").strip(),
+        read_query(request, "aggregate").strip(),
+        read_query(request, "error").strip(),
         int(attempts) if attempts.isascii() and attempts.isdecimal() and len(attempts) < 7 else 0,
     )
 
 
 def _row(request: Request) -> Response:
     app: Dashboard = request.app
-    id_ = asked(request, "id")
+    id_ = read_query(request, "id")
     found = app.stores.outbox.show(id_)
     if found is None:
         raise NotFound(f"no row {id_!r:.100} in {app.stores.table}; it may have been pruned")

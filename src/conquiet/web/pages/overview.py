@@ -13,7 +13,7 @@ from starlette.routing import BaseRoute, Route
 from conquiet.web import words
 from conquiet.web.forms import link
 from conquiet.web.pulse import POINTS, Point, Sample
-from conquiet.web.rendering import fragment, page
+from conquiet.web.template import fragment, page
 
 if TYPE_CHECKING:
     from conquiet.web.app import Dashboard

@@ -11,7 +11,7 @@ from starlette.routing import BaseRoute, Route
 
 from conquiet.errors import ConquietError
 from conquiet.web.pulse import SECONDS, Cached
-from conquiet.web.rendering import fragment, page
+from conquiet.web.template import fragment, page
 
 if TYPE_CHECKING:
     from conquiet.operations.presence import Health, Session

@@ -9,8 +9,8 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from conquiet.errors import NotFound, StoreError
-from conquiet.web.forms import asked, asked_entry, link
-from conquiet.web.rendering import fragment, page
+from conquiet.web.forms import link, read_entry_id, read_query
+from conquiet.web.template import fragment, page
 
 if TYPE_CHECKING:
     from conquiet.web.app import Dashboard
@@ -31,7 +31,7 @@ def routes(app: Dashboard) -> list[BaseRoute]:
 
 
 def _streams(request: Request) -> Response:
-    after = asked(request, "after")
+    after = read_query(request, "after")
     live = link(request, "/live/streams", after=after)
     return page(request, "streams.html", "Streams", at="/streams", part=_part(request), live=live)
 
@@ -42,7 +42,7 @@ def _part(request: Request) -> str:
     sample = app.pulse.sample()
     if sample.streams is None:
         raise StoreError(sample.troubles.get("Redis", "Redis does not answer"))
-    after = asked(request, "after")
+    after = read_query(request, "after")
     found = [one for one in sample.streams if one.name > after]
     return fragment(
         request,
@@ -62,7 +62,7 @@ def _stream(request: Request) -> Response:
     from conquiet.operations.streams import describe, peek
     from conquiet.redis import ids
 
-    name, before = asked(request, "name"), asked_entry(request, "before")
+    name, before = read_query(request, "name"), read_entry_id(request, "before")
     found = describe(client, name)
     start = ids.before(before) if before else None
     entries = peek(client, name, start, _PAGE + 1, newest=True, max_bytes=_FIELD_BYTES)
@@ -83,8 +83,8 @@ def _group(request: Request) -> Response:
     client = app.stores.client
     from conquiet.operations.streams import describe, list_pending
 
-    name, group_name = asked(request, "stream"), asked(request, "name")
-    after = asked_entry(request, "after")
+    name, group_name = read_query(request, "stream"), read_query(request, "name")
+    after = read_entry_id(request, "after")
     found = describe(client, name)
     for group in found.groups:
         if group.name == group_name:
@@ -110,6 +110,6 @@ def _entry(request: Request) -> Response:
     client = app.stores.client
     from conquiet.operations.streams import read_entry
 
-    name, id_ = asked(request, "stream"), asked_entry(request, "id")
+    name, id_ = read_query(request, "stream"), read_entry_id(request, "id")
     found = read_entry(client, name, id_)
     return page(request, "entry.html", f"Entry {id_}", at="/streams", entry=found)

@@ -8,8 +8,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from conquiet.web.forms import asked
-from conquiet.web.rendering import page
+from conquiet.web.forms import read_query
+from conquiet.web.template import page
 
 if TYPE_CHECKING:
     from conquiet.web.app import Dashboard
@@ -24,7 +24,7 @@ def _trace(request: Request) -> Response:
 
     app: Dashboard = request.app
     stores = app.stores
-    id_, full = asked(request, "id").strip(), asked(request, "full") == "1"
+    id_, full = read_query(request, "id").strip(), read_query(request, "full") == "1"
     found = None
     if id_:
         found = trace_event(

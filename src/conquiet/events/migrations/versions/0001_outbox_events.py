@@ -11,7 +11,7 @@ from alembic import context, op
 from sqlalchemy.dialects import postgresql
 
 from conquiet.events.table import Now, UuidText, create_trigger_statements, drop_trigger_statements
-from conquiet.sql.schema import checked_name
+from conquiet.sql.schema import split_name
 
 revision = "0001"
 down_revision = None
@@ -23,7 +23,7 @@ MOMENT = sa.DateTime(timezone=True)
 
 def upgrade() -> None:
     given = context.config.attributes
-    schema, table = checked_name(given["table"])
+    schema, table = split_name(given["table"])
     event_type = _enum("event_type_enum", given["event_types"], schema)
     aggregate_type = _enum("aggregate_type_enum", given["aggregate_types"], schema)
     op.create_table(
@@ -65,7 +65,7 @@ def upgrade() -> None:
 
 def downgrade() -> None:
     given = context.config.attributes
-    schema, table = checked_name(given["table"])
+    schema, table = split_name(given["table"])
     dialect = op.get_context().dialect.name
     for statement in drop_trigger_statements(dialect, given["table"]):
         op.execute(statement)

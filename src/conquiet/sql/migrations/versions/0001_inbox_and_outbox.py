@@ -9,7 +9,7 @@ import sqlalchemy as sa
 from alembic import context, op
 from sqlalchemy.dialects import postgresql
 
-from conquiet.sql.schema import CurrentTransaction, Xid8, checked_name
+from conquiet.sql.schema import CurrentTransaction, Xid8, split_name
 
 revision = "0001"
 down_revision = None
@@ -25,7 +25,7 @@ def upgrade() -> None:
     exists = sa.inspect(op.get_bind()).has_table
     for name, create in ((names["inbox"], _create_inbox), (names["outbox"], _create_outbox)):
         if name is not None:
-            schema, table = checked_name(name)
+            schema, table = split_name(name)
             if not exists(table, schema=schema):
                 create(schema, table)
 
@@ -34,7 +34,7 @@ def downgrade() -> None:
     names = context.config.attributes
     for name in (names["outbox"], names["inbox"]):
         if name is not None:
-            schema, table = checked_name(name)
+            schema, table = split_name(name)
             op.drop_table(table, schema=schema)
 
 

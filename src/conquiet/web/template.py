@@ -1,4 +1,4 @@
-"""Rendering: templates with the context that all pages share.
+"""Template: pages and their parts, with the context that all of them share.
 
 Every value is escaped and cut to a length that a page can take, whatever a producer wrote.
 """

@@ -78,7 +78,7 @@ def pack(
     left_out = {_normal(name) for name in without}
     wanted = python or this_python()
     check_minor(wanted)
-    found = needed("conquiet", _EXTRAS, wanted)
+    found = list_needed("conquiet", _EXTRAS, wanted)
     if strange := sorted(left_out - set(found) - _OF_SPARK):
         raise ConfigError(
             f"{strange[0]} cannot be left out: it is none of what would be packed, which is"
@@ -126,7 +126,7 @@ def first_python(left_out: Iterable[str] = ()) -> str:
     return f"{major}.{minor}.{first}"
 
 
-def needed(
+def list_needed(
     name: str, extras: Iterable[str], python: str | None = None
 ) -> dict[str, metadata.Distribution]:
     """Return a distribution and all that it requires on a version of Python."""
