@@ -11,7 +11,7 @@ from starlette.requests import Request
 from tests.security.hostile import damaged, fuzzed
 
 from conquiet.web.access import Signer
-from conquiet.web.forms import asked, asked_entry, read
+from conquiet.web.forms import read, read_entry_id, read_query
 
 bodies = (
     st.binary(max_size=80)
@@ -55,9 +55,9 @@ def test_forms(body, kind) -> None:
 @fuzzed()
 @given(st.binary(max_size=40) | damaged(st.just(b"id=1700000000000-0")))
 def test_parameters(query) -> None:
-    asked(request(query=query), "id")
+    read_query(request(query=query), "id")
     try:
-        asked_entry(request(query=query), "id")
+        read_entry_id(request(query=query), "id")
     except HTTPException as error:
         if error.status_code != 400:
             raise

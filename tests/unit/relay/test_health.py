@@ -108,7 +108,7 @@ def test_ready_tells_each_dependency_and_what_is_parked(parts) -> None:
 
 def test_not_ready_while_it_stops_but_alive(parts) -> None:
     _, _, health, server = parts
-    health.stopping = True
+    health.begin_stop()
     assert get(server, "/readyz")[0] == 503
     assert get(server, "/healthz")[0] == 200
 
