@@ -27,7 +27,9 @@ _LINE_SECONDS = 10.0
 """Seconds between lines of progress where a line cannot be written over."""
 _POSITIONS = frozenset({"startingoffsets", "endingoffsets", "maxoffsetspertrigger"})
 """Options of a log, in small letters."""
-_last = re.compile(r"^(?:Caused by: )?([A-Za-z_][\w.$]*: .+)$", re.MULTILINE)
+_last = re.compile(r"^[ \t]*(?:Caused by: )?([A-Za-z_][\w.$]*: .+)$", re.MULTILINE)
+_BEHIND = ("=== Streaming Query ===", "JVM stacktrace:")
+"""What Spark writes behind the text of an error."""
 
 
 def run(options: Namespace) -> int:
@@ -287,14 +289,15 @@ def _print_failure(error: Exception, log: SparkLog | None) -> int:
 
     text = str(error) if isinstance(error, ConquietError) else own_words(error)
     mark = red("conquiet: error:", sys.stderr)
-    text = one_line(text or _last_words(str(error)))[:1500]
+    text = one_line(text or last_words(str(error)))[:1500]
     print(f"{mark} the run failed: {text}{where}", file=sys.stderr)
     return FAILED
 
 
-def _last_words(text: str) -> str:
+def last_words(text: str) -> str:
     """Return the line that names the fault: Python's below Spark, else Java's."""
-    text = text.partition("JVM stacktrace:")[0]
+    for heading in _BEHIND:
+        text = text.partition(heading)[0]
     _, _, trace = text.partition("Traceback (most recent call last):")
     found = _last.findall(trace)
     return found[-1] if found else text.partition("\n\tat ")[0]

@@ -210,8 +210,8 @@ def test_executors_whose_python_is_too_early_for_the_archive_are_refused(
     publish(redis_client, 0, 5)
     arguments = [*on(cluster, tmp_path, "spark.executorEnv.PYTHONPATH"), "--once"]
     arguments += ["--broker", redis_url, "--streams", "events:*", "--archive", str(archive)]
-    environment = {"PYSPARK_PYTHON": DEBIAN, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    running = Pipeline(tmp_path, tmp_path / "lake", *arguments, environment=environment)
+    arguments += ["--conf", f"spark.pyspark.python={DEBIAN}"]
+    running = Pipeline(tmp_path, tmp_path / "lake", *arguments, environment={})
     assert running.process.wait(240) == 1
     [line] = [line for line in running.err.read_text().splitlines() if "error:" in line]
     assert f"was packed for Python {first} and later patch releases" in line

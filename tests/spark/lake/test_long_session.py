@@ -28,7 +28,7 @@ def other_threads(names: dict[str, int]) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_hundreds_of_batches_and_dozens_of_refreshes_leave_the_jvm_as_it_was(
     redis_url, tmp_path: Path, record_property
 ) -> None:

@@ -15,7 +15,13 @@ import pytest
 
 from conquiet import spark
 from conquiet.cli import build_parser, main
-from conquiet.cli.pipeline_run import BatchProgress, serve_metrics, source_options, spark_settings
+from conquiet.cli.pipeline_run import (
+    BatchProgress,
+    last_words,
+    serve_metrics,
+    source_options,
+    spark_settings,
+)
 from conquiet.errors import ConfigError
 from conquiet.spark.archive import first_python, list_needed, this_python
 
@@ -280,4 +286,26 @@ def test_an_archive_refuses_a_python_that_it_does_not_fit(first, fits, tmp_path)
 def test_the_dependencies_of_an_extra_are_found_through_theirs() -> None:
     assert {"conquiet", "redis", "hiredis", "sqlalchemy", "alembic", "mako"} <= set(
         list_needed("conquiet", ["spark"])
+    )
+
+
+def test_the_error_of_a_task_is_found_in_what_spark_says_of_a_query() -> None:
+    said = """[STREAM_FAILED] Query [id = a1] terminated with exception: raised by \
+the Python Proxy. Return Message: Traceback (most recent call last):
+  File "tasks.py", line 92, in take
+    frame.mapInArrow(run, "result BINARY").collect()
+pyspark.errors.exceptions.captured.PythonException: An exception was thrown from the Python worker:
+  Traceback (most recent call last):
+    File "conquiet/spark/__init__.py", line 59, in _check_archive
+      raise ImportError(
+  ImportError: /work/conquiet was packed for Python 3.11.3 and later patch releases
+=== Streaming Query ===
+Identifier: pipeline [id = a1, runId = b2]
+Current State: ACTIVE
+
+JVM stacktrace:
+org.apache.spark.SparkException: Job aborted
+\tat org.apache.spark.scheduler.DAGScheduler(DAGScheduler.scala:1)"""
+    assert last_words(said) == (
+        "ImportError: /work/conquiet was packed for Python 3.11.3 and later patch releases"
     )
