@@ -268,7 +268,12 @@ class Definitions:
             raise ConfigError(f"the rule {name} is declared twice")
 
         def register(check: Check) -> Check:
-            hints = get_type_hints(check)
+            try:
+                hints = get_type_hints(check)
+            except NameError as error:
+                raise ConfigError(
+                    f"rule {name}: {error}; define the struct or the row at the top of a module"
+                ) from error
             hints.pop("return", None)
             of: Any = next(iter(hints.values()), None)
             rows = {one.row for one in self.definition.tables.values()}

@@ -249,6 +249,16 @@ def test_a_row_that_breaks_a_rule_waits_in_quarantine_for_its_correction(tmp_pat
     assert made.read("rows_quarantine").num_rows == made.read("paid").num_rows == 1
 
 
+def test_a_rule_over_a_class_that_cannot_be_found_is_refused(tmp_path):
+    made = Pipeline(CATALOG, lake=tmp_path / "lake")
+
+    def positive(row: Nowhere) -> bool:  # noqa: F821 - as a class within a function
+        return row.cents > 0
+
+    with pytest.raises(ConfigError, match="rule positive: name 'Nowhere' is not defined; define"):
+        made.expect("positive", on_fail="count")(positive)
+
+
 def test_row_classes_of_one_name_in_two_tables(tmp_path):
     made = Pipeline(CATALOG, lake=tmp_path / "lake")
 
