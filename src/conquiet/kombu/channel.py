@@ -451,7 +451,7 @@ class Channel(lists.Channel):  # type: ignore[misc]  # Kombu has no types
             lease.renew(self.commands.client)
             if lease.has_lapsed:
                 lost = self.reader.drop_taken()
-                lease.has_lapsed = False
+                lease.forget_lapse()
         except redis.ResponseError as error:
             if is_replica(error):
                 raise redis.ConnectionError(str(error)) from error

@@ -85,7 +85,7 @@ class Consumer:
             lease = self.lease = self._open_lease()
             weakref.finalize(self, lease.end).atexit = False
         if queue not in self._subscribed:
-            lease.serves_loop = True
+            lease.serve_loop(True)
             settings = self._commands.call(
                 scripts.subscribe,
                 [self._keys.leases, self._keys.queues, self._keys.stream(queue, 0)],
@@ -108,7 +108,7 @@ class Consumer:
         if lease is None:
             return True
         lease.let_expire(streams)
-        lease.serves_loop = bool(self._subscribed)
+        lease.serve_loop(bool(self._subscribed))
 
         def leave_group(client: Any) -> Any:
             self._settlement.send(client)

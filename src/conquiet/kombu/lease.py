@@ -114,7 +114,7 @@ class Lease:
     thread uses `client`.
 
     `has_lapsed` is set when a renewal found that the lease had ended, and other consumers may have
-    taken over its messages; the channel resets it once it has looked.
+    taken over its messages; the channel calls `forget_lapse` once it has dropped them.
     """
 
     def __init__(
@@ -177,6 +177,13 @@ class Lease:
         Others do so when the lease has ended in Redis, so that it need not be tried for longer.
         """
         self._leaves = tuple(streams)
+
+    def serve_loop(self, is_serving: bool) -> None:
+        """Note whether it has a subscription; without one, a blocked loop does not end it."""
+        self.serves_loop = is_serving
+
+    def forget_lapse(self) -> None:
+        self.has_lapsed = False
 
     @property
     def is_in_doubt(self) -> bool:

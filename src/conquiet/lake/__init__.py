@@ -1,4 +1,4 @@
-"""Lake: anyone's events to Delta tables: bronze, typed silver, quarantine, facts, marts."""
+"""Lake: events of any producer in Delta tables: bronze, silver, quarantine, facts, marts."""
 
 from conquiet.lake.definition import Event, ExpectationFailed
 from conquiet.lake.pipeline import Pipeline

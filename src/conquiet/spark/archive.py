@@ -23,7 +23,6 @@ from typing import Any
 
 from conquiet.errors import ConfigError
 
-ARCHIVE_NAME = "conquiet-packages.zip"
 MANIFEST = "conquiet-packages.json"
 UNPACKED_AS = "conquiet"
 """The directory, beside an executor, that Spark unpacks the archive into."""

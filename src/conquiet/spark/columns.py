@@ -15,7 +15,7 @@ CORES_VARIABLE = "CONQUIET_SPARK_CORES"
 """Environment variable that passes the cores of the executors to planner processes."""
 
 MALFORMED = "_malformed"
-"""The reason why an entry is no event, or null. Its fields are then in `data`, as JSON."""
+"""The reason why an entry is not an event, or null. Its fields are then in `data`, as JSON."""
 
 _TIME = pa.timestamp("us", tz="UTC")
 

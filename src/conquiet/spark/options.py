@@ -81,7 +81,6 @@ class Options:
         ignored: frozenset[str] = frozenset(),
     ) -> None:
         self._given = {str(name).lower(): str(value) for name, value in given.items()}
-        self._format = format
         spelled = {name.lower(): name for name in known}
         for name in self._given:
             if name in spelled or name in ignored:

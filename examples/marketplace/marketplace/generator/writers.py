@@ -151,7 +151,7 @@ _LOG_BATCH = 500
 
 
 class LogRefused(ConquietError):
-    """The log holds later entries than those to be written, or is no stream."""
+    """The log holds later entries than those to be written, or is not a stream."""
 
 
 def write_log(client: Any, entries: Iterable[Entry], *, partitions: int = 1) -> int:

@@ -86,7 +86,6 @@ def _only(types: pa.Array, columns: dict[str, pa.Array]) -> dict[str, pa.Array]:
 
 
 _TIME = pa.timestamp("us", tz="UTC")
-_MAP = pa.map_(pa.string(), pa.string())
 _DASH, _ZERO = b"-0"
 _LAST_ASCII = 127
 _CLOCK_DIGITS = 13
