@@ -215,9 +215,10 @@ def test_threads_of_one_handler_share_the_connection_without_harm(postgres: Engi
     wanted: dict[str, int] = {}
 
     def work(first: int) -> None:
-        for number in range(first, first + 20):
+        for number in range(first, first + 20, 5):
             with connection(postgres) as found:
-                found.execute(SAVE, {"id": str(number), "amount": number})
+                for id_ in range(number, number + 5):
+                    found.execute(SAVE, {"id": str(id_), "amount": id_})
                 assert found.execute(select(text(str(number)))).scalar() == number
 
     async def fan_out() -> None:
@@ -254,7 +255,8 @@ def test_another_thread_executes_the_queue_and_switches_it_off(
         found.execute(SAVE, {"id": "5"})
         driver = found.connection.driver_connection
         assert driver.pgconn.pipeline_status == PipelineStatus.OFF
-        assert driver.execute("SELECT count(*) FROM orders").fetchone() == (6,)
+        past_the_queue = psycopg.Cursor(driver).execute("SELECT count(*) FROM orders")
+        assert past_the_queue.fetchone() == (6,)
 
 
 def test_a_connection_that_is_stuck_in_pipeline_mode_never_returns_to_the_pool(
@@ -263,7 +265,8 @@ def test_a_connection_that_is_stuck_in_pipeline_mode_never_returns_to_the_pool(
     with suppress(ZeroDivisionError), Transaction(postgres).scope(()):
         with connection(postgres) as found:
             found.execute(SAVE, {"id": "a"})
-            found.connection.driver_connection.pipeline().__enter__()
+            mode = found.connection.driver_connection.pipeline()
+            mode.__enter__()
         raise ZeroDivisionError
     with postgres.begin() as next_:
         assert next_.connection.driver_connection.pgconn.pipeline_status == PipelineStatus.OFF
