@@ -287,6 +287,8 @@ def test_a_probe_commits_or_raises(engine: Engine) -> None:
         Transaction("postgresql://nobody@127.0.0.1:1/none").probe()
 
 
+# An interrupt inside a weakref callback is ignored by Python, with this warning, and comes again.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_handler_that_is_interrupted_inside_a_statement_is_to_blame_and_leaves_no_lock(
     engine: Engine, untraced: None
 ) -> None:
