@@ -33,6 +33,8 @@ from conquiet import embedded
 from conquiet.lake.pipeline import Progress
 
 _WARM_SECONDS = 10.0
+_MOST_BEHIND_SECONDS = 60.0
+"""How long a run may take for the events that wait when the last one was added."""
 _TICKS = 100
 """Pipelines per second of the process that adds events."""
 
@@ -68,11 +70,13 @@ class Clock:
         self.silver: dict[int, float] = {}
         self.mart: dict[int, float] = {}
         self.steps: dict[str, list[float]] = defaultdict(list)
+        self.events = 0
         self._last = time.time()
         self._has_silver: set[int] = set()
 
     def see(self, progress: Progress) -> None:
         now = time.time()
+        self.events = progress.events
         self.steps[progress.step].append(now - self._last)
         self._last = now
         if progress.step == "shop_daily committed":
@@ -131,6 +135,10 @@ def measure(url: str, place: Path, rate: int, seconds: float, refresh_seconds: f
 
     def add_events() -> None:
         subprocess.run([*command, "--seconds", str(seconds)], check=True)
+        produced = int(seconds * _TICKS) * (rate // _TICKS)
+        end = time.monotonic() + _MOST_BEHIND_SECONDS
+        while clock.events < produced and time.monotonic() < end:
+            time.sleep(0.1)
         time.sleep(2 * refresh_seconds if refresh_seconds < seconds else 2.0)
         os.kill(os.getpid(), signal.SIGTERM)  # ends the run
 
@@ -142,7 +150,9 @@ def measure(url: str, place: Path, rate: int, seconds: float, refresh_seconds: f
     pipeline.run(log, refresh_seconds=refresh_seconds, on_progress=clock.see, on_query=begin)
     spark.stop()
     for name, found in zip(("silver", "mart"), latencies(place, clock), strict=True):
-        if len(found):
+        if not len(found) and (name == "silver" or clock.mart):
+            print(f"refresh every {refresh_seconds:g} s: no event came after the warm-up")
+        elif len(found):
             p50, p95, p99 = np.percentile(found, [50, 95, 99])
             print(
                 f"refresh every {refresh_seconds:g} s: XADD to {name}: p50 {p50:.0f} ms,"
