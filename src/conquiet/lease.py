@@ -75,12 +75,14 @@ class LeaseKeeper:
         A lease that is registered already keeps the sooner of its two due times.
         """
         with self._lock:
+            # A thread that is not alive ended at the interpreter's exit or was lost in a fork.
+            is_running = self._thread is not None and self._thread.is_alive()
+            if not is_running:
+                self._wakes_at = 0.0  # a wake-up would end the new thread's first wait at once
             self._every[lease] = min(every, self._every.get(lease, math.inf))
             self._advance(lease, time.monotonic() + every)
-            # A thread that is not alive ended at the interpreter's exit or was lost in a fork.
-            if self._thread is not None and self._thread.is_alive():
+            if is_running:
                 return
-            self._wakes_at = 0.0
             if self._native and _has_greenlets_for_threads():
                 thread: threading.Thread | _NativeThread = _NativeThread(self._keep)
             else:
