@@ -27,7 +27,7 @@ _LINE_SECONDS = 10.0
 """Seconds between lines of progress where a line cannot be written over."""
 _POSITIONS = frozenset({"startingoffsets", "endingoffsets", "maxoffsetspertrigger"})
 """Options of a log, in small letters."""
-_last = re.compile(r"^[ \t]*(?:Caused by: )?([A-Za-z_][\w.$]*: .+)$", re.MULTILINE)
+_last = re.compile(r"^[ \t]*(?:Caused by: )?((?!SQLSTATE)[A-Za-z_][\w.$]*: .+)$", re.MULTILINE)
 _BEHIND = ("=== Streaming Query ===", "JVM stacktrace:")
 """What Spark writes behind the text of an error."""
 

@@ -299,6 +299,7 @@ pyspark.errors.exceptions.captured.PythonException: An exception was thrown from
     File "conquiet/spark/__init__.py", line 59, in _check_archive
       raise ImportError(
   ImportError: /work/conquiet was packed for Python 3.11.3 and later patch releases
+SQLSTATE: 39000 SQLSTATE: XXKST
 === Streaming Query ===
 Identifier: pipeline [id = a1, runId = b2]
 Current State: ACTIVE
