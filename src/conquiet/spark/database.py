@@ -51,6 +51,9 @@ class Database:
             ) from None
         if "@" in (parsed.host or ""):  # the end of a password, which no message may show
             raise ConfigError("the option url is not a URL: write @ in a user or password as %40")
+        if "/" in (parsed.password or "") and "/" in url.partition("://")[2].partition("@")[0]:
+            # libpq would take what is before it for a port, and quote it.
+            raise ConfigError("the option url is not a URL: write / in a user or password as %2F")
         kind = parsed.get_backend_name()
         shown = dialect.display_url(parsed)
         if kind in ("postgresql", "postgres"):
