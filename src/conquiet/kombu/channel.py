@@ -124,7 +124,7 @@ class QoS(lists.QoS):  # type: ignore[misc]  # Kombu has no types
 
 
 def _acks_early(message: Any) -> bool:
-    """Return whether a Celery worker acks a message before its task runs, not thereafter."""
+    """Return whether a Celery worker acks a message before its task runs, not after it."""
     state: Any = sys.modules.get("celery.worker.state")
     if state is None or message is None:
         return False
