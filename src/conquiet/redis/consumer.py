@@ -247,7 +247,9 @@ class Consumer:
             del self._own_from[stream]
 
     def _claim_stale(self, found: list[Delivery], room: int) -> None:
-        while self._stale.is_due() and len(found) < room:
+        for _ in self.streams:  # each once: a scan that takes longer than its interval is due again
+            if not self._stale.is_due() or len(found) >= room:
+                return
             stream = self._stale.stream
             for terms, rows in self._stale.find(self._held[stream], room - len(found)).items():
                 self._claim(stream, terms, rows, found)

@@ -167,6 +167,7 @@ def user(redis_client, redis_url):
             "worker",
             enabled=True,
             reset=True,
+            reset_channels=True,  # before Redis 7 a new user may use all of them
             passwords=["+secret"],
             keys=["conquiet:kombu:*"],
             channels=["conquiet:kombu:*"],

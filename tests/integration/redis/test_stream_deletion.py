@@ -98,7 +98,9 @@ def test_an_entry_deleted_in_the_hands_of_its_consumer_is_counted(
     elif step == "redeliver":
         for message in messages:
             message.nack(ValueError("no stock"))
-        assert ids(one.read(10, 1.0)) == ["m-0", "m-2"]
+        again = ids(one.read(10, 1.0))
+        if server_of(redis_client).at_least("7.0"):
+            assert again == ["m-0", "m-2"]
     one.close()
     if server_of(redis_client).at_least("7.0"):
         assert one.deleted == 1
