@@ -138,6 +138,20 @@ def settle(acked: Iterable[Acking], nacked: Iterable[tuple[Acking, Error]] = ())
     return count
 
 
+def settle_after_commit(
+    acked: Iterable[Acking], nacked: Iterable[tuple[Acking, Error]] = ()
+) -> None:
+    """Settle many messages: inside a transaction after its commit, else at once."""
+    deferral = _DEFERRAL.get()
+    if deferral is None:
+        settle(acked, nacked)
+        return
+    for acking in acked:
+        deferral.add(acking, True, None)
+    for acking, error in nacked:
+        deferral.add(acking, False, error)
+
+
 def _collect(
     acking: Acking,
     error: Error,

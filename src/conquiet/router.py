@@ -13,8 +13,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 
-from conquiet.acking import Acking, Error, settle
-from conquiet.errors import Blameless, ConfigError, ConquietError, GivenBack, HandlerError
+from conquiet.acking import Acking, Error, settle_after_commit
+from conquiet.errors import (
+    Blameless,
+    ConfigError,
+    ConquietError,
+    GivenBack,
+    HandlerError,
+    PermanentError,
+)
 from conquiet.gate import FailedKeys, Gate, Unknown
 from conquiet.handler import SKIPPED, Handler, Kind, LoopThread, Outputs, Process, Result
 from conquiet.matcher import Matcher
@@ -239,15 +246,17 @@ class Router:
         """Ack successful messages and nack failed ones, in one call per source."""
         acked: list[Acking] = []
         nacked: list[tuple[Acking, Error]] = []
+        returning = _returning_errors(handled)
         for message, result in zip(handled.messages, handled.results, strict=True):
             if isinstance(result, Exception):
                 _log_failure(message, result)
                 if message.acking is not None:
-                    nacked.append((message.acking, result))
+                    error = returning.get(id(message.origin), result)
+                    nacked.append((message.acking, error))
             elif message.acking is not None and self._acks(result):
                 acked.append(message.acking)
         try:
-            settle(acked, nacked)
+            settle_after_commit(acked, nacked)
         except Exception:
             # The effects are committed; the source redelivers, and the inbox skips duplicates.
             logger.exception("could not settle messages; they will be delivered again")
@@ -405,6 +414,28 @@ def _share_with_outputs(messages: Batch, results: Sequence[Result]) -> None:
             continue
         for output, share in zip(result, message.acking.split(len(result)), strict=True):
             output.acking = share
+
+
+def _returning_errors(handled: Handled) -> dict[int, Exception]:
+    """Return the errors to nack messages of several handlers with, by the identity of the origin.
+
+    A source buries a message after a permanent error, for all its handlers: it must hear of it only
+    if none of those that failed can be retried.
+    """
+    found: dict[int, Exception] = {}
+    for message, result in zip(handled.messages, handled.results, strict=True):
+        if message.origin is not message and isinstance(result, Exception):
+            former = found.setdefault(id(message.origin), result)
+            if _finality(result) < _finality(former):
+                found[id(message.origin)] = result
+    return found
+
+
+def _finality(error: Exception) -> int:
+    """Order errors by what a source does: deliver again at no cost, count an attempt, bury."""
+    if isinstance(error, Blameless):
+        return 0
+    return 2 if isinstance(error, PermanentError) else 1
 
 
 def _log_failure(message: Message[Any], error: Exception) -> None:

@@ -302,3 +302,21 @@ def test_a_reader_that_went_away_is_told_once_per_publish():
 def test_settings_that_cannot_work_are_refused(settings):
     with pytest.raises(ConfigError, match="at least"):
         LinesSource(io.BytesIO(), **settings)
+
+
+def test_a_message_that_is_dead_for_one_handler_comes_back_for_the_other(grave):
+    router, shipped = Router(), []
+
+    @router.raw()
+    def bill(message: Message) -> None:
+        raise InvalidMessage("never")
+
+    @router.raw()
+    def ship(message: Message) -> None:
+        if message.deliveries == 1:
+            raise ConnectionError("no truck")
+        shipped.append(message.id)
+
+    Worker(source_of(lines(event(1)), grave), router).run()
+    assert shipped == ["1"]
+    assert [letter.attributes["deadattempts"] for letter in grave.letters] == ["2"]

@@ -25,9 +25,12 @@ from conquiet.errors import (
     Conflict,
     GivenBack,
     HandlerError,
+    InvalidMessage,
     PermanentError,
     StoreError,
 )
+from conquiet.memory import Log
+from conquiet.middleware import DeadLetter
 from conquiet.transaction import MAX_BLAMELESS
 
 
@@ -196,6 +199,23 @@ def test_in_a_transaction_inside_another_settlements_wait_for_the_outer_commit()
 
     router_with(handle, ListTransaction(ledger.trace), ack="manual").process([ledger.message(1)])
     assert ledger.trace[-3:] == ["commit", "commit", ("ack", "1")]
+
+
+@pytest.mark.parametrize("outcome", ["done", "dead"])
+def test_what_a_router_in_a_handler_settles_waits_for_the_commit(outcome):
+    ledger, dead = Ledger(), Log()
+
+    def end(order: PlaceOrder) -> None:
+        if outcome == "dead":
+            raise InvalidMessage("never")
+
+    nested = router_with(end, DeadLetter(dead.sink()))
+
+    def pass_on(order: PlaceOrder, message: Message) -> None:
+        nested.settle(nested.run([message]))
+
+    router_with(pass_on, ListTransaction(ledger.trace), ack="manual").process([ledger.message(1)])
+    assert ledger.trace == [("begin", 1), "commit", ("ack", "1")]
 
 
 def test_a_settlement_after_the_commit_that_fails_runs_nothing_again(caplog):

@@ -179,6 +179,23 @@ def test_a_store_that_is_away_for_one_handler_does_not_bury_the_other_ones_messa
     assert isinstance(ledger.nacked["1"], (StoreError, ValueError))
 
 
+@pytest.mark.parametrize("bill_error", [InvalidMessage("never"), ValueError("now and then")])
+@pytest.mark.parametrize("first", ["bill", "ship"])
+def test_a_source_hears_of_the_handler_that_can_be_retried(bill_error, first):
+    """Else it would bury the message, and the other handler would never run."""
+    ledger = Ledger()
+
+    def bill(message: Message[Any]) -> None:
+        raise bill_error
+
+    def ship(message: Message[Any]) -> None:
+        raise StoreError("away")
+
+    run = {"bill": bill, "ship": ship} if first == "bill" else {"bill": ship, "ship": bill}
+    two_handlers(**run).process([ledger.message(1)])
+    assert isinstance(ledger.nacked["1"], StoreError)
+
+
 def test_a_failure_of_two_handlers_holds_their_key_no_longer_than_until_it_is_handled(workers):
     log, done = Log(), []
     log.sink("orders").publish([Ledger().message(number, subject="k") for number in range(3)])

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from conquiet.acking import settle
+from conquiet.acking import settle_after_commit
 from conquiet.codec import encode_data
 from conquiet.errors import Blameless, ConfigError, ConquietError, InvalidMessage, PermanentError
 from conquiet.handler import NOTHING, Process, Result
@@ -279,6 +279,6 @@ def _ack(messages: Sequence[Message[Any]]) -> None:
     for message in messages:
         message.locals[IS_DEAD] = True
     try:
-        settle([message.acking for message in messages if message.acking is not None])
+        settle_after_commit([message.acking for message in messages if message.acking is not None])
     except Exception:
         logger.exception("could not settle dead letters; they will be delivered again")
