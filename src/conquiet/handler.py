@@ -23,7 +23,7 @@ from typing import Any, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 import msgspec
 
 from conquiet.codec import Decode, decoder
-from conquiet.errors import ConfigError, DeadlineExceeded, HandlerError, Interrupt
+from conquiet.errors import ConfigError, DeadlineExceeded, HandlerError, Interrupt, StoreError
 from conquiet.event import complete, derived_id, is_event_class, new_attributes, type_name
 from conquiet.matcher import Matcher
 from conquiet.message import Message, describe
@@ -135,6 +135,10 @@ class Handler:
     ) -> Sequence[Result]:
         try:
             return self._results(messages, run_async, derives_ids)
+        except StoreError as error:
+            # Of a store that the handler opened: no reason to give all other messages back.
+            error.is_outage = False
+            raise
         except (Exception, Interrupt):
             raise
         except BaseException as error:

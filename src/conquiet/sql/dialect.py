@@ -290,7 +290,8 @@ def names_table(error: BaseException, tables: Collection[str]) -> bool:
     """Return whether a statement failed because one of these tables is missing."""
     original = _original(error)
     if _sqlstate(original) == _UNDEFINED_TABLE:
-        return any(f'"{table}"' in str(original) for table in tables)
+        reason = str(original).partition("\n")[0]  # behind it is the statement
+        return any(f'"{table}"' in reason for table in tables)
     return any(str(original) == f"no such table: {table}" for table in tables)
 
 

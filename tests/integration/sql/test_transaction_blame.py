@@ -203,6 +203,20 @@ def meet_an_engine_that_is_away(engine: Engine) -> None:
     make_engine("postgresql://nobody@127.0.0.1:1/none").connect().close()
 
 
+def meet_a_transaction_that_is_away(engine: Engine) -> None:
+    with Transaction("postgresql://nobody@127.0.0.1:1/none").scope(()):
+        pass
+
+
+def meet_a_router_whose_database_is_away(engine: Engine) -> None:
+    inner = Router()
+    inner.use(Transaction("postgresql://nobody@127.0.0.1:1/none"))
+    inner.raw(name="inner")(handle_nothing)
+    [result] = inner.process([message()])
+    assert isinstance(result, StoreError)
+    raise result
+
+
 def meet_itself(engine: Engine) -> None:
     """Write by a connection of its own, while the transaction has SQLite's write lock."""
     save(engine, "mine")
@@ -231,7 +245,14 @@ def deliver_twenty(engine: Engine, fail: Callable[[Engine], None]) -> tuple[Work
 
 @pytest.mark.parametrize(
     "fail",
-    [meet_a_lock, meet_a_missing_file, meet_a_missing_database, meet_an_engine_that_is_away],
+    [
+        meet_a_lock,
+        meet_a_missing_file,
+        meet_a_missing_database,
+        meet_an_engine_that_is_away,
+        meet_a_transaction_that_is_away,
+        meet_a_router_whose_database_is_away,
+    ],
 )
 def test_a_message_that_fails_as_the_store_does_is_dead_in_the_end_and_its_neighbours_are_done(
     postgres: Engine, fail: Callable[[Engine], None]
@@ -320,7 +341,10 @@ def router_without(engine: Engine, *tables: str) -> Router:
     def handle(item: Message[Any]) -> list[Message[Any]]:
         if item.id == "bad":
             with connection(engine) as found:
-                found.execute(text("INSERT INTO missing VALUES (1)"))
+                # The name of our table is in the error too.
+                found.execute(
+                    text('INSERT INTO missing SELECT message_id FROM "processed_messages"')
+                )
         return [Message(b"{}", {"type": "done"})] if item.id != "silent" else []
 
     router.start()
