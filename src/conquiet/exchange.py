@@ -9,12 +9,55 @@ from __future__ import annotations
 
 import io
 import socket
+import ssl
 import time
 from typing import Any
 
 
 class TooMuchReceived(OSError):
     """The peer sent more than the limit of an exchange."""
+
+
+def connect(
+    host: str, port: int, seconds: float, context: ssl.SSLContext | None = None
+) -> socket.socket:
+    """Connect to a host, with TLS if there is a context, within `seconds`.
+
+    The addresses of the host share the time: a host may have any number that do not answer, and
+    `socket.create_connection` has the whole time for each.
+    """
+    until = time.monotonic() + seconds
+    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    failure = OSError(f"{host} has no address")
+    for number, (family, kind, protocol, _, address) in enumerate(addresses):
+        try:
+            made = socket.socket(family, kind, protocol)
+        except OSError as error:
+            failure = error
+            continue
+        try:
+            made.settimeout(_left(until) / (len(addresses) - number))
+            made.connect(address)
+            break
+        except OSError as error:
+            made.close()
+            failure = error
+    else:
+        raise failure
+    try:
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        made.settimeout(_left(until))
+        return made if context is None else context.wrap_socket(made, server_hostname=host)
+    except BaseException:
+        made.close()
+        raise
+
+
+def _left(until: float) -> float:
+    left = until - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("timed out")
+    return left
 
 
 class ExchangeSocket:
@@ -55,10 +98,7 @@ class ExchangeSocket:
         return count
 
     def _wait_no_longer(self) -> None:
-        left = self._until - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("timed out")
-        self._socket.settimeout(left)
+        self._socket.settimeout(_left(self._until))
 
 
 class _Reader(io.RawIOBase):

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import http.client
 import json
+import ssl
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from conquiet.exchange import ExchangeSocket
+from conquiet.exchange import ExchangeSocket, connect
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
@@ -140,12 +141,15 @@ def _get(url: str, timeout: float) -> tuple[int, bytes]:
     """Return status and body, all within `timeout` seconds; redirects are not followed."""
     until = time.monotonic() + timeout
     parts = urlsplit(url)
-    is_secure = parts.scheme == "https"
-    kind = http.client.HTTPSConnection if is_secure else http.client.HTTPConnection
-    connection = kind(parts.hostname or "", parts.port, timeout=timeout)
+    context = ssl.create_default_context() if parts.scheme == "https" else None
+    place = parts.hostname or "", parts.port or (80 if context is None else 443)
+    connected = connect(*place, timeout, context)
+    if context is None:
+        connection = http.client.HTTPConnection(*place)
+    else:
+        connection = http.client.HTTPSConnection(*place, context=context)
     try:
-        connection.connect()
-        bounded: Any = ExchangeSocket(connection.sock, max_bytes=_MOST_BYTES)
+        bounded: Any = ExchangeSocket(connected, max_bytes=_MOST_BYTES)
         connection.sock = bounded
         bounded.begin(until - time.monotonic())
         connection.request("GET", parts.path)

@@ -188,6 +188,29 @@ def test_an_answer_without_end_costs_its_message_an_attempt_and_the_relay_the_ti
     sink.close()
 
 
+def test_addresses_that_do_not_answer_share_the_timeout(
+    receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name may have any number of addresses, as many as the owner of its domain likes."""
+    resolve = socket.getaddrinfo
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, ExitStack() as waiting:
+        for _ in range(4):  # a full queue: the next connection waits until it is given up
+            client = waiting.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(full.getsockname())
+
+        def resolve_to_many(host: Any, port: Any, **options: Any) -> Any:
+            silent = resolve(host, full.getsockname()[1], **options)
+            return [*silent * 9, *resolve(host, port, **options)]
+
+        monkeypatch.setattr(socket, "getaddrinfo", resolve_to_many)
+        sink = HttpSink(receiver.url, timeout=1)
+        began = time.monotonic()
+        assert sink.publish_each(numbered(1)) == [None]
+        assert time.monotonic() - began < 5  # each of them for a second would be 9
+        sink.close()
+
+
 def test_what_a_slow_receiver_leaves_no_time_for_is_given_back(receiver: Receiver) -> None:
     """So that what went out is marked, and not sent again for ever by a batch that never ends."""
     sink = HttpSink(receiver.url, timeout=1)

@@ -22,7 +22,7 @@ from urllib.parse import quote, unquote, urlsplit
 from conquiet.acking import Error
 from conquiet.config import check_timeout, explain
 from conquiet.errors import ConfigError, PermanentError, Refused, SinkUnavailable
-from conquiet.exchange import ExchangeSocket, TooMuchReceived
+from conquiet.exchange import ExchangeSocket, TooMuchReceived, connect
 from conquiet.message import Message, describe
 from conquiet.relay.sinks.answers import Answers, not_tried
 from conquiet.relay.sinks.envelope import Envelope
@@ -72,7 +72,8 @@ class HttpSink(Sink):
     ) -> None:
         try:
             parts = urlsplit(url)
-            self._host, self._port = parts.hostname or "", parts.port
+            self._host = parts.hostname or ""
+            self._port = parts.port or (443 if parts.scheme == "https" else 80)
         except ValueError as error:
             raise ConfigError(f"the URL of an HTTP sink: {explain(error, url)}") from None
         if parts.scheme not in ("http", "https") or not self._host:
@@ -135,13 +136,10 @@ class HttpSink(Sink):
 
     def check(self) -> None:
         """Raise `SinkUnavailable` if the receiver cannot be reached."""
-        connection = self._open(self._timeout)
         try:
-            connection.connect()
-        except (OSError, http.client.HTTPException) as error:
+            connect(self._host, self._port, self._timeout, self._context).close()
+        except OSError as error:
             raise SinkUnavailable(f"{self._place} cannot be reached: {error}") from error
-        finally:
-            connection.close()
 
     def close(self) -> None:
         """Close the connection; the next message opens another."""
@@ -150,11 +148,14 @@ class HttpSink(Sink):
             connection.close()
 
     def _open(self, seconds: float) -> http.client.HTTPConnection:
-        if self._context is None:
-            return http.client.HTTPConnection(self._host, self._port, timeout=seconds)
-        return http.client.HTTPSConnection(
-            self._host, self._port, timeout=seconds, context=self._context
-        )
+        place, context = (self._host, self._port), self._context
+        connected = connect(*place, seconds, context)
+        if context is None:
+            opened = http.client.HTTPConnection(*place)
+        else:
+            opened = http.client.HTTPSConnection(*place, context=context)
+        opened.sock = cast("Any", ExchangeSocket(connected, max_bytes=_MAX_RECEIVED_BYTES))
+        return opened
 
     def _answer(self, message: Message[Any], envelope: Envelope) -> Error:
         left = self._paused_until - time.monotonic()
@@ -177,15 +178,10 @@ class HttpSink(Sink):
                 return self._exchange(message, envelope.body, headers, until)
             except (ConnectionError, http.client.BadStatusLine):
                 self.close()  # the receiver may close an idle connection at any time
-        connection = self._connection = self._open(_left(until))
         try:
-            connection.connect()
+            self._connection = self._open(_left(until))
         except OSError as error:
-            self.close()
             return SinkUnavailable(f"{self._place} cannot be reached: {error!r:.200}")
-        connection.sock = cast(
-            "Any", ExchangeSocket(connection.sock, max_bytes=_MAX_RECEIVED_BYTES)
-        )
         try:
             return self._exchange(message, envelope.body, headers, until)
         except (ConnectionError, http.client.BadStatusLine) as error:
