@@ -9,6 +9,8 @@ _port = re.compile(r"(\d{1,5}|PORT)(?=$|[/?#,;.)'\"])")
 _parameter = re.compile(
     r"(?i)([?&;][\w.%-]*(?:pass|pwd|secret|token|key|sig|credential|auth|code|jaas)[\w.%-]*=)[^&]*"
 )
+_keyword = re.compile(r"(?i)(\b\w*(?:password|passwd|pwd)\s*=\s*)('[^']*'|[^\s&]+)")
+"""`host=db password=…`, as libpq takes it."""
 _quoted_url = re.compile(
     r"""
       (?<=')[\w+.-]+://[^']*(?=')    # with spaces in it, if need be
@@ -40,7 +42,8 @@ def mask(url: str) -> str:
         login = "***"
     elif scheme and not at:
         place = _mask_cut(place)
-    return scheme + _parameter.sub(r"\1***", f"{login}{at}{place}")
+    masked = _parameter.sub(r"\1***", f"{login}{at}{place}")
+    return scheme + _keyword.sub(r"\1***", masked)
 
 
 def _mask_cut(place: str) -> str:
@@ -56,5 +59,7 @@ def mask_all(text: str) -> str:
 
     >>> mask_all("unrecognized arguments: --broker redis://:pa55@db/0 app:pa55@db")
     'unrecognized arguments: --broker redis://:***@db/0 app:***@db'
+    >>> mask_all("no URL: host=db password=pa55 dbname=shop")
+    'no URL: host=db password=*** dbname=shop'
     """
-    return _quoted_url.sub(lambda found: mask(found[0]), text)
+    return _keyword.sub(r"\1***", _quoted_url.sub(lambda found: mask(found[0]), text))

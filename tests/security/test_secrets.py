@@ -169,6 +169,7 @@ QUOTED = {
     "a space": f"postgresql://a:b {SECRET} c@h/x",
     "a quote": f"postgresql://a:b'{SECRET}@h/x",
     "a parameter": f"kafka://h:1/t?sasl.password={SECRET}&x=1",
+    "keywords of libpq": f"host=h user=a password={SECRET} dbname=x",
     "cut off": f"postgresql://{'a' * 50}:{SECRET}{'z' * 200}@h/x",
 }
 

@@ -9,7 +9,16 @@ from datetime import timedelta
 from typing import Any
 
 from conquiet.cli.options import Verb, add_broker, add_group, add_verb, age, count, redis_at, span
-from conquiet.cli.terminal import FAILED, OK, add_yes, confirm, print_json, print_table, yellow
+from conquiet.cli.terminal import (
+    FAILED,
+    OK,
+    add_yes,
+    confirm,
+    in_one_row,
+    print_json,
+    print_table,
+    yellow,
+)
 from conquiet.errors import NotFound
 
 
@@ -135,7 +144,8 @@ def _trim(options: Namespace) -> int:
         return OK
     for trim in done:
         would = "would be deleted" if trim.dry_run else "deleted"
-        print(f"{trim.stream}: {trim.removed:,} entries {would}; the rest is kept: {trim.kept_by}")
+        kept = f"the rest is kept: {trim.kept_by}"
+        print(in_one_row(f"{trim.stream}: {trim.removed:,} entries {would}; {kept}"))
         if not trim.removed and keep is None and not options.exact:
             print("only whole blocks are deleted; --exact deletes single entries", file=sys.stderr)
     return OK

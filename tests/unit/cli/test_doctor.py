@@ -114,6 +114,7 @@ def test_a_database_that_answers_is_ok(capsys, sqlite_url) -> None:
         ("postgresql://u:p%40w@h/d", "postgresql://u:***@h/d"),
         ("postgresql://u@h/d?password=pw&sslmode=on", "postgresql://u@h/d?password=***&sslmode=on"),
         ("redis://u:s3/cret@cache/0", "redis://u:***@cache/0"),
+        ("host=h user=u password='p w' dbname=d", "host=h user=u password=*** dbname=d"),
     ],
 )
 def test_passwords_are_mask(url: str, expected: str) -> None:
