@@ -38,8 +38,6 @@ _SPARE = 1_000
 """How many other pending entries may lie between those that XPENDING is asked about."""
 _UNREAD_SECONDS = 0.002
 """If no read waits for so long, entries may have been added and trimmed in between."""
-_COUNT_TRIMMED_SECONDS = 1.0
-"""How often trimmed entries are counted while there is much to read."""
 _REMOVE_IDLE_SECONDS = 3_600.0
 _REMOVE_IDLE_NAMES = 1_000
 """How often, and how many at once, names of idle consumers are removed."""
@@ -189,7 +187,7 @@ class Consumer:
         try:
             self._collect_new(found, room, wait)
         finally:
-            self._trimming.note_read(found_some=len(found) > before)
+            self._trimming.note_read(is_full=len(found) - before >= room)
 
     def _collect_new(self, found: list[Delivery], room: int, wait: float) -> None:
         if len(self._by_slot) == 1 and room >= len(self.streams):
@@ -613,30 +611,25 @@ class _TrimWatch:
     """Counts entries that were trimmed before their group read them; Redis 7 and later.
 
     A read that waits gets new entries at once. So they are counted before the first read, after a
-    pause behind a read that found none, and once a second while reads find some.
+    pause, and between reads that leave entries behind: once the group has read on, Redis has
+    corrected its counters, and a loss cannot be found any more.
     """
 
     def __init__(self, streams: Sequence[GroupStream]) -> None:
         # Acked entries of an outbox are deleted, and the counters of Redis do not say which.
         self._streams = [stream for stream in streams if not stream.deletes]
-        self._last_count = self._last_read = -math.inf
-        self._found_some = False
+        self._last_read = -math.inf
+        self._is_full = False
 
-    def note_read(self, *, found_some: bool) -> None:
-        """Note that a read has ended."""
+    def note_read(self, *, is_full: bool) -> None:
+        """Note that a read has ended, and whether it may have left entries behind."""
         self._last_read = time.monotonic()
-        self._found_some = found_some
+        self._is_full = is_full
 
     def count(self) -> int:
         """Count if it is due, and log; each loss is counted by one consumer of the group."""
-        now = time.monotonic()
-        if self._found_some:
-            is_due = now - self._last_count >= _COUNT_TRIMMED_SECONDS
-        else:
-            is_due = now - self._last_read >= _UNREAD_SECONDS
-        if not is_due:
+        if not self._is_full and time.monotonic() - self._last_read < _UNREAD_SECONDS:
             return 0
-        self._last_count = now
         total = 0
         for stream in list(self._streams):
             trimmed = stream.count_trimmed()

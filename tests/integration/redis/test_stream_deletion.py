@@ -150,10 +150,7 @@ def test_a_stream_that_was_emptied_before_its_first_read_is_noticed(source, publ
 
 
 @pytest.mark.usefixtures("needs_counters")
-def test_trimmed_entries_are_counted_while_there_is_much_to_read(
-    source, publish, redis_client, monkeypatch
-):
-    monkeypatch.setattr("conquiet.redis.consumer._COUNT_TRIMMED_SECONDS", 0.0)
+def test_trimmed_entries_are_counted_while_there_is_much_to_read(source, publish, redis_client):
     publish(30)
     one = source()
     for left in (20, 10):
