@@ -136,13 +136,22 @@ class SigtermHandler:
             )
         self._stop = stop
         self._previous = previous
+        self._is_over = False
         self._installed = self._handle  # one object, to be recognised by `restore`
         signal.signal(signal.SIGTERM, self._installed)
 
     def restore(self) -> None:
-        """Restore the previous handler, unless another one was installed since."""
-        if signal.getsignal(signal.SIGTERM) is self._installed:
-            signal.signal(signal.SIGTERM, self._previous)
+        """Restore the previous handler, unless another one was installed since.
+
+        Loops that overlap may end in any order, so the previous handler may be one that is over.
+        """
+        self._is_over = True
+        if signal.getsignal(signal.SIGTERM) is not self._installed:
+            return
+        previous = self._previous
+        while isinstance(of := getattr(previous, "__self__", None), SigtermHandler) and of._is_over:
+            previous = of._previous
+        signal.signal(signal.SIGTERM, previous)
 
     def __enter__(self) -> Self:
         return self

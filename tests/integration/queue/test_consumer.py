@@ -218,6 +218,15 @@ def test_6_3_the_handler_of_sigterm_is_restored_when_the_loop_is_left(queue, sig
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_6_3_loops_that_overlap_end_by_sigterm_and_leave_the_handler_before(make_queue, sigterms):
+    before = signal.getsignal(signal.SIGTERM)
+    loops = [QueueConsumer(make_queue(name)).iter_messages() for name in ("b-1", "b-2")]
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert [list(loop) for loop in loops] == [[], []]
+    assert sigterms == [signal.SIGTERM]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
 def test_6_3_sigterm_can_be_left_alone(queue, in_thread):
     before = signal.getsignal(signal.SIGTERM)
     QueueConsumer(queue).next(1)
