@@ -22,6 +22,8 @@ _LIMITS = (("x-expires", 1), ("x-message-ttl", 0), ("x-max-length", 0))
 
 _NAMES_AT_ONCE = 200
 
+_CONTROL = ".pidbox"  # how Kombu ends the name of an exchange for control commands
+
 Binding = tuple[str, str | None, str]
 """Routing key, pattern, queue."""
 
@@ -36,8 +38,9 @@ class Topology:
     `state` is Kombu's record of exchanges and bindings, shared by the channels of a transport.
 
     `broadcasts` maps queues to their exchange and routing key, likewise shared: a transient queue
-    of a fanout exchange is no stream, but a subscription of its consumer by PUB/SUB. Control
-    commands and events of Celery need no more, and every worker gets those of all others.
+    of a fanout exchange, or a queue of control commands, is no stream, but a subscription of its
+    consumer by PUB/SUB. Control commands and events of Celery need no more, and every worker gets
+    those of all others.
     """
 
     def __init__(
@@ -174,7 +177,9 @@ class Topology:
         others = [one for one in self._bindings_of(queue) if one[:2] != (exchange, routing_key)]
         self._state.binding_declare(queue, exchange, routing_key, arguments)
         is_fanout = self.typeof(exchange).type == "fanout"
-        if is_fanout and queue in self.transient and not others:
+        # A control command is for the workers that run, also if `control_queue_durable` is set.
+        needs_no_replay = queue in self.transient or exchange.endswith(_CONTROL)
+        if is_fanout and needs_no_replay and not others:
             self.broadcasts[queue] = exchange, routing_key
             self.delete(queue, if_unused=True, if_empty=True)
             return

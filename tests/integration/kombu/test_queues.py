@@ -340,6 +340,21 @@ def test_a_broadcast_from_before_its_subscription_does_not_reach_a_consumer(redi
                 assert drain(second, taken, 1) == ["ping"]
 
 
+def test_an_old_control_command_reaches_no_worker_that_starts_later(redis_url):
+    # As Celery declares it with control_queue_durable.
+    control = kombu.Exchange("celery.pidbox", type="fanout", durable=False)
+    queue = kombu.Queue("a@shop.celery.pidbox", control, durable=True, expires=10)
+    with connected(redis_url) as sender, connected(redis_url) as first:
+        control(sender.default_channel).declare()
+        first.Consumer(queue, callbacks=[Taken()]).consume()  # it hangs
+        sender.Producer().publish("shutdown", exchange=control)
+        with connected(redis_url) as second:
+            taken = Taken()
+            with second.Consumer(queue, callbacks=[taken]):
+                sender.Producer().publish("ping", exchange=control)
+                assert drain(second, taken, 1) == ["ping"]
+
+
 def test_broadcasts_may_be_acked_and_rejected_and_several_queues_share_a_channel(connection):
     taken = Taken(ack=False)
     with connection.Consumer([broadcast("one"), broadcast("two")], callbacks=[taken]) as consumer:
