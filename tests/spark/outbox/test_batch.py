@@ -148,7 +148,7 @@ def test_a_wrong_option_is_told_before_anything_is_read(url, options, told):
     [
         ("mysql://root:hidden@host/x", "PostgreSQL and SQLite"),
         ("sqlite://", "share no memory"),
-        ("nothing", "no URL"),
+        ("nothing", "not the URL of a database"),
         ("postgresql://app:hidden@127.0.0.1:1/x", "refused"),
         ("postgresql://app@127.0.0.1:1/x?password=hidden", "refused"),
         ("postgresql://app:part@hidden@127.0.0.1:1/x", "@ .* as %40"),

@@ -103,7 +103,7 @@ def test_verify_tells_what_differs_and_fails(tmp_path, sqlite_url, capsys) -> No
 @pytest.mark.parametrize(
     ("url", "says"),
     [
-        ("nonsense", "no database URL"),
+        ("nonsense", "is not a database URL"),
         ("mysql://h/d", "works with postgresql and sqlite"),
         ("sqlite:////nonexistent/x.db", "conquiet outbox migrate would create it"),
         (None, "use --database, or set CONQUIET_DATABASE_URL"),
