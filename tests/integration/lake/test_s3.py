@@ -80,6 +80,7 @@ def test_tables_are_those_of_a_lake_on_a_disk(lake, tmp_path):
     assert found == contents(lake)
 
 
+@pytest.mark.slow
 def test_upkeep_and_retry(lake):
     log = entries(6)
     lake.run(as_table(log[:6]))
@@ -137,6 +138,7 @@ def test_a_driver_that_lost_its_lease_stops_before_the_next_step(lake):
     assert lake.read("events").num_rows == 1
 
 
+@pytest.mark.slow
 def test_readers_see_whole_commits_while_batches_come_in(lake):
     log = [one for one in entries(12) if one["type"] == "payment_authorized"]
     lake.run(as_table(log[:1]))

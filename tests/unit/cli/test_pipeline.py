@@ -208,6 +208,7 @@ def test_an_archive_comes_with_the_settings_that_unpack_it(tmp_path: Path) -> No
     }
 
 
+@pytest.mark.slow
 def test_the_archive_holds_conquiet_what_it_needs_and_what_is_yours(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -248,6 +249,7 @@ def async_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return about
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="the marker is one of Python 3.11")
 def test_requirements_are_judged_for_the_python_of_the_executors(request) -> None:
     assert "async-timeout" not in list_needed("conquiet", ["spark"], "3.11.7")

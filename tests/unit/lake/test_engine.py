@@ -61,7 +61,7 @@ def test_typed_tables_have_the_fields_of_all_versions(lake):
     assert rows[0].keys() >= {"event_id", "occurred_at", "moment", "payment_id", "shop", "cents"}
 
 
-@pytest.mark.parametrize("count", [2, 5, 30])
+@pytest.mark.parametrize("count", [2, 5, pytest.param(30, marks=pytest.mark.slow)])
 def test_any_division_into_batches_gives_the_same_tables(lake, tmp_path, count):
     log = entries()
     lake.run(as_table(log))
@@ -402,6 +402,7 @@ def test_replay_after_a_fix_gives_what_a_new_lake_would(tmp_path, bounds):
     assert fixed.read("total")["cents"].to_pylist() == [total]
 
 
+@pytest.mark.slow
 def test_states_stay_in_few_levels(lake):
     log = entries(12)
     with lake.driver() as driver:

@@ -45,8 +45,8 @@ def test_every_table_of_a_small_log_is_the_oracle_s(tmp_path: Path) -> None:
     ("seed", "first_day"),
     [
         (11, date(2026, 3, 1)),  # clocks go forward on the 8th
-        (12, date(2026, 10, 25)),  # and back on November 1
-        (13, date(2026, 12, 20)),
+        pytest.param(12, date(2026, 10, 25), marks=pytest.mark.slow),  # and back on November 1
+        pytest.param(13, date(2026, 12, 20), marks=pytest.mark.slow),
     ],
 )
 def test_every_table_is_the_oracle_s_after_late_events_in_many_batches(
