@@ -63,8 +63,13 @@ def round_trip(connection):
     news, taken = kombu.Exchange("shop-news", type="fanout"), Taken(ack=False)
     queue = kombu.Queue("news", news, auto_delete=True, durable=False)
     with connection.Consumer(queue, callbacks=[taken], no_ack=True):
-        producer.publish("hello", exchange=news)
-        assert drain(connection, taken, 1) == ["hello"]
+        for _ in range(10):
+            # Over a proxy, a broadcast may overtake the subscription, which was sent before it.
+            producer.publish("hello", exchange=news)
+            with contextlib.suppress(TimeoutError):
+                drain(connection, taken, 1, timeout=1)
+                break
+        assert taken == ["hello"]
 
 
 def test_a_key_prefix_stands_before_every_key(redis_url, redis_client):
