@@ -300,7 +300,7 @@ pyspark.errors.exceptions.captured.PythonException: An exception was thrown from
   Traceback (most recent call last):
     File "conquiet/spark/__init__.py", line 59, in _check_archive
       raise ImportError(
-  ImportError: /work/conquiet was packed for Python 3.11.3 and later patch releases
+  ImportError: /srv/conquiet was packed for Python 3.11.3 and later patch releases
 SQLSTATE: 39000 SQLSTATE: XXKST
 === Streaming Query ===
 Identifier: pipeline [id = a1, runId = b2]
@@ -310,5 +310,5 @@ JVM stacktrace:
 org.apache.spark.SparkException: Job aborted
 \tat org.apache.spark.scheduler.DAGScheduler(DAGScheduler.scala:1)"""
     assert last_words(said) == (
-        "ImportError: /work/conquiet was packed for Python 3.11.3 and later patch releases"
+        "ImportError: /srv/conquiet was packed for Python 3.11.3 and later patch releases"
     )
