@@ -152,20 +152,27 @@ def test_a_pool_that_is_exhausted(database_url):
             service.check(50)
 
 
+def collect_deadlocks(engine, timeout):
+    """Let the database look for deadlocks after `timeout`; return the list that they go to."""
+    with engine.begin() as found:
+        found.execute(
+            text(f"ALTER DATABASE {engine.url.database} SET deadlock_timeout='{timeout}'")
+        )
+    engine.dispose()
+    deadlocks = []
+    event.listen(
+        engine,
+        "handle_error",
+        lambda c: deadlocks.append(c) if "deadlock" in str(c.original_exception) else None,
+    )
+    return deadlocks
+
+
 def test_deadlocks_are_tried_again_and_blame_no_message(postgres):
     with postgres.begin() as found:
         found.execute(text("CREATE TABLE account (id TEXT PRIMARY KEY, balance INTEGER)"))
         found.execute(text("INSERT INTO account VALUES ('a', 0), ('b', 0)"))
-        found.execute(
-            text("ALTER DATABASE " + postgres.url.database + " SET deadlock_timeout='20ms'")
-        )
-    postgres.dispose()
-    deadlocks = []
-    event.listen(
-        postgres,
-        "handle_error",
-        lambda c: deadlocks.append(c) if "deadlock" in str(c.original_exception) else None,
-    )
+    deadlocks = collect_deadlocks(postgres, timeout="20ms")
 
     def transfer(found, order):
         number = int(order.id[2:])
@@ -190,16 +197,7 @@ def test_batches_that_deadlock_get_smaller_and_none_is_given_back(postgres):
     with postgres.begin() as found:
         found.execute(text("CREATE TABLE hot (id INTEGER PRIMARY KEY, hits INTEGER)"))
         found.execute(text("INSERT INTO hot SELECT number, 0 FROM generate_series(0, 9) number"))
-        found.execute(
-            text("ALTER DATABASE " + postgres.url.database + " SET deadlock_timeout='100ms'")
-        )
-    postgres.dispose()
-    deadlocks = []
-    event.listen(
-        postgres,
-        "handle_error",
-        lambda c: deadlocks.append(c) if "deadlock" in str(c.original_exception) else None,
-    )
+    deadlocks = collect_deadlocks(postgres, timeout="100ms")
 
     def hit(found, order):
         row = int(order.id[2:]) * 7 % 11 % 10
