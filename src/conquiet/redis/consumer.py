@@ -24,8 +24,8 @@ import redis
 from conquiet.errors import StoreError
 from conquiet.message import printable
 from conquiet.redis.group import IDLE_SECONDS, GroupStream, Pending, Start
-from conquiet.redis.ids import FIRST, LAST, next_after, parse
-from conquiet.redis.wire import Argument, Wire, entries_by_stream, may_pass
+from conquiet.redis.ids import FIRST, LAST, MIN, next_after, parse
+from conquiet.redis.wire import Argument, Command, Wire, entries_by_stream, may_pass
 
 logger = logging.getLogger("conquiet.redis")
 
@@ -126,6 +126,7 @@ class Consumer:
         self._trimming = _TrimWatch(streams)
         self._remove_idle_at = time.monotonic()
         self._unsent = _UnsentAcks()
+        self._wire = wire
         self._by_slot = _by_slot(wire, streams)
         self._start: Start = start
         self._lease_ms = max(1, round(lease * 1000))
@@ -183,7 +184,7 @@ class Consumer:
     def collect_new(self, found: list[Delivery], room: int, wait: float) -> None:
         """Read up to `room` new entries; wait up to `wait` seconds for the first of them."""
         before = len(found)
-        self.deleted += self._trimming.count()
+        self._trimming.begin()
         try:
             self._collect_new(found, room, wait)
         finally:
@@ -311,7 +312,7 @@ class Consumer:
         while streams and room > 0:
             count = max(1, room // len(streams))
             asked = streams[:room]
-            entries = _read_group(asked, count, wait)
+            entries = self._read_group(asked, count, wait)
             wait = 0.0
             now = time.monotonic()
             full: list[GroupStream] = []
@@ -322,10 +323,32 @@ class Consumer:
                     delivery = Delivery(stream, entry_id, fields, 1, now)
                     held[entry_id] = delivery
                     found.append(delivery)
+                if got:
+                    self._trimming.note_entry(stream, got[-1][0])
                 room -= len(got)
                 if len(got) == count:
                     full.append(stream)
             streams = full if len(self.streams) > 1 else []
+
+    def _read_group(
+        self, streams: Sequence[GroupStream], count: int, wait: float
+    ) -> dict[bytes, list[Any]]:
+        first = streams[0]
+        read: list[Argument] = [b"XREADGROUP", b"GROUP", first.group, first.consumer]
+        read += (b"COUNT", count)
+        if wait > 0:
+            read += (b"BLOCK", math.ceil(wait * 1000))  # never 0, which blocks for ever
+        read.append(b"STREAMS")
+        read.extend(stream.key for stream in streams)
+        read.extend([b">"] * len(streams))
+        counts = self._trimming.take_due(streams)
+        commands = [*((stream.key, command) for stream, command in counts), (first.key, read)]
+        *trimmed, entries = self._wire.send(commands, wait=max(wait, 0.0))
+        for (stream, _), reply in zip(counts, trimmed, strict=True):
+            self.deleted += self._trimming.count(stream, reply)
+        if isinstance(entries, Exception):
+            raise entries
+        return entries_by_stream(entries)
 
     # --- acks -------------------------------------------------------------------------------
 
@@ -610,39 +633,52 @@ class _Taken:
 class _TrimWatch:
     """Counts entries that were trimmed before their group read them; Redis 7 and later.
 
-    A read that waits gets new entries at once. So they are counted before the first read, after a
-    pause, and between reads that leave entries behind: once the group has read on, Redis has
-    corrected its counters, and a loss cannot be found any more.
+    A read that waits gets new entries at once. So they are counted with the first read, after a
+    pause, and with reads after one that left entries behind: once the group has read on, Redis has
+    corrected its counters, and a loss cannot be found any more. The count is sent just before the
+    read, in one piece with it.
     """
 
     def __init__(self, streams: Sequence[GroupStream]) -> None:
         # Acked entries of an outbox are deleted, and the counters of Redis do not say which.
-        self._streams = [stream for stream in streams if not stream.deletes]
+        self._last_ids = {stream: MIN for stream in streams if not stream.deletes}
+        """The newest entry that we have read of each stream that can be counted."""
+        self._due: set[GroupStream] = set()
         self._last_read = -math.inf
         self._is_full = False
+
+    def begin(self) -> None:
+        """Note that reading begins: each stream is due, unless the last read was complete."""
+        is_due = self._is_full or time.monotonic() - self._last_read >= _UNREAD_SECONDS
+        self._due = set(self._last_ids) if is_due else set()
+
+    def take_due(self, streams: Iterable[GroupStream]) -> list[tuple[GroupStream, Command]]:
+        """Return the commands that count for those of the streams that are due."""
+        due = [stream for stream in streams if stream in self._due]
+        self._due.difference_update(due)
+        return [(stream, stream.count_trimmed(self._last_ids[stream])) for stream in due]
+
+    def note_entry(self, stream: GroupStream, entry_id: bytes) -> None:
+        if stream in self._last_ids:
+            self._last_ids[stream] = entry_id
 
     def note_read(self, *, is_full: bool) -> None:
         """Note that a read has ended, and whether it may have left entries behind."""
         self._last_read = time.monotonic()
         self._is_full = is_full
 
-    def count(self) -> int:
-        """Count if it is due, and log; each loss is counted by one consumer of the group."""
-        if not self._is_full and time.monotonic() - self._last_read < _UNREAD_SECONDS:
-            return 0
-        total = 0
-        for stream in list(self._streams):
-            trimmed = stream.count_trimmed()
-            if trimmed is None:
-                self._streams.remove(stream)
-            elif trimmed:
-                total += trimmed
-                logger.warning(
-                    "%d entries of stream %r were trimmed before group %r read them, and are lost"
-                    " to it; trim by `conquiet streams trim`, which spares unread entries",
-                    *(trimmed, stream.name, stream.group.decode()),
-                )
-        return total
+    def count(self, stream: GroupStream, reply: Any) -> int:
+        """Return the count in a reply, and log it; one consumer of the group counts each loss."""
+        trimmed = stream.trimmed(reply)
+        if trimmed is None:
+            del self._last_ids[stream]
+        elif trimmed:
+            logger.warning(
+                "%d entries of stream %r were trimmed before group %r read them, and are lost"
+                " to it; trim by `conquiet streams trim`, which spares unread entries",
+                *(trimmed, stream.name, stream.group.decode()),
+            )
+        return trimmed or 0
 
 
 class _UnsentAcks:
@@ -663,17 +699,6 @@ class _UnsentAcks:
         with self._lock:
             ids, self._ids = self._ids, {}
         return ids
-
-
-def _read_group(streams: Sequence[GroupStream], count: int, wait: float) -> dict[bytes, list[Any]]:
-    first = streams[0]
-    command: list[Argument] = [b"GROUP", first.group, first.consumer, b"COUNT", count]
-    if wait > 0:
-        command += (b"BLOCK", math.ceil(wait * 1000))  # never 0, which blocks for ever
-    command.append(b"STREAMS")
-    command.extend(stream.key for stream in streams)
-    command.extend([b">"] * len(streams))
-    return entries_by_stream(first.call(b"XREADGROUP", *command, wait=max(wait, 0.0)))
 
 
 def _by_slot(wire: Wire, streams: Sequence[GroupStream]) -> list[list[GroupStream]]:

@@ -14,7 +14,7 @@ import redis
 from conquiet.redis.entry import Decode, from_fields
 from conquiet.redis.ids import FIRST, LAST, MIN
 from conquiet.redis.topic import beside
-from conquiet.redis.wire import Argument, Wire, entries_by_stream, may_pass, pairs
+from conquiet.redis.wire import Argument, Command, Wire, entries_by_stream, may_pass, pairs
 
 logger = logging.getLogger("conquiet.redis")
 
@@ -43,8 +43,11 @@ end
 return removed
 """
 
-# KEYS: the stream. ARGV: the group, and 'new' if it was created just now. Returns how many entries
-# were trimmed before the group read them; -1 before Redis 7, which does not count what was added.
+# KEYS: the stream. ARGV: the group, 'new' if it was created just now, and the id of an entry that
+# was read. Returns how many entries were trimmed before the group read them; -1 before Redis 7,
+# which does not count what was added.
+#
+# The oldest entries are trimmed first: while one that was read is there, no unread one is gone.
 #
 # `entries-read` is the number of the entry that the group read last, counted from the first that
 # was ever added. If that entry is gone, all that are gone and have a higher number were not read.
@@ -60,6 +63,7 @@ local function parts(id)
     local ms, seq = string.match(id, '^(%d+)-(%d+)$')
     return string.format('%20s', ms) .. string.format('%20s', seq)
 end
+if #redis.call('XRANGE', KEYS[1], ARGV[3], ARGV[3]) > 0 then return 0 end
 local stream = named(redis.call('XINFO', 'STREAM', KEYS[1]))
 local added = stream['entries-added']
 if not added then return -1 end
@@ -151,7 +155,8 @@ class GroupStream:
                 raise
             return False
         if not self.deletes:
-            self.count_trimmed(is_new=True)
+            [reply] = self._wire.send([(self.key, self.count_trimmed(is_new=True))])
+            self.trimmed(reply)
         return True
 
     def _last_id(self) -> bytes:
@@ -257,24 +262,31 @@ class GroupStream:
             self.call(b"XACK", self.key, self.group, *deleted)
         return deleted
 
-    def count_trimmed(self, *, is_new: bool = False) -> int | None:
-        """Count entries that were trimmed before the group read them, each loss once.
+    def count_trimmed(self, last_read: bytes = MIN, *, is_new: bool = False) -> Command:
+        """Return the command that counts entries trimmed before the group read them, each once.
 
-        None if the server cannot count them: before Redis 7, or if it refuses the commands. What
-        was trimmed before a new group is no loss to it.
+        What was trimmed before a new group is no loss to it. `last_read` makes it cheap: while that
+        entry is there, none was.
         """
         state = b"new" if is_new else b"known"
-        try:
-            trimmed = self.call(b"EVAL", _COUNT_TRIMMED, 1, self.key, self.group, state)
-        except redis.ResponseError as error:
-            if may_pass(error) or "no such key" in str(error):
+        return (b"EVAL", _COUNT_TRIMMED, 1, self.key, self.group, state, last_read)
+
+    def trimmed(self, reply: Any) -> int | None:
+        """Return the count in the reply to `count_trimmed`.
+
+        None if the server cannot count: before Redis 7, or if it refuses the commands.
+        """
+        if isinstance(reply, redis.ResponseError):
+            if may_pass(reply) or "no such key" in str(reply):
                 return 0
             logger.info(
                 "entries of stream %r that are trimmed unread will not be counted: %s",
-                *(self.name, error),
+                *(self.name, reply),
             )
             return None
-        return trimmed if trimmed >= 0 else None
+        if isinstance(reply, Exception):
+            raise reply
+        return int(reply) if reply >= 0 else None
 
     def ack(self, ids: Sequence[bytes]) -> None:
         """Ack; in an outbox delete in the same MULTI, so that an acked entry is always gone."""

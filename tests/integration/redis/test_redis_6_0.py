@@ -38,7 +38,7 @@ KNOWN_TO_6_0 = [
     rf"XINFO (STREAM|GROUPS|CONSUMERS) {KEY}.*",
     r"(HSET|HGETALL|HDEL) conquiet:(leases|readers):\S+.*",
     r"EVAL .* 2 \S+ \S+ \S+( \S+ \S+)+",  # removes consumers
-    rf"EVAL .* 1 {KEY} \S+ (new|known)",  # counts trimmed entries
+    rf"EVAL .* 1 {KEY} \S+ (new|known) {ID}",  # counts trimmed entries
     r"XGROUP DELCONSUMER \S+ \S+ \S+",  # in the script
     r"MULTI|EXEC|TIME|INFO server",
 ]
