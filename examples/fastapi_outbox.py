@@ -1,7 +1,7 @@
 """A web service that stores an order and its event in one transaction, without a worker.
 
-The service has its own asyncio engine and session. `outbox.statement` gives the INSERT, the session
-executes it, and the commit of the request makes order and event visible together. A relay publishes
+The service has its own asyncio engine and session. `outbox.add` stores the event in the session's
+transaction, and the commit of the request makes order and event visible together. A relay publishes
 the event from there: conquiet relay run
 
     DATABASE_URL=postgresql://… uvicorn examples.fastapi_outbox:app
@@ -79,7 +79,7 @@ async def place_order(order: PlaceOrder, session: Session) -> dict[str, str]:
         await session.flush()
     except IntegrityError:
         raise HTTPException(409, f"order {order.id} exists") from None
-    await session.execute(outbox.statement([OrderPlaced(order.id, order.amount)]))
+    await outbox.add(session, [OrderPlaced(order.id, order.amount)])
     if order.amount < 0:
         raise HTTPException(422, "the amount is negative")  # order and event are both undone
     return {"id": order.id}

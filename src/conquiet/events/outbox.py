@@ -9,19 +9,14 @@ path and at most once per interval: by a thread, or by a task of the loop for as
 
 from __future__ import annotations
 
-import asyncio
 import inspect
-import logging
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
-from weakref import WeakKeyDictionary
 
 import msgspec
-from sqlalchemy import Connection, Engine, Insert, Pool, Table, insert, text
-from sqlalchemy import event as hooks
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy import Connection, Insert, Table, insert
 from sqlalchemy.orm import Session
 
 from conquiet import outbox
@@ -31,8 +26,7 @@ from conquiet.events.check import MAX_PAYLOAD_BYTES, check
 from conquiet.events.source import TOPIC
 from conquiet.events.table import EVENTS_TABLE, events_table
 from conquiet.message import Message, describe
-from conquiet.sql import dialect
-from conquiet.sql.notification import NOTIFY_INTERVAL_SECONDS, notify_relays, notify_statement
+from conquiet.sql.notification import notify_after_commit
 from conquiet.sql.transaction import current
 
 if TYPE_CHECKING:
@@ -164,72 +158,3 @@ def _event(output: Message[Any]) -> Event:
             f" CATALOG.event(…) made, not {type(output.data).__name__}"
         )
     return output.data
-
-
-logger = logging.getLogger("conquiet.events")
-
-_WRITTEN = "conquiet.events.written"
-
-
-def notify_after_commit(session: Session, table: str) -> None:
-    """Notify the relays of a table when this session commits; takes the sync part of async ones."""
-    tables: set[str] = session.info.setdefault(_WRITTEN, set())
-    tables.add(table)
-    if not hooks.contains(session, "after_commit", _notify_now):
-        hooks.listen(session, "after_commit", _notify_now)
-        hooks.listen(session, "after_rollback", _forget_tables)
-
-
-def _notify_now(session: Session) -> None:
-    if session.in_nested_transaction():
-        return  # a savepoint was released; nothing is committed yet
-    bind = session.bind
-    engine = bind.engine if isinstance(bind, (Engine, Connection)) else None
-    tables: set[str] = session.info.get(_WRITTEN, set())
-    while tables:
-        table = tables.pop()
-        if engine is None:
-            continue
-        if engine.dialect.is_async:
-            _notify_in_loop(engine, table)
-        else:
-            notify_relays(engine, table)
-
-
-def _forget_tables(session: Session) -> None:
-    if not session.in_nested_transaction():
-        session.info.get(_WRITTEN, set()).clear()
-
-
-_waiting: WeakKeyDictionary[Engine, set[str]] = WeakKeyDictionary()
-_tasks: set[asyncio.Task[None]] = set()
-
-
-def _notify_in_loop(engine: Engine, table: str) -> None:
-    if not dialect.is_postgresql(engine.dialect):
-        return  # relays watch a SQLite file by themselves
-    tables = _waiting.setdefault(engine, set())
-    is_first = not tables
-    tables.add(table)
-    if is_first:
-        task = asyncio.get_running_loop().create_task(_notify(engine, engine.pool))
-        _tasks.add(task)  # a loop holds only weak references to its tasks
-        task.add_done_callback(_tasks.discard)
-
-
-async def _notify(engine: Engine, pool: Pool) -> None:
-    from sqlalchemy.ext.asyncio import AsyncEngine
-
-    try:
-        await asyncio.sleep(NOTIFY_INTERVAL_SECONDS)
-    finally:  # also if the loop ends: the next commit starts a new task
-        tables = _waiting.pop(engine, set())
-    try:
-        async with AsyncEngine(engine).connect() as connection:
-            for table in tables:
-                await connection.execute(text(notify_statement(table)))
-            await connection.commit()
-            if engine.pool is not pool:  # disposed of since: the new pool would not close this one
-                await connection.invalidate()
-    except (SQLAlchemyError, OSError) as error:
-        logger.warning("could not notify relays; they will find the rows by polling: %s", error)

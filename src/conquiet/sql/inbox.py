@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Coroutine, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, overload
 
 import msgspec
+from sqlalchemy import Executable
 
 from conquiet import inbox
 from conquiet.errors import InvalidMessage
 from conquiet.message import Message, describe
-from conquiet.sql import dialect
+from conquiet.sql import handle
 from conquiet.sql.schema import INBOX_TABLE, split_name
 from conquiet.sql.transaction import current
 
@@ -43,40 +44,60 @@ class Inbox(inbox.Inbox):
     def remember(self, entries: Sequence[inbox.Entry]) -> Collection[inbox.Entry]:
         unit = current("the inbox")
         unit.use_table(self.table)
-        connection = unit.connection
         # Two workers with the same messages must lock them in the same order.
-        ordered = sorted(entries)
-        if dialect.is_sqlite(connection.dialect):
-            document = msgspec.json.encode(ordered).decode()
-            new = connection.exec_driver_sql(self._sqlite, (document,)).all()
-        elif dialect.uses_psycopg(connection.dialect):
-            with (
-                dialect.translate_errors(connection),
-                dialect.driver_connection(connection).cursor() as cursor,
-            ):
-                new = cursor.execute(*self._postgresql(ordered)).fetchall()
-        else:
-            new = connection.exec_driver_sql(*self._postgresql(ordered)).all()
+        new = handle.execute(unit.connection, InsertEntries(self, sorted(entries)))
         unit.note_write()
         return entries if len(new) == len(entries) else [(name, id_) for name, id_ in new]
 
-    def _postgresql(self, entries: Sequence[inbox.Entry]) -> tuple[str, tuple[Any, ...]]:
-        if len(entries) == 1:  # arrays pay from two entries on
-            return self._one, entries[0]
-        return self._many, ([name for name, _ in entries], [identity for _, identity in entries])
+    @overload
+    def fresh(self, transaction: handle.Handle, message: Message[Any] | str) -> bool: ...
+
+    @overload
+    def fresh(
+        self, transaction: handle.AsyncHandle, message: Message[Any] | str
+    ) -> Coroutine[Any, Any, bool]: ...
+
+    def fresh(self, transaction: Any, message: Message[Any] | str) -> Any:
+        """Remember a message in the caller's transaction; return False if it took effect before.
+
+        For consumers without a router: commit the transaction, then ack; on False, ack alone.
+        `transaction` is what `Outbox.add` takes; await the result if it is an async one. `message`
+        may be the id that the producer gave it. A delivery of the same message that is under way
+        elsewhere is waited for.
+        """
+        is_async = handle.is_async(transaction, "Inbox.fresh()")
+        inserted = self._insert_one(message)
+        if is_async:
+            return _has_rows(handle.run_async(transaction, inserted))
+        return bool(handle.run(transaction, inserted))
+
+    def statement(self, message: Message[Any] | str) -> Executable:
+        """Return the INSERT of `fresh` as a SQLAlchemy statement; a row comes back if it is new."""
+        return self._insert_one(message)
+
+    def _insert_one(self, message: Message[Any] | str) -> InsertEntries:
+        if isinstance(message, str):
+            message = Message(b"", {"id": message})
+        self.admit(message)
+        return InsertEntries(self, [self.entry(message)])
 
     @cached_property
-    def _one(self) -> str:
+    def one(self) -> str:
+        """Return the INSERT of one entry on PostgreSQL."""
         return self._insert("VALUES (%s, %s)")
 
     @cached_property
-    def _many(self) -> str:
+    def many(self) -> str:
+        """Return the INSERT of two arrays on PostgreSQL."""
         return self._insert("SELECT * FROM unnest(%s::text[], %s::text[])")
 
     @cached_property
-    def _sqlite(self) -> str:
-        # One parameter for all entries: a VALUES list could exceed SQLite's limit of variables.
-        # Without WHERE true, ON CONFLICT would be parsed as a join condition.
+    def each(self) -> str:
+        """Return the INSERT on SQLite, of all entries in one parameter.
+
+        A VALUES list could exceed SQLite's limit of variables. Without WHERE true, ON CONFLICT
+        would be parsed as a join condition.
+        """
         return self._insert(
             "SELECT json_extract(value, '$[0]'), json_extract(value, '$[1]')"
             " FROM json_each(?) WHERE true"
@@ -87,6 +108,29 @@ class Inbox(inbox.Inbox):
             f"INSERT INTO {self.table} (subscriber, message_id) {rows}"
             " ON CONFLICT DO NOTHING RETURNING subscriber, message_id"
         )
+
+
+class InsertEntries(handle.Statement):
+    """Inserts entries of an inbox and returns the new ones."""
+
+    inherit_cache = False
+    returns_rows = True
+
+    def __init__(self, inbox: Inbox, entries: Sequence[inbox.Entry]) -> None:
+        self.inbox = inbox
+        self.entries = entries
+
+    def postgresql(self) -> handle.Query:
+        if len(self.entries) == 1:  # arrays pay from two entries on
+            return self.inbox.one, self.entries[0]
+        return self.inbox.many, tuple(list(column) for column in zip(*self.entries, strict=True))
+
+    def sqlite(self) -> handle.Query:
+        return self.inbox.each, (msgspec.json.encode(self.entries).decode(),)
+
+
+async def _has_rows(rows: Coroutine[Any, Any, handle.Rows]) -> bool:
+    return bool(await rows)
 
 
 def _fits(identity: str) -> bool:

@@ -10,6 +10,7 @@ polls every `poll` seconds as well.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -20,8 +21,10 @@ import time
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-from sqlalchemy import Engine, Pool
+from sqlalchemy import Connection, Engine, Pool, text
+from sqlalchemy import event as hooks
 from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.orm import Session
 
 from conquiet.backoff import Backoff
 from conquiet.sql import dialect
@@ -198,10 +201,14 @@ def channel(table: str) -> str:
 def notify_relays(engine: Engine, table: str = OUTBOX_TABLE) -> None:
     """Notify relays that rows of this table were committed; call it after the commit.
 
-    The caller only sets a flag; a thread sends one notification per interval. On SQLite, and with
-    drivers other than psycopg, it does nothing.
+    The caller only sets a flag; a thread sends one notification per interval, or a task of the
+    running loop if the engine is that of an AsyncEngine. On SQLite, and with sync drivers other
+    than psycopg, it does nothing.
     """
-    if not dialect.uses_psycopg(engine.dialect) or engine.dialect.is_async:
+    if engine.dialect.is_async:
+        _notify_in_loop(engine, table)
+        return
+    if not dialect.uses_psycopg(engine.dialect):
         return
     notifier = _notifiers.get(engine)
     if notifier is None:
@@ -213,6 +220,69 @@ def notify_relays(engine: Engine, table: str = OUTBOX_TABLE) -> None:
 def notify_statement(table: str = OUTBOX_TABLE) -> str:
     """Return the statement that notifies relays, for a driver other than psycopg."""
     return f"SELECT pg_notify('{channel(table)}', '')"
+
+
+_WRITTEN = "conquiet.outbox.written"
+
+
+def notify_after_commit(session: Session, table: str) -> None:
+    """Notify the relays of a table when this session commits; takes the sync part of async ones."""
+    tables: set[str] = session.info.setdefault(_WRITTEN, set())
+    tables.add(table)
+    if not hooks.contains(session, "after_commit", _notify_now):
+        hooks.listen(session, "after_commit", _notify_now)
+        hooks.listen(session, "after_rollback", _forget_tables)
+
+
+def _notify_now(session: Session) -> None:
+    if session.in_nested_transaction():
+        return  # a savepoint was released; nothing is committed yet
+    bind = session.bind
+    engine = bind.engine if isinstance(bind, (Engine, Connection)) else None
+    tables: set[str] = session.info.get(_WRITTEN, set())
+    while tables:
+        table = tables.pop()
+        if engine is not None:
+            notify_relays(engine, table)
+
+
+def _forget_tables(session: Session) -> None:
+    if not session.in_nested_transaction():
+        session.info.get(_WRITTEN, set()).clear()
+
+
+_waiting: WeakKeyDictionary[Engine, set[str]] = WeakKeyDictionary()
+_tasks: set[asyncio.Task[None]] = set()
+
+
+def _notify_in_loop(engine: Engine, table: str) -> None:
+    if not dialect.is_postgresql(engine.dialect):
+        return  # relays watch a SQLite file by themselves
+    tables = _waiting.setdefault(engine, set())
+    is_first = not tables
+    tables.add(table)
+    if is_first:
+        task = asyncio.get_running_loop().create_task(_notify(engine, engine.pool))
+        _tasks.add(task)  # a loop holds only weak references to its tasks
+        task.add_done_callback(_tasks.discard)
+
+
+async def _notify(engine: Engine, pool: Pool) -> None:
+    from sqlalchemy.ext.asyncio import AsyncEngine
+
+    try:
+        await asyncio.sleep(NOTIFY_INTERVAL_SECONDS)
+    finally:  # also if the loop ends: the next commit starts a new task
+        tables = _waiting.pop(engine, set())
+    try:
+        async with AsyncEngine(engine).connect() as connection:
+            for table in tables:
+                await connection.execute(text(notify_statement(table)))
+            await connection.commit()
+            if engine.pool is not pool:  # disposed of since: the new pool would not close this one
+                await connection.invalidate()
+    except (SQLAlchemyError, OSError) as error:
+        logger.warning("could not notify relays; they will find the rows by polling: %s", error)
 
 
 class Notifier:

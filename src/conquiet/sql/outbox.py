@@ -7,25 +7,23 @@ Ids ascend in the order of the events. Data is stored byte for byte, with its co
 
 from __future__ import annotations
 
-import sqlite3
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import msgspec
-from sqlalchemy import Connection, Executable, Table, bindparam
+from sqlalchemy import Executable, Table, bindparam
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import Session
-from sqlalchemy.sql import ClauseElement
 
 from conquiet import outbox
 from conquiet.codec import check_attributes, encode_data
 from conquiet.errors import ConfigError, HandlerError, InvalidMessage
 from conquiet.message import Message, describe
-from conquiet.sql import dialect
+from conquiet.sql import dialect, handle
+from conquiet.sql.notification import notify_after_commit
 from conquiet.sql.schema import OUTBOX_TABLE, outbox_table
-from conquiet.sql.transaction import current
+from conquiet.sql.transaction import TransactionConnection, current
 
 _COLUMNS = ("topic", "event_type", "event_id", "key", "content_type", "data", "attributes")
 _KINDS = ("text", "text", "text", "text", "text", "bytea", "text")
@@ -49,9 +47,8 @@ class NewRow(NamedTuple):
 class Outbox(outbox.Outbox):
     """Middleware: stores the outputs of handlers as rows, in the ambient transaction.
 
-    Without a router, in a transaction of your own: `add` for a SQLAlchemy `Session` or
-    `Connection`, a psycopg or a sqlite3 connection; `statement` for `AsyncSession` and
-    `AsyncConnection`; `for_asyncpg` and `for_psycopg` for async drivers.
+    Without a router, in a transaction of your own: `add`. `statement` gives the INSERT for whatever
+    executes SQLAlchemy's statements.
     """
 
     def __init__(
@@ -66,32 +63,54 @@ class Outbox(outbox.Outbox):
     def store(self, outputs: Sequence[Message[Any]]) -> None:
         unit = current("the outbox")
         unit.use_table(self.table.fullname)
-        self._insert(unit.connection, [self._row(output) for output in outputs])
+        handle.execute(unit.connection, InsertRows(self, [self._row(item) for item in outputs]))
         unit.note_write(self.table.fullname if self.notify else None)
 
-    def add(self, transaction: Any, events: Iterable[Any], *, source: str = "") -> list[str]:
+    @overload
+    def add(
+        self, transaction: handle.Handle, events: Iterable[Any], *, source: str = ""
+    ) -> list[str]: ...
+
+    @overload
+    def add(
+        self, transaction: handle.AsyncHandle, events: Iterable[Any], *, source: str = ""
+    ) -> Coroutine[Any, Any, list[str]]: ...
+
+    def add(self, transaction: Any, events: Iterable[Any], *, source: str = "") -> Any:
         """Write events in the caller's transaction and return their ids, in order.
 
+        `transaction` is a `Session` or `Connection` of SQLAlchemy, or a connection of psycopg or
+        sqlite3. With an `AsyncSession`, an `AsyncConnection`, or a connection of asyncpg, async
+        psycopg or aiosqlite, await the result. Nothing is committed.
+
         `events` are messages, or instances of event classes; these need a `source` here or in
-        the constructor. Nothing is committed.
+        the constructor. Relays are notified after the commit of a session; the commit of a
+        connection cannot be seen.
         """
-        rows = self._rows(events, source)
-        if not rows:
-            return []
-        if isinstance(transaction, Session):
-            self._insert(transaction.connection(), rows)
-        elif isinstance(transaction, Connection):
-            if not transaction.in_transaction():
-                transaction.begin()  # SQLAlchemy does not see statements that the driver executes
-            self._insert(transaction, rows)
-        elif _is_async(transaction):
-            raise ConfigError(
-                f"add() cannot await {type(transaction).__name__};"
-                " use: await session.execute(outbox.statement(events))"
-            )
-        else:
-            self._insert_by_driver(transaction, rows)
-        return [row.event_id for row in rows]
+        is_async = handle.is_async(transaction, "Outbox.add()")
+        inserted = InsertRows(self, self._rows(events, source))
+        if is_async:
+            return self._add_async(transaction, inserted)
+        if inserted.rows:
+            handle.run(transaction, inserted)
+            self._notify(transaction)
+        return inserted.ids
+
+    async def _add_async(self, transaction: Any, inserted: InsertRows) -> list[str]:
+        if inserted.rows:
+            await handle.run_async(transaction, inserted)
+            self._notify(transaction)
+        return inserted.ids
+
+    def _notify(self, transaction: Any) -> None:
+        """Notify relays after the commit, where it can be seen."""
+        session = getattr(transaction, "sync_session", transaction)
+        bind = session.bind if isinstance(session, Session) else session
+        table = self.table.fullname if self.notify else None
+        if isinstance(bind, TransactionConnection):
+            bind.unit.note_write(table)
+        elif isinstance(session, Session) and table is not None:
+            notify_after_commit(session, table)
 
     def statement(self, events: Iterable[Any], *, source: str = "") -> Executable:
         """Return the INSERT as a SQLAlchemy statement, for any number of events."""
@@ -99,15 +118,6 @@ class Outbox(outbox.Outbox):
         if not rows:
             raise ConfigError("an outbox statement needs at least one event")
         return InsertRows(self, rows)
-
-    def for_asyncpg(self, events: Iterable[Any], *, source: str = "") -> tuple[Any, ...]:
-        """Return text and arguments: `await connection.execute(*outbox.for_asyncpg(events))`."""
-        marks = [f"${number}" for number in range(1, len(_COLUMNS) + 1)]
-        return self.insert_arrays(marks), *_by_column(self._rows(events, source))
-
-    def for_psycopg(self, events: Iterable[Any], *, source: str = "") -> tuple[str, Any]:
-        """Return text and arguments: `await connection.execute(*outbox.for_psycopg(events))`."""
-        return self._query(self._rows(events, source))
 
     def _rows(self, events: Iterable[Any], source: str) -> list[NewRow]:
         return [self._row(event) for event in outbox.complete_all(events, source or self.source)]
@@ -139,53 +149,23 @@ class Outbox(outbox.Outbox):
             )
         return row
 
-    def _insert(self, connection: Connection, rows: Sequence[NewRow]) -> None:
-        if dialect.uses_psycopg(connection.dialect):
-            with dialect.translate_errors(connection):
-                self._insert_by_driver(dialect.driver_connection(connection), rows)
-        elif dialect.is_postgresql(connection.dialect):
-            connection.exec_driver_sql(*self._query(rows))
-        elif len(rows) == 1:
-            connection.exec_driver_sql(self._sqlite, rows[0])
-        else:
-            connection.exec_driver_sql(self._sqlite, [tuple(row) for row in rows])
-
-    def _insert_by_driver(self, connection: Any, rows: Sequence[NewRow]) -> None:
-        psycopg = sys.modules.get("psycopg")  # not loaded: not a psycopg connection
-        if psycopg is not None and isinstance(connection, psycopg.Connection):
-            with connection.cursor() as cursor:
-                cursor.execute(*self._query(rows))
-        elif isinstance(connection, sqlite3.Connection):
-            connection.executemany(self._sqlite, rows)
-        else:
-            raise ConfigError(
-                f"an outbox cannot write by {type(connection).__name__}; it takes SQLAlchemy's"
-                " Session and Connection, and connections of psycopg and sqlite3"
-            )
-
-    def _query(self, rows: Sequence[NewRow]) -> tuple[str, tuple[Any, ...]]:
-        if len(rows) == 1:  # arrays pay from two rows on
-            return self._one, tuple(rows[0])
-        return self._many, dialect.FrozenParameters(_by_column(rows))
-
     @cached_property
     def _name(self) -> str:
         return self.table.fullname
 
     @cached_property
-    def _one(self) -> str:
+    def one(self) -> str:
+        """Return the INSERT of one row on PostgreSQL."""
+        # A parameter of the type text: a codec that asyncpg has for jsonb would encode it again.
         return (
             f"INSERT INTO {self._name} ({', '.join(_COLUMNS)})"
-            " VALUES (%s, %s, %s, nullif(%s, ''), %s, %b, %s::jsonb)"
+            " VALUES (%s, %s, %s, nullif(%s, ''), %s, %b, %s::text::jsonb)"
         )
 
     @cached_property
-    def _many(self) -> str:
-        return self.insert_arrays(["%b"] * len(_COLUMNS))
-
-    def insert_arrays(self, marks: Sequence[str]) -> str:
-        """Insert one array per column: fewer bytes and less parsing than a VALUES list."""
-        arrays = ", ".join(f"{mark}::{kind}[]" for mark, kind in zip(marks, _KINDS, strict=True))
+    def many(self) -> str:
+        """Return the INSERT of an array per column: less to parse than a VALUES list."""
+        arrays = ", ".join(f"%b::{kind}[]" for kind in _KINDS)
         return (
             f"INSERT INTO {self._name} ({', '.join(_COLUMNS)})"
             " SELECT topic, event_type, event_id, nullif(key, ''), content_type, data,"
@@ -194,19 +174,16 @@ class Outbox(outbox.Outbox):
         )
 
     @cached_property
-    def _sqlite(self) -> str:
+    def each(self) -> str:
+        """Return the INSERT of one row on SQLite."""
         return (
             f"INSERT INTO {self._name} ({', '.join(_COLUMNS)})"
             " VALUES (?, ?, ?, nullif(?, ''), ?, ?, ?)"
         )
 
 
-class InsertRows(Executable, ClauseElement):
-    """Inserts any number of rows by a fixed number of parameters, which drivers limit.
-
-    PostgreSQL takes one array per column. SQLite, which has no arrays, takes the columns as JSON
-    and cuts the data of each row out of one BLOB.
-    """
+class InsertRows(handle.Statement):
+    """Inserts any number of rows by a fixed number of parameters, which drivers limit."""
 
     inherit_cache = False
 
@@ -214,17 +191,26 @@ class InsertRows(Executable, ClauseElement):
         self.outbox = outbox
         self.rows = rows
 
+    @property
+    def ids(self) -> list[str]:
+        return [row.event_id for row in self.rows]
 
-@compiles(InsertRows, "postgresql")
-def _insert_arrays(element: InsertRows, compiler: Any, **options: Any) -> str:
-    columns = zip(_COLUMNS, _by_column(element.rows), strict=True)
-    return element.outbox.insert_arrays(
-        [compiler.process(bindparam(f"new_{name}", values)) for name, values in columns]
-    )
+    def postgresql(self) -> handle.Query:
+        if len(self.rows) == 1:  # arrays pay from two rows on
+            return self.outbox.one, tuple(self.rows[0])
+        return self.outbox.many, dialect.FrozenParameters(
+            [list(column) for column in zip(*self.rows, strict=True)]
+        )
+
+    def sqlite(self) -> handle.Query:
+        if len(self.rows) == 1:
+            return self.outbox.each, tuple(self.rows[0])
+        return self.outbox.each, [tuple(row) for row in self.rows]
 
 
 @compiles(InsertRows, "sqlite")
 def _insert_json(element: InsertRows, compiler: Any, **options: Any) -> str:
+    """Send columns as JSON and cut the data of each row out of one BLOB: SQLite has no arrays."""
     place, columns = 1, []
     for row in element.rows:
         columns.append((*row[:5], place, len(row.data), row.attributes))
@@ -239,16 +225,6 @@ def _insert_json(element: InsertRows, compiler: Any, **options: Any) -> str:
         f" SELECT {topic}, {type_}, {id_}, nullif({key}, ''), {content},"
         f" substr({data}, {start}, {length}), {attributes} FROM json_each({rows}) ORDER BY key"
     )
-
-
-def _by_column(rows: Sequence[NewRow]) -> list[list[Any]]:
-    return [list(column) for column in zip(*rows, strict=True)]
-
-
-def _is_async(transaction: Any) -> bool:
-    # Not by isinstance: importing SQLAlchemy's asyncio needs greenlet.
-    kinds = type(transaction).__mro__
-    return any(kind.__module__.startswith("sqlalchemy.ext.asyncio") for kind in kinds)
 
 
 def _has_nul(message: Message[Any], row: NewRow) -> bool:

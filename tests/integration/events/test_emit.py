@@ -18,6 +18,7 @@ from tests.waiting import eventually
 from conquiet.errors import ConfigError
 from conquiet.events import AppendOnly, InvalidEvent, emit, emit_async, map_outbox_events, outbox
 from conquiet.events.check import check
+from conquiet.sql import notification as sending
 from marketplace.catalog import CATALOG
 
 OutboxEvent = map_outbox_events(CATALOG)
@@ -112,7 +113,7 @@ def test_an_async_session_commits_and_rolls_back_events(engine: Engine) -> None:
             await session.commit()
         async with made.begin() as connection:
             await emit_async(connection, notification())
-        await asyncio.gather(*outbox._tasks)
+        await asyncio.gather(*sending._tasks)
         await made.dispose()
 
     asyncio.run(run())
@@ -185,7 +186,7 @@ def test_a_model_may_be_added_like_any_other(engine: Engine) -> None:
 def woken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The tables that relays were told of."""
     told: list[str] = []
-    monkeypatch.setattr(outbox, "notify_relays", lambda engine, table: told.append(table))
+    monkeypatch.setattr(sending, "notify_relays", lambda engine, table: told.append(table))
     return told
 
 
@@ -246,7 +247,7 @@ def test_commits_of_an_async_session_wake_a_waiting_relay_once(postgres: Engine)
             got = len(
                 await asyncio.to_thread(lambda: list(listening.notifies(timeout=10, stop_after=1)))
             )
-        await asyncio.gather(*outbox._tasks)
+        await asyncio.gather(*sending._tasks)
         await made.dispose()
         return got
 
@@ -263,7 +264,7 @@ def test_an_engine_that_was_disposed_of_keeps_no_connection_of_the_notification(
         async with AsyncSession(made) as session, session.begin():
             await emit_async(session, notification())
         await made.dispose()
-        await asyncio.gather(*outbox._tasks)
+        await asyncio.gather(*sending._tasks)
         await asyncio.to_thread(eventually, lambda: not connected())
 
     def connected() -> int:

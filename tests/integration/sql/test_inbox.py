@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import sqlite3
 import threading
+from contextlib import closing
 from typing import Any
 
+import aiosqlite
+import asyncpg
+import psycopg
 import pytest
 from sqlalchemy import Engine, text
+from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
+from sqlalchemy.orm import Session
 
 from conquiet import Router
 from conquiet.errors import ConfigError, InvalidMessage, StoreError
@@ -134,3 +142,101 @@ def test_names_that_would_need_quoting_are_refused(name: str) -> None:
         Inbox("test", table=name)
     with pytest.raises(ConfigError, match="table name"):
         Outbox("orders", table=name)
+
+
+# --- in the caller's transaction ------------------------------------------------------------
+
+
+def seen(engine: Engine) -> list[tuple[str, str]]:
+    with engine.connect() as looking:
+        query = text("SELECT subscriber, message_id FROM processed_messages ORDER BY 2, 1")
+        return [(name, id_) for name, id_ in looking.execute(query)]
+
+
+def test_a_message_is_fresh_once_in_the_transaction_of_a_session_or_connection(
+    engine: Engine,
+) -> None:
+    inbox, item = Inbox("billing"), message(id="a", source="/shop")
+    with Session(engine) as session:
+        assert inbox.fresh(session, item)
+        session.rollback()  # the effects are gone, so it is fresh again
+        assert inbox.fresh(session, item)
+        assert not inbox.fresh(session, item)
+        session.commit()
+    with engine.begin() as found:
+        assert not inbox.fresh(found, item)
+        assert inbox.fresh(found, "a")  # without a source it is another message
+        assert Inbox("audit").fresh(found, item)
+    assert seen(engine) == [("billing", " a"), ("audit", "/shop a"), ("billing", "/shop a")]
+
+
+def test_a_message_is_fresh_once_in_an_async_transaction(engine: Engine) -> None:
+    inbox, item = Inbox("billing"), message(id="a", source="/shop")
+    drivers = {
+        "sqlite": ["sqlite+aiosqlite"],
+        "postgresql": ["postgresql+asyncpg", "postgresql+psycopg_async"],
+    }
+
+    async def consume(driver: str, item: Message[Any]) -> None:
+        made = create_async_engine(engine.url.set(drivername=driver))
+        async with AsyncSession(made) as session:
+            assert await inbox.fresh(session, item)
+            await session.rollback()
+            assert await inbox.fresh(session, item)
+            await session.commit()
+        async with made.begin() as found:
+            assert not await inbox.fresh(found, item)
+        await made.dispose()
+
+    for driver in drivers[engine.name]:
+        asyncio.run(consume(driver, item.copy(id=driver)))
+    assert seen(engine) == [("billing", f"/shop {name}") for name in sorted(drivers[engine.name])]
+
+
+def test_a_message_is_fresh_once_for_the_connection_of_a_driver(
+    postgres: Engine, sqlite: Engine, database_url: str
+) -> None:
+    inbox, path = Inbox("billing"), str(sqlite.url.database)
+
+    async def consume() -> None:
+        connection = await asyncpg.connect(database_url)
+        with pytest.raises(ConfigError, match=r"Inbox.fresh\(\).*in no transaction"):
+            await inbox.fresh(connection, "1")
+        async with connection.transaction():
+            assert await inbox.fresh(connection, "1")
+            assert not await inbox.fresh(connection, "1")
+        await connection.close()
+        async with await psycopg.AsyncConnection.connect(database_url) as other:
+            assert not await inbox.fresh(other, "1")
+            assert await inbox.fresh(other, "2")
+        async with aiosqlite.connect(path) as file:
+            assert await inbox.fresh(file, "1")
+            await file.commit()
+
+    asyncio.run(consume())
+    with psycopg.connect(database_url, row_factory=psycopg.rows.dict_row) as found:
+        assert not inbox.fresh(found, "2")
+        assert inbox.fresh(found, "3")
+    with closing(sqlite3.connect(path)) as file:
+        assert not inbox.fresh(file, "1")
+        assert inbox.fresh(file, "2")
+        file.commit()
+    assert [id_ for _, id_ in seen(postgres)] == [" 1", " 2", " 3"]
+    assert [id_ for _, id_ in seen(sqlite)] == [" 1", " 2"]
+
+
+def test_a_statement_returns_a_row_if_the_message_is_fresh(engine: Engine) -> None:
+    inbox, item = Inbox("billing"), message(id="a:b %s ?", source="/shop")
+    with Session(engine) as session, session.begin():
+        assert session.execute(inbox.statement(item)).all() == [("billing", "/shop a:b %s ?")]
+        assert session.execute(inbox.statement(item)).all() == []
+        assert not inbox.fresh(session, item)
+
+
+def test_fresh_refuses_what_no_row_can_hold_and_names_what_it_takes(sqlite: Engine) -> None:
+    with sqlite.begin() as found:
+        for wrong in ("", "a\0b", "x" * 2001):
+            with pytest.raises(InvalidMessage):
+                Inbox("billing").fresh(found, wrong)
+    with pytest.raises(ConfigError, match=r"Inbox.fresh\(\) cannot use Engine; it takes"):
+        Inbox("billing").fresh(sqlite, "a")  # type: ignore[call-overload]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -9,6 +10,8 @@ import time
 
 import pytest
 from sqlalchemy import StaticPool, event, text
+from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
+from sqlalchemy.orm import Session, sessionmaker
 from tests.integration.sql.claiming import fill
 from tests.waiting import eventually
 
@@ -72,6 +75,40 @@ def test_nobody_is_woken_before_the_commit_is_done(postgres, listener):
     with Transaction(postgres).scope([]):
         Outbox("orders").store([Message(b"{}", {"id": "1", "type": "t", "source": "/orders"})])
     assert woken == [False]
+    assert listener.wait(5)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_the_commit_of_a_session_that_events_were_added_to_wakes(postgres, listener, is_async):
+    outbox, event_ = Outbox("orders"), Message(b"{}", {"type": "t", "source": "/orders"})
+
+    async def place():
+        made = create_async_engine(postgres.url.set(drivername="postgresql+asyncpg"))
+        async with AsyncSession(made) as session:
+            await outbox.add(session, [event_])
+            assert not listener.wait(0.1)
+            await session.commit()
+        await asyncio.gather(*notification._tasks)
+        await made.dispose()
+
+    if is_async:
+        asyncio.run(place())
+    else:
+        with Session(postgres) as session:
+            outbox.add(session, [event_])
+            assert not listener.wait(0.1)
+            session.commit()
+    assert listener.wait(5)
+
+
+def test_events_added_inside_a_handler_wake_when_its_transaction_commits(postgres, listener):
+    outbox, event_ = Outbox("orders"), Message(b"{}", {"type": "t", "source": "/orders"})
+    with Transaction(postgres).scope([]):
+        with sql.session(sessionmaker(postgres)) as session:
+            outbox.add(session, [event_])
+        with sql.connection(postgres) as connection:
+            outbox.add(connection, [event_])
+        assert not listener.wait(0.1)
     assert listener.wait(5)
 
 
