@@ -220,7 +220,7 @@ class StreamSource:
         """Decode entries; retry or bury those that are not CloudEvents or have no attempts left."""
         messages: list[Message[Any]] = []
         for delivery in deliveries:
-            if self._redelivery.bury_if_exhausted(delivery):
+            if delivery.deliveries > 1 and self._redelivery.bury_if_exhausted(delivery):
                 continue
             try:
                 data, attributes, topic = delivery.stream.decode(delivery.fields)
