@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, timedelta
 from fnmatch import translate
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 
 from conquiet.errors import ConfigError
@@ -124,11 +124,26 @@ def reconciliation(
         _find_hours(database, outbox, domain if is_first else None)
         touched = "SELECT hour FROM hours_to_count"
     how: dict[str, Any] = {"group": "hour", "key": "hour", "touched": touched}
-    read = None if outbox is None else cache(outbox.read_touched)  # both have the same hours
+    # Both have the same hours, so that one call serves both.
+    read = None if outbox is None else cache(partial(_read_outbox, outbox))
     return [
         Query(COMPLETENESS, sql=_completeness(domain, outbox is not None), prepare=read, **how),
         Query(DELIVERY, sql=_delivery(domain, outbox is not None), prepare=read, **how),
     ]
+
+
+def _read_outbox(outbox: Outbox, database: Database) -> None:
+    """Make `outbox_rows`, and `counted_before`: what an earlier count found in the same hours."""
+    outbox.read_touched(database)
+    database.run(
+        "CREATE OR REPLACE TABLE main.counted_before"
+        " (hour TIMESTAMPTZ, rows_before BIGINT, foreign_before VARCHAR[])"
+    )
+    if database.exists(COMPLETENESS):
+        database.run(
+            "INSERT INTO counted_before SELECT hour, outbox_count, foreign_ids"
+            f" FROM {COMPLETENESS} WHERE hour IN (FROM touched)"
+        )
 
 
 def _find_hours(database: Database, outbox: Outbox | None, domain: str | None) -> None:
@@ -188,14 +203,24 @@ def _named(condition: str) -> str:
 
 
 def _completeness(domain: str, has_outbox: bool) -> str:
+    """Return the counts of the touched hours.
+
+    Published rows are removed after a while: an hour of which the outbox has fewer rows than were
+    counted before keeps that count and the foreign ids that were found with it.
+    """
     strays = f"""
-        SELECT coalesce(row_hour, log.hour) AS hour, count(row_hour) AS outbox_count,
-               {_named("log.hour IS NULL")} AS missing_ids,
-               {_named("row_hour IS NULL")} AS foreign_ids
-        FROM log FULL JOIN (
-            SELECT id, date_trunc('hour', created_at) AS row_hour FROM outbox_rows
-            WHERE row_hour IN (FROM touched)
-        ) USING (id) GROUP BY 1
+        SELECT hour, greatest(rows_now, rows_before) AS outbox_count, missing_ids,
+               CASE WHEN rows_now < rows_before THEN foreign_before ELSE foreign_now END
+               AS foreign_ids
+        FROM (
+            SELECT coalesce(row_hour, log.hour) AS hour, count(row_hour) AS rows_now,
+                   {_named("log.hour IS NULL")} AS missing_ids,
+                   {_named("row_hour IS NULL")} AS foreign_now
+            FROM log FULL JOIN (
+                SELECT id, date_trunc('hour', created_at) AS row_hour FROM outbox_rows
+                WHERE row_hour IN (FROM touched)
+            ) USING (id) GROUP BY 1
+        ) LEFT JOIN counted_before USING (hour)
     """
     nothing = """
         SELECT hour, NULL::BIGINT AS outbox_count, []::VARCHAR[] AS missing_ids,

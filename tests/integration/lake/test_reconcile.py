@@ -69,8 +69,33 @@ def test_hours_are_counted_again_if_the_outbox_has_more(outbox, tmp_path):
     assert counts("foreign_ids")[0] == []
 
     pipeline.reconcile(outbox=outbox, all=True)
-    assert counts("foreign_ids")[0] == [str(UUID(int=0))]
+    assert [hour for hour, ok in counts("complete").items() if not ok] == [9]
+    assert counts("outbox_count")[0] == counts("log_count")[0]
     assert counts("missing_ids")[9] == [MISSING]
+
+
+def test_a_row_that_was_removed_is_not_foreign_but_an_event_that_never_had_one_is(outbox, tmp_path):
+    pipeline.lake = str(tmp_path / "lake")
+    log = entries(12)
+    database = engine(outbox)
+
+    def remove(event_id) -> None:
+        with database.begin() as connection:
+            connection.execute(text(f"DELETE FROM outbox_events WHERE id = '{event_id}'"))
+
+    hours: dict[int, set[str]] = {}
+    for one in log:
+        hours.setdefault((one["time"] - START) // timedelta(hours=1), set()).add(one["event_id"])
+    hour, [first, second, *_] = next(item for item in hours.items() if len(item[1]) > 1)
+    remove(first)  # never counted
+    pipeline.run(as_table(log), outbox=outbox)
+    assert counts("foreign_ids")[hour] == [first]
+    rows = counts("outbox_count")[hour]
+    remove(second)  # counted, then removed after a while
+    pipeline.reconcile(outbox=outbox, all=True)
+    assert counts("foreign_ids")[hour] == [first]
+    assert counts("outbox_count")[hour] == rows
+    database.dispose()
 
 
 def test_an_hour_that_was_not_complete_is_counted_until_it_is(outbox, tmp_path):
