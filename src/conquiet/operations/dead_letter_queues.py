@@ -9,7 +9,7 @@ from typing import Any
 
 from conquiet.errors import ConquietError
 from conquiet.kombu import scripts
-from conquiet.kombu.layout import BACK, GROUP, Keys
+from conquiet.kombu.layout import BACK, GROUP, PRIORITIES, Keys
 from conquiet.operations.dead_letters import Filter, Letter
 from conquiet.operations.streams import time_of, translate_errors
 from conquiet.operations.text import as_text, escape_surrogates, whole
@@ -18,8 +18,8 @@ from conquiet.redis.ids import FIRST, LAST
 from conquiet.redis.wire import Wire
 
 _PAGE = 200
-_URGENT = 0
-"""Every consumer of the queue reads the stream of this priority."""
+_UNKNOWN_PRIORITY = 0
+"""For letters that do not name theirs: every consumer reads the stream of this priority."""
 
 
 class KombuLetters:
@@ -83,7 +83,7 @@ class KombuLetters:
         with translate_errors(f"letter {letter.id} to queue {queue!r}"):
             if not self._wire.call(self._key, b"XRANGE", self._key, letter.id, letter.id):
                 return False
-            keys = [self._keys.queues, self._keys.stream(queue, _URGENT)]
+            keys = [self._keys.queues, self._keys.stream(queue, _priority(raw))]
             values = [GROUP, self._keys.namespace, raw[b"m"], "", "", BACK, queue]
             if scripts.publish.call(self._client, keys, values):
                 raise ConquietError(f"letter {letter.id}: queue {queue!r} has expired")
@@ -93,6 +93,12 @@ class KombuLetters:
     def remove(self, letter: Letter, raw: Any) -> bool:
         with translate_errors(self.name):
             return bool(self._wire.call(self._key, b"XDEL", self._key, letter.id))
+
+
+def _priority(named: dict[bytes, bytes]) -> int:
+    """Return the priority whose stream the message was read from."""
+    found = whole(as_text(named.get(b"priority", b""))[0])
+    return found if found in PRIORITIES else _UNKNOWN_PRIORITY
 
 
 def _headers(payload: bytes) -> dict[str, str]:

@@ -284,6 +284,33 @@ def test_a_file_without_a_place_to_replay_to_keeps_its_letters(file) -> None:
 # --- queues of Kombu --------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("end", ["rejected", "never acked", "undecodable"])
+def test_a_replayed_message_of_kombu_keeps_its_priority(redis_client, redis_url, end) -> None:
+    from kombu import Connection, Producer, Queue
+
+    from conquiet.kombu.layout import BACK, GROUP
+
+    broker = redis_url.replace("redis://", "redis-streams://", 1)
+    stream = "conquiet:kombu:q:6:tasks"
+    with Connection(broker, transport_options={"delivery_limit": 1}) as connection:
+        queue = Queue("tasks")(connection.default_channel)
+        queue.declare()
+        Producer(connection.default_channel).publish({"n": 1}, routing_key="tasks", priority=7)
+        assert redis_client.xlen(stream) == 1
+        if end == "rejected":
+            queue.get().requeue()
+        elif end == "undecodable":
+            redis_client.delete(stream)
+            redis_client.xadd(stream, {"m": "no JSON"})
+        else:  # given back, as after the death of its consumer
+            redis_client.xgroup_create(stream, GROUP, "0")
+            redis_client.xreadgroup(GROUP, BACK, {stream: ">"})
+        assert queue.get() is None
+    letters = open_letters("kombu:tasks", redis_client)
+    assert len(replay(letters, Filter()).done) == 1
+    assert redis_client.xlen(stream) == 1
+
+
 def test_letters_of_a_queue_of_kombu_go_back_into_it(redis_client, redis_url) -> None:
     from kombu import Connection, Producer, Queue
 

@@ -48,8 +48,9 @@ if ends and tonumber(ends) > now then
 end
 
 local function bury(key, id, fields, reason, deliveries)
-    local queue = string.match(string.sub(key, #ns + 1), "^q:%d+:(.*)$")
-    local letter = { "queue", queue, "id", id, "reason", reason, "deliveries", deliveries }
+    local priority, queue = string.match(string.sub(key, #ns + 1), "^q:(%d+):(.*)$")
+    local letter = { "queue", queue, "id", id, "reason", reason, "deliveries", deliveries,
+        "priority", priority }
     for _, part in ipairs(fields) do
         letter[#letter + 1] = part
     end

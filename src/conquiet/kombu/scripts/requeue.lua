@@ -27,10 +27,10 @@ if entry then
         end
     end
     if limit > 0 and deliveries >= limit then
-        local queue = string.match(string.sub(key, #ns + 1), "^q:%d+:(.*)$")
+        local priority, queue = string.match(string.sub(key, #ns + 1), "^q:(%d+):(.*)$")
         local reason = "it was rejected in its delivery " .. deliveries .. ", the last one allowed"
         redis.call("XADD", ns .. "dead:" .. queue, "*", "queue", queue, "id", id, "reason", reason,
-            "deliveries", deliveries, unpack(fields))
+            "deliveries", deliveries, "priority", priority, unpack(fields))
         answer = 2
     else
         redis.call("XADD", key, "*", "n", deliveries, unpack(fields))
