@@ -260,7 +260,7 @@ def _convert(setting: Setting, text: str, origin: str, required: bool) -> Any:
     try:
         return setting.read(text)
     except ValueError:
-        where = setting.variable if origin == setting.variable else f"{setting.variable}, {origin}"
+        where = setting.variable if origin == "default" else origin
         raise ConfigError(f"{where}: {mask(text)!r:.100} is not {setting.allowed}") from None
 
 

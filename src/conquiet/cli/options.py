@@ -155,21 +155,32 @@ def add_database(
 
 def database_url(given: str | None, *, must_exist: bool = False) -> Any:
     """Return the URL of the database as SQLAlchemy has it; raise if none is given."""
-    from conquiet import config, registry
+    return _database(given, must_exist)[0]
 
-    text = given or config.read(DATABASE)
+
+def _database(given: str | None, must_exist: bool) -> tuple[Any, str]:
+    """Return the URL, and the flag or variable that named it."""
+    from conquiet import registry
+
+    text, origin = _find(DATABASE, given)
     if not text:
         raise ConfigError(f"no database given: use --database, or set {DATABASE_VARIABLE}")
-    url = registry.parse_database(text, "--database")
+    url = registry.parse_database(text, origin)
     if must_exist:
-        registry.refuse_missing_file(url, "--database")
-    return url
+        registry.refuse_missing_file(url, origin)
+    return url, origin
 
 
 def is_database_given(given: str | None) -> bool:
+    return bool(_find(DATABASE, given)[0])
+
+
+def _find(setting: Setting, given: str | None) -> tuple[str, str]:
+    """Return a setting as it was given, and the flag, variable or file that it came from."""
     from conquiet import config
 
-    return bool(given or config.read(DATABASE))
+    found = config.load([setting], {setting.name: given or None}, section="")
+    return found.values[setting.name], found.origins[setting.name]
 
 
 @contextmanager
@@ -177,9 +188,9 @@ def database_at(given: str | None) -> Iterator[Any]:
     """Open an engine, and dispose of it at the end."""
     from conquiet.registry import open_database
 
-    url = database_url(given, must_exist=True)
+    url, origin = _database(given, must_exist=True)
     with Reached(url), Waiting(f"asking {url.set(query={}).render_as_string()}"):
-        engine = open_database(url, "--database")
+        engine = open_database(url, origin)
         try:
             yield engine
         finally:
@@ -216,22 +227,20 @@ def add_broker(
 
 
 def is_broker_given(given: str | None) -> bool:
-    return _broker(given)[1] != "default"
+    return _find(BROKER, given)[1] != "default"
 
 
 def broker_url(given: str | None) -> str:
     """Return the URL of the broker; raise if none is given."""
-    url, origin = _broker(given)
-    if origin == "default":
-        raise ConfigError(f"no broker given: use --broker, or set {BROKER_VARIABLE}")
-    return url
+    return _broker(given)[0]
 
 
 def _broker(given: str | None) -> tuple[str, str]:
-    from conquiet import config
-
-    found = config.load([BROKER], {"broker": given or None}, section="")
-    return found.values["broker"], found.origins["broker"]
+    """Return the URL, and the flag or variable that named it."""
+    url, origin = _find(BROKER, given)
+    if origin == "default":
+        raise ConfigError(f"no broker given: use --broker, or set {BROKER_VARIABLE}")
+    return url, origin
 
 
 @contextmanager
@@ -242,18 +251,18 @@ def redis_at(given: str | None) -> Iterator[Any]:
     from conquiet.secret import mask
 
     redis = require("redis", "redis")
-    url = broker_url(given)
+    url, origin = _broker(given)
     waits: Any = {"connect_seconds": CONNECT_SECONDS, "answer_seconds": _ANSWER_SECONDS}
-    client = open_redis(url, "--broker", **waits)
+    client = open_redis(url, origin, **waits)
     where = mask(url)
     try:
         with Waiting(f"asking {where}"), client, join_cluster(client, url, **waits) as whole:
             yield whole
     except redis.AuthenticationError as error:
-        raise StoreError(f"{where}: {error}; correct user and password in --broker") from error
+        raise StoreError(f"{where}: {error}; correct user and password in {origin}") from error
     except redis.exceptions.NoPermissionError as error:
         raise StoreError(f"{where}: {error}; its ACL must allow this") from error
     except (redis.ConnectionError, redis.TimeoutError) as error:
-        raise StoreError(f"{where}: {error}; is it running, and is --broker right?") from error
+        raise StoreError(f"{where}: {error}; is it running, and is {origin} right?") from error
     except redis.RedisError as error:
         raise StoreError(f"{where}: {error}") from error

@@ -174,16 +174,27 @@ def _migrate(options: Namespace) -> int:
     tables = _tables_of(options)
     url = database_url(options.database)
     with Reached(url):
+        before = tables.verify(url)
         tables.migrate(url)
         differences = tables.verify(url)
+    done = [item for item in before if item not in differences]
+    created = [item.table for item in done if item.what == "table"]
+    changed = [f"{item.table}: {item.what}" for item in done if item.what != "table"]
     if options.json:
-        print_json({"ok": not differences, "differences": [str(item) for item in differences]})
-    elif differences:
-        for item in differences:
-            print(red(str(item), sys.stdout))
+        left = [str(item) for item in differences]
+        answer = {"ok": not left, "created": created, "changed": changed, "differences": left}
+        print_json(answer)
+        return FAILED if differences else OK
+    for table in created:
+        print(green(f"created {table}", sys.stdout))
+    for change in changed:
+        print(green(f"changed {change}", sys.stdout))
+    for item in differences:
+        print(red(str(item), sys.stdout))
+    if differences:
         print("migrate does not repair them; conquiet outbox schema prints how", file=sys.stderr)
-    else:
-        print(green("the tables are up to date", sys.stdout))
+    elif not done:
+        print(green("the tables were up to date already", sys.stdout))
     return FAILED if differences else OK
 
 

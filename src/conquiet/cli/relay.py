@@ -70,7 +70,7 @@ def _run(options: Namespace) -> int:
         if options.json:
             print_json(dict(settings.texts))
         else:
-            print("\n".join(settings.shown()))
+            print("\n".join(settings.list_lines()))
         return OK
     from conquiet.cli.logs import set_up_logs
     from conquiet.relay.process import RelayProcess
@@ -92,5 +92,5 @@ def _log_settings(settings: Any) -> None:
         logger.info("relay starts", extra={"settings": dict(settings.texts)})
         return
     logger.info("relay starts")
-    for line in settings.shown():
+    for line in settings.list_lines():
         logger.info("  %s", line)

@@ -145,9 +145,12 @@ class Health:
 
 
 class HealthServer:
-    """Serves `Health` over HTTP until `close()`; port 0 takes a free one."""
+    """Serves `Health` over HTTP until `close()`; port 0 takes a free one.
 
-    def __init__(self, health: Health, host: str, port: int) -> None:
+    `origin` is the setting that an error names.
+    """
+
+    def __init__(self, health: Health, host: str, port: int, origin: str = "the address") -> None:
         class Handler(_Handler):
             pass
 
@@ -156,7 +159,7 @@ class HealthServer:
             self._server = _Server((host, port), Handler)
         except OSError as error:
             raise ConfigError(
-                f"CONQUIET_OUTBOX_HEALTH: {host}:{port} cannot be used ({error.strerror}); choose"
+                f"{origin}: {host}:{port} cannot be used ({error.strerror}); choose"
                 " another HOST:PORT, or off"
             ) from error
         self.host, self.port = host, int(self._server.server_address[1])

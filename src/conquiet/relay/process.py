@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from conquiet.acking import Error
 from conquiet.backoff import Backoff
-from conquiet.config import DATABASE_VARIABLE, Url, is_loopback, missing_extra, require
+from conquiet.config import Url, is_loopback, missing_extra, require
 from conquiet.errors import Blameless, ConfigError
 from conquiet.message import Message
 from conquiet.registry import SinkOptions, connect_sink, open_database, sink_scheme
@@ -201,7 +201,7 @@ class RelayProcess:
             )
             self.server: HealthServer | None = None
             if settings.health is not None:
-                self.server = HealthServer(self.health, *settings.health)
+                self.server = HealthServer(self.health, *settings.health, settings.origin("health"))
                 self._open.callback(self.server.close)
             undo.pop_all()
 
@@ -308,7 +308,7 @@ def sink_options(settings: Settings, closing: ExitStack) -> SinkOptions:
         settings.check_timeout_seconds,
         ordered=settings.ordered,
         broker=settings.broker,
-        origin="CONQUIET_OUTBOX_SINK",
+        origin=settings.origin("sink"),
         closing=closing,
     )
 
@@ -320,15 +320,15 @@ def topic_of(settings: Settings) -> str:
     named = Url(settings.sink).path
     if named and named != settings.topic and settings.origins["topic"] != "default":
         raise ConfigError(
-            f"two topics: {named!r:.100} in CONQUIET_OUTBOX_SINK, {settings.topic!r:.100} by"
-            f" {settings.origins['topic']}; leave one out"
+            f"two topics: {named!r:.100} in {settings.origin('sink')}, {settings.topic!r:.100} by"
+            f" {settings.origin('topic')}; leave one out"
         )
     return named or settings.topic
 
 
 def _open_engine(settings: Settings, **options: Any) -> Engine:
     return open_database(
-        settings.database, DATABASE_VARIABLE, application="conquiet-relay", **options
+        settings.database, settings.origin("database"), application="conquiet-relay", **options
     )
 
 

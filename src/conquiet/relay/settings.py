@@ -136,7 +136,13 @@ class Settings:
     origins: Mapping[str, str] = field(default_factory=dict)
     """Where each came from: a flag, a variable, the file, or `default`."""
 
-    def shown(self) -> list[str]:
+    def origin(self, name: str) -> str:
+        """Return what to correct if a setting is wrong: its flag, its variable, or the file."""
+        [setting] = (setting for setting in SETTINGS if setting.name == name)
+        found = self.origins.get(name, "default")
+        return setting.variable if found == "default" else found
+
+    def list_lines(self) -> list[str]:
         """Return the lines that are logged at the start, one per setting."""
         width = max(len(setting.variable) for setting in SETTINGS)
         return [
@@ -164,8 +170,8 @@ def _check(settings: Settings) -> Settings:
     least = STUCK_FACTOR * settings.publish_timeout_seconds
     if settings.stuck_after_seconds < least:
         raise ConfigError(
-            f"CONQUIET_OUTBOX_STUCK_AFTER_SECONDS: {settings.stuck_after_seconds:g} is less than"
-            f" {STUCK_FACTOR} times CONQUIET_OUTBOX_PUBLISH_TIMEOUT_SECONDS,"
+            f"{settings.origin('stuck_after_seconds')}: {settings.stuck_after_seconds:g} is less"
+            f" than {STUCK_FACTOR} times {settings.origin('publish_timeout_seconds')},"
             f" {settings.publish_timeout_seconds:g}: a slow batch would end the process before its"
             f" rows are marked; set it to {math.ceil(least)}, or shorten the other"
         )

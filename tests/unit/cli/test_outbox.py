@@ -58,8 +58,10 @@ def test_a_name_that_would_have_to_be_quoted_is_refused(capsys) -> None:
 
 
 def test_migrate_makes_tables_that_verify_and_can_be_run_again(sqlite_url, capsys) -> None:
-    for _ in range(2):
-        assert main(["outbox", "migrate", "--database", sqlite_url]) == 0
+    assert main(["outbox", "migrate", "--database", sqlite_url]) == 0
+    assert capsys.readouterr().out == "created outbox\ncreated processed_messages\n"
+    assert main(["outbox", "migrate", "--database", sqlite_url]) == 0
+    assert capsys.readouterr().out == "the tables were up to date already\n"
     assert main(["outbox", "verify", "--database", sqlite_url, "--json"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"ok": True, "differences": []}
 
@@ -100,11 +102,24 @@ def test_verify_tells_what_differs_and_fails(tmp_path, sqlite_url, capsys) -> No
     assert [item["what"] for item in found["differences"]] == ["index outbox_claimable", "table"]
 
 
+def test_an_error_names_the_variable_or_the_flag_that_was_used(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("CONQUIET_DATABASE_URL", "sqlite:////nonexistent/x.db")
+    assert main(["outbox", "verify"]) == 2
+    assert "CONQUIET_DATABASE_URL: no file" in capsys.readouterr().err
+    assert main(["outbox", "verify", "--database", "sqlite:////nonexistent/y.db"]) == 2
+    assert "--database: no file" in capsys.readouterr().err
+    for verb in (["relay", "run", "--health", "off"], ["outbox", "status"]):
+        assert main(verb) == 2
+        assert "CONQUIET_DATABASE_URL: no file" in capsys.readouterr().err
+        assert main([*verb, "--database", "sqlite:////nonexistent/y.db"]) == 2
+        assert "--database: no file" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("url", "says"),
     [
-        ("nonsense", "is not a database URL"),
-        ("mysql://h/d", "works with postgresql and sqlite"),
+        ("nonsense", "--database: 'nonsense' is not postgresql://"),
+        ("mysql://h/d", "--database: 'mysql://h/d' is not postgresql://"),
         ("sqlite:////nonexistent/x.db", "conquiet outbox migrate would create it"),
         (None, "use --database, or set CONQUIET_DATABASE_URL"),
     ],

@@ -238,8 +238,8 @@ def test_a_request_has_one_deadline(parts, monkeypatch) -> None:
 
 def test_an_address_in_use_is_a_wrong_setting(parts) -> None:
     *_, health, server = parts
-    with pytest.raises(ConfigError, match="CONQUIET_OUTBOX_HEALTH"):
-        HealthServer(health, "127.0.0.1", server.port)
+    with pytest.raises(ConfigError, match=r"--health: 127\.0\.0\.1:"):
+        HealthServer(health, "127.0.0.1", server.port, "--health")
 
 
 def test_a_probe_that_hangs_up_leaves_no_traceback(capfd, caplog) -> None:

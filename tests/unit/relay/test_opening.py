@@ -56,7 +56,7 @@ def test_a_wrong_redis_url_is_a_wrong_setting() -> None:
 
 
 def test_an_option_that_redis_does_not_know_is_a_wrong_setting() -> None:
-    with pytest.raises(ConfigError, match=r"CONQUIET_OUTBOX_SINK .*'foo'"):
+    with pytest.raises(ConfigError, match=r"--sink .*'foo'"):
         opened_sink(settings("redis://h/0?foo=bar"))
 
 
@@ -127,7 +127,7 @@ def test_what_is_wrong_with_a_url_is_told_without_its_password(sink) -> None:
 def test_a_topic_in_the_url_of_the_sink_is_the_topic(sink) -> None:
     assert topic_of(settings(sink)) == "sales"
     assert topic_of(settings(sink, topic="sales")) == "sales"
-    with pytest.raises(ConfigError, match="two topics: 'sales' in CONQUIET_OUTBOX_SINK, 'other'"):
+    with pytest.raises(ConfigError, match="two topics: 'sales' in --sink, 'other' by --topic"):
         topic_of(settings(sink, topic="other"))
 
 

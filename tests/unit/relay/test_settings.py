@@ -95,7 +95,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path) -> None:
 
 def test_what_is_printed_has_every_setting_and_no_secret() -> None:
     sink = "amqp://app:hush@mq/?password=hush2"
-    lines = load(environ={**DATABASE, "CONQUIET_OUTBOX_SINK": sink}).shown()
+    lines = load(environ={**DATABASE, "CONQUIET_OUTBOX_SINK": sink}).list_lines()
     assert [line.split()[0] for line in lines] == [setting.variable for setting in SETTINGS]
     text = "\n".join(lines)
     assert "s3cret" not in text
@@ -106,7 +106,7 @@ def test_what_is_printed_has_every_setting_and_no_secret() -> None:
 def test_a_batch_must_have_ended_before_the_process_takes_it_for_stuck() -> None:
     given = {"publish_timeout_seconds": "3", "stuck_after_seconds": "12"}
     assert load(given, environ=DATABASE).publish_timeout_seconds == 3
-    with pytest.raises(ConfigError, match=r"STUCK_AFTER_SECONDS: 11 is less .* set it to 12"):
+    with pytest.raises(ConfigError, match=r"--stuck-after-seconds: 11 is less .* set it to 12"):
         load({**given, "stuck_after_seconds": "11"}, environ=DATABASE)
 
 
@@ -149,4 +149,4 @@ def test_print_settings_ends_at_once(monkeypatch, capsys) -> None:
     assert main(["relay", "run", "--print-settings", "--json"]) == 0
     assert '"batch_size": "50"' in capsys.readouterr().out
     assert main(["relay", "run", "--poll-ms", "soon"]) == 2
-    assert "CONQUIET_OUTBOX_PUBLISH_POLL_MS" in capsys.readouterr().err
+    assert "--poll-ms: 'soon' is not" in capsys.readouterr().err
