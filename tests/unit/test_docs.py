@@ -9,7 +9,8 @@ A command that ends with & runs in the background until the document ends; then 
 and must end well.
 
 Where a document names REDIS_URL or DATABASE_URL, the variable names an empty server of the tests.
-A doctest may use `client`, a Redis client, without making it.
+A doctest may use `client`, a Redis client, and `async_client`, one of `redis.asyncio`, without
+making it.
 """
 
 from __future__ import annotations
@@ -210,6 +211,8 @@ def test_the_examples_of_a_module_run(
     given = {}
     if any("client" in example for example in examples(module)):
         given["client"] = request.getfixturevalue("redis_client")
+        url = request.getfixturevalue("redis_url")
+        given["async_client"] = importlib.import_module("redis.asyncio").from_url(url)
     outcome = doctest.testmod(module, extraglobs=given)
     assert outcome.attempted > 0
     assert outcome.failed == 0

@@ -2,21 +2,50 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
+import redis.asyncio
 from tests.integration.queue.names import GROUP, STREAM
 
-from conquiet.queue import QueueConfig, RedisStreamsQueue
+from conquiet.queue import AsyncRedisStreamsQueue, QueueConfig, RedisStreamsQueue
+
+
+class FromSync:
+    """An AsyncRedisStreamsQueue whose methods a test calls as those of a RedisStreamsQueue."""
+
+    def __init__(self, runner, client, config):
+        self._queue = AsyncRedisStreamsQueue(client, config)
+        self._protocol = self._queue._protocol
+        self._runner = runner
+        self.config = config
+        runner.run(self._queue._send(self._protocol.create_group()))
+
+    def __getattr__(self, name):
+        method = getattr(self._queue, name)
+        return lambda *arguments, **named: self._runner.run(method(*arguments, **named))
 
 
 @pytest.fixture
-def make_queue(redis_client):
+def shell():
+    """Tests of what both queues do are run with "sync" and "async"."""
+    return "sync"
+
+
+@pytest.fixture
+def make_queue(redis_client, redis_url, shell):
     """Queues of one stream and group; the consumer's name and any setting may differ."""
+    with asyncio.Runner() as runner:
+        on_loop = redis.asyncio.Redis.from_url(redis_url)
 
-    def make(consumer="b-1", client=None, **settings):
-        config = QueueConfig(STREAM, GROUP, consumer, **settings)
-        return RedisStreamsQueue(client or redis_client, config)
+        def make(consumer="b-1", client=None, **settings):
+            config = QueueConfig(STREAM, GROUP, consumer, **settings)
+            if shell == "async":
+                return FromSync(runner, on_loop, config)
+            return RedisStreamsQueue(client or redis_client, config)
 
-    return make
+        yield make
+        runner.run(on_loop.aclose())
 
 
 @pytest.fixture

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from tests.waiting import eventually
+
+
+@pytest.fixture(params=["sync", "async"])
+def shell(request):
+    return request.param
 
 
 def test_2_1_a_message_that_is_not_acked_is_delivered_again(make_queue):

@@ -1,4 +1,4 @@
-"""Section 5 of the seed: RedisStreamsQueue."""
+"""Section 5 of the seed: RedisStreamsQueue, and the same on an event loop."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 
 import pytest
 import redis
-from tests.integration.queue.names import GROUP, STREAM
+from tests.integration.queue.names import GROUP, STREAM, find_stale
 from tests.waiting import eventually
 
 from conquiet.queue import (
@@ -20,6 +20,11 @@ from conquiet.queue import queue as queue_module
 
 NOT_A_COUNT = [0, -1, 2**63, True, 1.0, "1", None]
 HOUR_MS = 3_600_000
+
+
+@pytest.fixture(params=["sync", "async"])
+def shell(request):
+    return request.param
 
 
 @pytest.fixture
@@ -167,7 +172,7 @@ def test_5_6_redis_has_the_last_word_on_idle_time(make_queue, monkeypatch, pendi
     first, second = make_queue("b-1"), make_queue("b-2")
     entry_id = first.enqueue({"n": 1})
     first.read(1_000)
-    monkeypatch.setattr(second, "_stale_ids", lambda *_: [entry_id.encode()])
+    monkeypatch.setattr(second._protocol, "_stale_ids", find_stale(entry_id.encode()))
     assert second.claim_stale(60_000) == []
     assert pending() == {entry_id: "b-1"}
 
@@ -177,9 +182,7 @@ def test_5_6_two_that_claim_at_once_do_not_both_get_a_message(make_queue, age, m
     entry_id = first.enqueue({"n": 1})
     first.read(1_000)
     age("b-1", entry_id)
-    stale = third._stale_ids(HOUR_MS, 10)
-    assert stale == [entry_id.encode()]
-    monkeypatch.setattr(third, "_stale_ids", lambda *_: stale)
+    monkeypatch.setattr(third._protocol, "_stale_ids", find_stale(entry_id.encode()))
     assert [message.id for message in second.claim_stale(HOUR_MS)] == [entry_id]
     assert third.claim_stale(HOUR_MS) == []
 
