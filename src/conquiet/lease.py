@@ -1,12 +1,14 @@
 """LeaseKeeper: one thread that renews leases while their holders are busy.
 
 A thread, because the holder cannot renew while its handler runs, and an event loop cannot while a
-callback blocks it.
+callback blocks it. Only leases whose connections belong to an event loop are renewed there, by a
+LoopLeaseKeeper.
 """
 
 from __future__ import annotations
 
 import _thread
+import asyncio
 import logging
 import math
 import os
@@ -14,8 +16,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Coroutine, Hashable
+from typing import Any, Generic, Protocol, TypeVar
 
 logger = logging.getLogger("conquiet.lease")
 
@@ -171,6 +173,68 @@ class LeaseKeeper:
                 self._due[lease] = min(self._due[lease], time.monotonic() + seconds)
             elif self._due[lease] == math.inf:  # else work came while it decided to end
                 self._remove(lease)
+
+
+L = TypeVar("L", bound=Hashable)
+
+
+class LoopLeaseKeeper(Generic[L]):
+    """Calls `renew(lease)` of every registered lease when it is due, on the running event loop.
+
+    An exception of one lease is logged, and the lease is tried again after its interval. `renew`
+    returns the seconds until the next call, or None for no more calls.
+    """
+
+    def __init__(self, name: str, renew: Callable[[L], Coroutine[Any, Any, float | None]]) -> None:
+        self.name = name
+        self._call = renew
+        self._timers: dict[L, asyncio.TimerHandle] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def add(self, lease: L, every: float) -> None:
+        """Renew a lease for the first time in `every` seconds, and that long after an error.
+
+        A lease that is registered already keeps the sooner of its two due times.
+        """
+        loop = asyncio.get_running_loop()
+        known = self._timers.get(lease)
+        if known is not None:
+            if loop.time() < known.when() <= loop.time() + every:
+                return
+            known.cancel()
+        self._timers[lease] = loop.call_later(every, self._start, lease, every)
+
+    def remove(self, lease: L) -> None:
+        """Stop renewing a lease; a call of `renew` that is running is not waited for."""
+        timer = self._timers.pop(lease, None)
+        if timer is not None:
+            timer.cancel()
+
+    def __len__(self) -> int:
+        return len(self._timers)
+
+    def _start(self, lease: L, every: float) -> None:
+        task = asyncio.get_running_loop().create_task(self._renew(lease, every))
+        self._tasks.add(task)  # the loop alone would let it be collected
+        task.add_done_callback(self._tasks.discard)
+
+    async def _renew(self, lease: L, every: float) -> None:
+        timer = self._timers.get(lease)
+        seconds: float | None = every
+        try:
+            seconds = await self._call(lease)
+        except Exception as error:  # noqa: BLE001 - it may succeed next time
+            logger.warning(
+                "%s: could not renew %r, trying again in %.3g s: %r",
+                *(self.name, lease, every, error),
+            )
+        if self._timers.get(lease) is not timer:  # removed or added meanwhile
+            return
+        if seconds is None:
+            del self._timers[lease]
+            return
+        loop = asyncio.get_running_loop()
+        self._timers[lease] = loop.call_later(seconds, self._start, lease, every)
 
 
 def native_lock() -> Any:

@@ -12,7 +12,7 @@ from conquiet.events.envelope import ActorRef, Envelope, ErrorEnvelope, ErrorRef
 
 if TYPE_CHECKING:
     from conquiet.events import schema
-    from conquiet.events.idempotency import Idempotency, LeaseLost
+    from conquiet.events.idempotency import AsyncIdempotency, Idempotency, LeaseLost
     from conquiet.events.outbox import EventsOutbox, emit, emit_async
     from conquiet.events.source import EventSource
     from conquiet.events.table import AppendOnly, OutboxEvent, map_outbox_events
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ActorRef",
     "AppendOnly",
+    "AsyncIdempotency",
     "Catalog",
     "Consumer",
     "Envelope",
@@ -42,6 +43,7 @@ __all__ = [
 
 _home = {
     "AppendOnly": "conquiet.events.table",
+    "AsyncIdempotency": "conquiet.events.idempotency",
     "EventSource": "conquiet.events.source",
     "EventsOutbox": "conquiet.events.outbox",
     "Idempotency": "conquiet.events.idempotency",

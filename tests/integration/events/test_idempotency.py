@@ -13,12 +13,13 @@ from datetime import timedelta
 import pytest
 import redis
 import redis.asyncio
+from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 from tests.waiting import eventually
 
 from conquiet.errors import Blameless, ConfigError, StoreError
-from conquiet.events import Idempotency, LeaseLost
+from conquiet.events import AsyncIdempotency, Idempotency, LeaseLost
 from conquiet.redis import InProgress
 
 EVENT = uuid.UUID("01900000-0000-7000-8000-000000000001")
@@ -387,7 +388,7 @@ def test_an_id_has_one_key_however_it_is_written(idempotency) -> None:
 def test_a_client_for_asyncio_is_refused(redis_url: str) -> None:
     """Its answers are coroutines, which equal nothing: every duplicate would count as fresh."""
     client = redis.asyncio.Redis.from_url(redis_url)
-    with pytest.raises(ConfigError, match=r"takes a redis\.Redis, not redis\.asyncio"):
+    with pytest.raises(ConfigError, match=r"not redis\.asyncio.*; AsyncIdempotency takes"):
         Idempotency(client)
 
 
@@ -487,3 +488,160 @@ def test_a_task_that_is_cancelled_before_a_thread_is_free_to_settle_settles_all_
             await asyncio.sleep(0.01)
 
     asyncio.run(asyncio.wait_for(cancel(), 20))
+
+
+# --- a client of redis.asyncio --------------------------------------------------------------
+
+
+def on_loop(redis_url, test, **settings) -> None:
+    """Run a test with an AsyncIdempotency."""
+
+    async def run() -> None:
+        async with redis.asyncio.Redis.from_url(redis_url) as client:
+            await asyncio.wait_for(test(AsyncIdempotency(client, **settings)), 20)
+
+    asyncio.run(run())
+
+
+def test_on_a_loop_an_event_is_marked_after_success_and_runs_once(redis_url, redis_client) -> None:
+    async def test(idempotency) -> None:
+        async with idempotency.guard("mailer", EVENT) as fresh:
+            assert fresh
+            assert value(redis_client) == "processing"
+            assert 0 < redis_client.pttl(KEY) <= 30_000
+            with pytest.raises(InProgress, match="do not ack"):
+                await idempotency.claim("mailer", EVENT)
+            with pytest.raises(InProgress, match="do not ack"):
+                await idempotency.check_and_mark_processed("mailer", EVENT)
+        assert value(redis_client) == "done"
+        async with idempotency.guard("mailer", EVENT) as fresh:
+            assert not fresh
+        assert await idempotency.check_and_mark_processed("mailer", EVENT) is True
+        assert await idempotency.check_and_mark_processed("analytics", EVENT, 60) is False
+        assert not len(idempotency.keeper)
+
+    on_loop(redis_url, test)
+    with Idempotency(redis_client).guard("mailer", EVENT) as fresh:
+        assert not fresh  # one key, one script: a sync consumer of the same name has seen it
+
+
+def test_on_a_loop_a_failure_releases_and_the_decorator_tries_again(redis_url) -> None:
+    async def test(idempotency) -> None:
+        failures = iter([ValueError("once"), None])
+
+        @idempotency.guard("mailer", lambda event: event["eventId"])
+        async def send(event) -> str:
+            if failure := next(failures):
+                raise failure
+            return "sent"
+
+        with pytest.raises(ValueError, match="once"):
+            await send({"eventId": EVENT})
+        assert [await send({"eventId": EVENT}) for _ in range(2)] == ["sent", None]
+        with pytest.raises(ConfigError, match="is not a coroutine function"):
+            idempotency.guard("mailer", EVENT)(print)
+        with pytest.raises(ConfigError, match="is a decorator"):
+            await idempotency.guard("mailer", str).__aenter__()
+
+    on_loop(redis_url, test)
+
+
+def test_on_a_loop_a_long_handler_keeps_its_lease(redis_url, redis_client) -> None:
+    other = Idempotency(redis_client)
+
+    async def test(idempotency) -> None:
+        async with idempotency.guard("mailer", EVENT):
+            for _ in range(8):
+                await asyncio.sleep(0.05)
+                with pytest.raises(InProgress):
+                    other.claim("mailer", EVENT)
+        assert other.claim("mailer", EVENT) is None
+
+    on_loop(redis_url, test, lease=0.2, ttl=60)
+
+
+def test_on_a_loop_a_lost_lease_is_reported_and_its_holder_left_alone(
+    redis_url, redis_client
+) -> None:
+    async def test(idempotency) -> None:
+        late = await idempotency.claim("mailer", EVENT)
+        redis_client.delete(KEY)  # the lease ran out
+        held = await idempotency.claim("mailer", EVENT)
+        assert await late.renew() is None
+        await late.release()
+        with pytest.raises(LeaseLost, match="happened twice"):
+            await late.confirm()
+        assert redis_client.get(KEY).decode() == f"processing:{held.owner}"
+        await held.confirm()
+
+    on_loop(redis_url, test)
+    assert value(redis_client) == "done"
+
+
+def test_on_a_loop_a_hundred_tasks_run_each_event_once(redis_url) -> None:
+    async def test(idempotency) -> None:
+        ran = []
+
+        async def attempt(event_id) -> None:
+            try:
+                async with idempotency.guard("mailer", event_id) as fresh:
+                    await asyncio.sleep(0)
+                    ran.extend([event_id] if fresh else [])
+            except InProgress:
+                pass
+
+        ids = [uuid.uuid4() for _ in range(25)]
+        await asyncio.gather(*(attempt(event_id) for event_id in ids * 4))
+        assert sorted(ran) == sorted(ids)
+
+    on_loop(redis_url, test)
+
+
+def test_on_a_loop_a_task_cancelled_at_any_await_leaves_no_claim(redis_url, redis_client) -> None:
+    """Cancelled in the claim or in the handler it holds nothing; later, the event is done."""
+    ends = []
+
+    async def cancel(idempotency, event_id, turns) -> None:
+        """Cancel a handler after so many turns of the loop."""
+        entered = []
+
+        async def handle() -> None:
+            async with idempotency.guard("mailer", event_id):
+                entered.append(1)
+                await asyncio.sleep(0)
+                entered.append(2)
+
+        task = asyncio.create_task(handle())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        while idempotency._settling:
+            await asyncio.sleep(0.001)
+        key = idempotency.key("mailer", event_id)
+        found = (redis_client.get(key) or b"").decode().partition(":")[0]
+        assert found == ("done" if entered == [1, 2] else ""), turns
+        assert not len(idempotency.keeper)
+        ends.append((task.cancelled(), found))
+
+    async def test(idempotency) -> None:
+        for turns in range(60):
+            await cancel(idempotency, uuid.uuid4(), turns)
+
+    on_loop(redis_url, test)
+    # Cancelled before it was done, and while it settled.
+    assert {(True, ""), (True, "done")} <= set(ends)
+
+
+def test_on_a_loop_a_redis_that_is_away_is_a_store_error_and_nothing_runs() -> None:
+    async def run() -> None:
+        async with redis.asyncio.Redis(port=1, retry=AsyncRetry(NoBackoff(), 0)) as client:
+            with pytest.raises(StoreError, match="could not claim"):
+                await AsyncIdempotency(client).guard("mailer", EVENT).__aenter__()
+
+    asyncio.run(run())
+
+
+def test_on_a_loop_a_sync_client_is_refused(redis_client) -> None:
+    with pytest.raises(ConfigError, match=r"takes a redis\.asyncio\.Redis, not redis\.client"):
+        AsyncIdempotency(redis_client)
