@@ -10,9 +10,11 @@ and a test without Spark.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, timedelta
+from itertools import chain
+from operator import attrgetter
 from typing import Annotated, Any, Generic, TypeVar
 from zlib import crc32
 
@@ -142,7 +144,8 @@ ENTRIES = pa.schema(
 )
 """What the judge is given: first deliveries, each with the count of its deliveries."""
 
-_FIRST_YEAR, _LAST_YEAR = 1970, 9998
+_END = datetime(9999, 1, 1, tzinfo=UTC)
+"""Tables hold times from 1970 up to this."""
 _MICROSECOND = timedelta(microseconds=1)
 _MOST_INT = 2**63
 _nul = re.compile(rb"(?<!\\)((?:\\\\)*)\\u0000")
@@ -214,70 +217,79 @@ class Judge:
             for (event_type, version), struct in definition.structs.items()
         }
         self.facts = list(definition.facts.values())
-        self._kinds_of: dict[tuple[str, str], dict[int, _Kind]] = {}
         self._has_keys = any(callable(one.key) for one in self.facts)
         self._typed = typed_schemas(definition)
 
     def judge(self, entries: pa.Table, with_silver: bool = True) -> Judged:
         """Judge first deliveries; `with_silver=False` for the feed alone."""
-        good = _Good()
-        bad = _Bad()
         counts = Counts()
-        columns = [
-            entries[name].to_pylist()
-            for name in ("stream", "event_id", "type", "data", "_malformed")
-        ]
-        days = entries["_day"].to_pylist() if self.definition.rules else []
-        no_text = _rows_without_text(entries["data"])
-        for row, (stream, event_id, event_type, data, malformed) in enumerate(
-            zip(*columns, strict=True)
-        ):
-            if malformed is not None or not event_id or not event_type:
-                bad.add(row, None, REASONS[0])
-                continue
-            if row in no_text:
-                bad.add(row, None, "broken_json")
-                continue
-            try:
-                kind = self._kind(stream, event_type, data)
-                envelope = kind.open(data)
-                occurred = _plausible_time(envelope.occurred_at)
-                if envelope.event_id != event_id or occurred is None:
-                    raise _Refused("bad_envelope")
-                value = envelope.data
-                if kind.is_plausible is not None and not kind.is_plausible(value):
-                    raise _Refused("invalid_data")
-                if kind.rules:
-                    _check(kind.rules, value, days[row], counts, event_id)
-            except _Refused as refusal:
-                bad.add(row, _column_version(kind.version), refusal.args[0])
-                continue
-            except _fault:
-                reason, version, again = self._reason(stream, event_id, event_type, data)
-                if again is None:
-                    bad.add(row, version, reason)
-                    continue
-                envelope, kind = again
-                occurred = _plausible_time(envelope.occurred_at)
-                value = envelope.data
-                assert occurred is not None, "an event that can be read was checked"
-            good.add(row, envelope, occurred, kind, value)
+        good, bad = _Good(), _Bad()
+        look = _Look(entries)
+        for kind, read in self._read(look, bad).items():
+            self._keep(kind, read, look, good, bad, counts)
         return self._judged(entries, good, bad, counts, with_silver)
 
-    def _kind(self, stream: str, event_type: str, data: bytes | None) -> _Kind:
-        """Return the kind of an event, before all of it is read."""
-        known = self._kinds_of.get((stream, event_type))
-        if known is None:
-            versions = self.types.get(event_type, [])
-            accepts = self.definition.accepts(stream, event_type)
-            known = {one: self.kinds[event_type, one] for one in versions} if accepts else {}
-            self._kinds_of[stream, event_type] = known
-        if len(known) == 1:
-            return next(iter(known.values()))  # its version is checked when it is read
-        found = known.get(_headers.decode(data or b"").version)
-        if found is None:
-            raise msgspec.DecodeError("neither type nor version is known")
+    def _read(self, look: _Look, bad: _Bad) -> dict[_Kind, _Read]:
+        """Read the events of each kind; what a kind cannot read is refused with its reason."""
+        found: dict[_Kind, _Read] = {}
+        doubtful: list[int] = []
+        for kind, rows in self._by_kind(look, bad, doubtful).items():
+            found[kind] = kind.read(rows, look, doubtful)
+        for row in doubtful:
+            reason, version, again = self._reason(
+                look.streams[row], look.ids[row], look.types[row], look.data[row]
+            )
+            if again is None:
+                bad.add(row, version, reason)
+            else:
+                envelope, kind = again
+                found.setdefault(kind, _Read()).add(row, envelope)
         return found
+
+    def _by_kind(self, look: _Look, bad: _Bad, doubtful: list[int]) -> dict[_Kind, list[int]]:
+        """Find the kind of each entry, before all of it is read."""
+        found: dict[_Kind, list[int]] = {}
+        by_type: dict[tuple[str, str], list[int]] = {}
+        columns = look.streams, look.ids, look.types, look.malformed
+        for row, (stream, event_id, event_type, fault) in enumerate(zip(*columns, strict=True)):
+            if fault is not None or not event_id or not event_type:
+                bad.add(row, None, REASONS[0])
+            elif row in look.no_text:
+                bad.add(row, None, "broken_json")
+            elif rows := by_type.get((stream, event_type)):
+                rows.append(row)
+            else:
+                by_type[stream, event_type] = [row]
+        for (stream, event_type), rows in by_type.items():
+            versions = self.types.get(event_type, [])
+            if not self.definition.accepts(stream, event_type):
+                versions = []
+            if len(versions) == 1:  # it is compared when an event is read
+                found.setdefault(self.kinds[event_type, versions[0]], []).extend(rows)
+                continue
+            for row in rows:
+                version = _version(look.data[row]) if versions else None
+                if version in versions:
+                    found.setdefault(self.kinds[event_type, version], []).append(row)
+                else:
+                    doubtful.append(row)
+        return found
+
+    def _keep(
+        self, kind: _Kind, read: _Read, look: _Look, good: _Good, bad: _Bad, counts: Counts
+    ) -> None:
+        """Check the rules of a kind, and keep the events that break none."""
+        if kind.rules:
+            kept = _Read()
+            for row, envelope in zip(read.rows, read.envelopes, strict=True):
+                broken = _check(kind.rules, envelope.data, look.days[row], counts, look.ids[row])
+                if broken is None:
+                    kept.add(row, envelope)
+                else:
+                    bad.add(row, kind.version, broken)
+            read = kept
+        if read.rows:
+            good.add(kind, read)
 
     def _reason(
         self, stream: str, event_id: str, event_type: str, data: bytes | None
@@ -297,7 +309,7 @@ class Judge:
             or not 0 < version < _MOST_INT
             or _read(fields.get("eventId"), str) != event_id
             or occurred is None
-            or _plausible_time(occurred) is None
+            or not _plausible_times([occurred])
         ):
             return "bad_envelope", shown, None
         kind = self.kinds.get((event_type, version))
@@ -309,10 +321,10 @@ class Judge:
         if raw in (b"", b"null"):
             return "null_data", shown, None
         try:
-            value = kind.decode(_nul.sub(rb"\1\\ufffd", raw))
+            value = kind.decode(raw)
         except _fault:
             return "invalid_data", shown, None
-        if kind.is_plausible is not None and not kind.is_plausible(value):
+        if not kind.are_plausible([value]):
             return "invalid_data", shown, None
         return "", shown, (_Envelope(version, event_id, occurred, value), kind)
 
@@ -327,19 +339,14 @@ class Judge:
         with_silver: bool,
     ) -> Judged:
         taken = entries.take(pa.array(good.rows, pa.int64()))
-        versions = pa.array([one.version for one in good.envelopes], pa.int32())
+        lengths = [end - start for _, start, end in good.kinds]
+        of_kinds = [kind.version for kind, _, _ in good.kinds]
+        versions = pa.array(np.repeat(of_kinds, lengths), pa.int32())
         occurred = pa.array(good.occurred, TIME)
         feed = self._feed(taken, good, versions, occurred)
         if not with_silver:
             empty = EVENTS.empty_table()
             return Judged(empty, QUARANTINE.empty_table(), {}, feed, counts)
-        moments = pa.array(
-            [
-                getattr(value, kind.moment) or moment if kind.moment else moment
-                for value, kind, moment in zip(good.values, good.kinds, good.occurred, strict=True)
-            ],
-            TIME,
-        )
         actors = [one.actor or _NO_ACTOR for one in good.envelopes]
         made = {
             "event_type": taken["type"],
@@ -352,7 +359,7 @@ class Judge:
             "actor_store_id": pa.array([one.store_id for one in actors], pa.string()),
             "payload": taken["data"].cast(pa.string()),
             "first_seen_at": taken["entry_time"],
-            "moment": moments,
+            "moment": _moments(good, occurred),
         }
         events = pa.table(
             [made[one] if one in made else taken[one] for one in EVENTS.names], schema=EVENTS
@@ -360,8 +367,9 @@ class Judge:
         typed = self._typed_tables(events, good) if self.definition.typed else {}
         bound = set(self.definition.streams) if self.definition.typed else set()
         if bound:
-            own = pa.array([kind.event_type not in bound for kind in good.kinds], pa.bool_())
-            events = events.filter(own)
+            own = [(at, end) for kind, at, end in good.kinds if kind.event_type not in bound]
+            parts = [events.slice(at, end - at) for at, end in own]
+            events = pa.concat_tables(parts) if parts else EVENTS.empty_table()
         refused = entries.take(pa.array(bad.rows, pa.int64()))
         given = {
             "event_type": refused["type"],
@@ -378,18 +386,17 @@ class Judge:
         return Judged(events, quarantine, typed, feed, counts)
 
     def _typed_tables(self, events: pa.Table, good: _Good) -> dict[str, pa.Table]:
-        by_kind: dict[_Kind, list[int]] = {}
-        for place, kind in enumerate(good.kinds):
-            by_kind.setdefault(kind, []).append(place)
         base = events.select(TYPED.names)
         found: dict[str, list[pa.Table]] = {}
-        for kind, places in by_kind.items():
-            data = kind.encoder.table([good.values[place] for place in places])
-            rows = base.take(pa.array(places, pa.int64()))
-            for name in data.column_names:
-                rows = rows.append_column(_column(name), data[name])
+        for kind, start, end in good.kinds:
+            data = kind.encoder.table(good.values[start:end])
+            rows = base.slice(start, end - start)
+            columns = [*rows.columns, *data.columns]
+            names = [*rows.column_names, *map(_column, data.column_names)]
             schema = self._typed[kind.event_type]
-            found.setdefault(kind.event_type, []).append(_fit(rows, schema))
+            found.setdefault(kind.event_type, []).append(
+                _fit(pa.table(columns, names=names), schema)
+            )
         return {name: pa.concat_tables(parts) for name, parts in found.items()}
 
     def _feed(
@@ -398,13 +405,13 @@ class Judge:
         places: list[int] = []
         facts: list[int] = []
         found: list[Any] = []
-        for place, (kind, value) in enumerate(zip(good.kinds, good.values, strict=True)):
+        for kind, start, end in good.kinds:
             for fact, name in kind.fields:
-                one = getattr(value, name)
-                if one is not None:
-                    places.append(place)
-                    facts.append(fact)
-                    found.append(one)
+                values = list(map(attrgetter(name), good.values[start:end]))
+                there = [place for place, one in enumerate(values, start) if one is not None]
+                places += there
+                facts += [fact] * len(there)
+                found += [one for one in values if one is not None]
         keys = [one if type(one) is str else str(one) for one in msgspec.to_builtins(found)]
         if self._has_keys:
             self._computed_keys(taken, good, places, facts, keys)
@@ -454,36 +461,61 @@ class Judge:
         created = taken["time"].cast(pa.int64()).to_pylist()
         seen = taken["entry_time"].cast(pa.int64()).to_pylist()
         wanted = [(number, one) for number, one in enumerate(self.facts) if callable(one.key)]
-        for place, (kind, value) in enumerate(zip(good.kinds, good.values, strict=True)):
-            event = None
-            for number, fact in wanted:
-                if fact.events is not None and kind.event_type not in fact.events:
-                    continue
-                if event is None:
-                    event_id, event_type, stream, key, subject, deliveries = (
-                        column[place] for column in columns
-                    )
-                    event = Event(
-                        event_id,
-                        event_type,
-                        kind.version,
-                        (good.occurred[place] - EPOCH) // _MICROSECOND,
-                        created[place],
-                        seen[place],
-                        stream,
-                        key if key is not None else subject,
-                        value,
-                        deliveries,
-                        getattr(value, kind.moment) if kind.moment else None,
-                    )
-                for one in _several(fact.key(event)):  # type: ignore[operator]  # a function here
-                    places.append(place)
-                    facts.append(number)
-                    keys.append(one)
+        for kind, start, end in good.kinds:
+            asked = [
+                (number, fact)
+                for number, fact in wanted
+                if fact.events is None or kind.event_type in fact.events
+            ]
+            for place in range(start, end) if asked else ():
+                event_id, event_type, stream, key, subject, deliveries = (
+                    column[place] for column in columns
+                )
+                value = good.values[place]
+                event = Event(
+                    event_id,
+                    event_type,
+                    kind.version,
+                    (good.occurred[place] - EPOCH) // _MICROSECOND,
+                    created[place],
+                    seen[place],
+                    stream,
+                    key if key is not None else subject,
+                    value,
+                    deliveries,
+                    getattr(value, kind.moment) if kind.moment else None,
+                )
+                for number, fact in asked:
+                    for one in _several(fact.key(event)):  # type: ignore[operator]  # a function here
+                        places.append(place)
+                        facts.append(number)
+                        keys.append(one)
 
 
-class _Refused(Exception):
-    pass
+class _Look:
+    """The columns of entries that are looked at one by one."""
+
+    def __init__(self, entries: pa.Table) -> None:
+        names = ("stream", "event_id", "type", "data", "_malformed")
+        columns = [entries[name].to_pylist() for name in names]
+        self.streams, self.ids, self.types, data, self.malformed = columns
+        self.data = [
+            replace_nul(one) if one is not None and b"\\u0000" in one else one for one in data
+        ]
+        self.days = entries["_day"].to_pylist()
+        self.no_text = _rows_without_text(entries["data"])
+
+
+class _Read:
+    """Events of one kind that could be read, with the rows of their entries."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self.envelopes: list[_Envelope[Any]] = []
+
+    def add(self, row: int, envelope: _Envelope[Any]) -> None:
+        self.rows.append(row)
+        self.envelopes.append(envelope)
 
 
 class _Bad:
@@ -501,23 +533,23 @@ class _Bad:
 
 
 class _Good:
-    """The events of a file that passed all checks, column by column."""
+    """The events of a file that passed all checks, kind by kind, column by column."""
 
     def __init__(self) -> None:
         self.rows: list[int] = []
         self.envelopes: list[_Envelope[Any]] = []
         self.occurred: list[datetime] = []
-        self.kinds: list[_Kind] = []
         self.values: list[Any] = []
+        self.kinds: list[tuple[_Kind, int, int]] = []
+        """Each kind with the places of its first event and after its last one."""
 
-    def add(
-        self, row: int, envelope: _Envelope[Any], occurred: datetime, kind: _Kind, value: Any
-    ) -> None:
-        self.rows.append(row)
-        self.envelopes.append(envelope)
-        self.occurred.append(occurred)
-        self.kinds.append(kind)
-        self.values.append(value)
+    def add(self, kind: _Kind, read: _Read) -> None:
+        start = len(self.rows)
+        self.rows += read.rows
+        self.envelopes += read.envelopes
+        self.occurred += [one.occurred_at for one in read.envelopes]
+        self.values += [one.data for one in read.envelopes]
+        self.kinds.append((kind, start, len(self.rows)))
 
 
 class _Kind:
@@ -530,7 +562,7 @@ class _Kind:
         self.version = version
         self.decode = msgspec.json.Decoder(struct).decode
         self._open = msgspec.json.Decoder(_Envelope[struct]).decode  # type: ignore[valid-type]  # made at run time
-        self.is_plausible = _plausible(inspect.type_info(struct))
+        self.are_plausible = _plausible(inspect.type_info(struct)) or (lambda values: True)
         self.rules = [one for one in definition.rules if one.of is struct]
         self.moment = definition.moments.get(event_type)
         self.fields = [
@@ -542,23 +574,44 @@ class _Kind:
         ]
         self.encoder = Encoder(struct)
 
-    def open(self, data: bytes | None) -> _Envelope[Any]:
-        """Read an envelope with the data of this kind; NUL becomes U+FFFD."""
-        data = data or b""
-        if b"\\u0000" in data:
-            data = _nul.sub(rb"\1\\ufffd", data)
-        envelope: _Envelope[Any] = self._open(data)
-        if envelope.version != self.version:
-            raise msgspec.DecodeError("another version")
-        return envelope
+    def read(self, rows: list[int], look: _Look, doubtful: list[int]) -> _Read:
+        """Read entries of this kind; those that are not as they should be become doubtful."""
+        found = _Read()
+        data, ids, read, version = look.data, look.ids, self._open, self.version
+        for row in rows:
+            try:
+                envelope = read(data[row] or b"")
+            except _fault:
+                doubtful.append(row)
+                continue
+            if envelope.version == version and envelope.event_id == ids[row]:
+                found.rows.append(row)
+                found.envelopes.append(envelope)
+            else:
+                doubtful.append(row)
+        if self._are_plausible(found.envelopes):
+            return found
+        plausible = _Read()
+        for row, envelope in zip(found.rows, found.envelopes, strict=True):
+            if self._are_plausible([envelope]):
+                plausible.add(row, envelope)
+            else:
+                doubtful.append(row)
+        return plausible
+
+    def _are_plausible(self, envelopes: list[_Envelope[Any]]) -> bool:
+        return _plausible_times([one.occurred_at for one in envelopes]) and self.are_plausible(
+            [one.data for one in envelopes]
+        )
 
     def open_again(self, data: bytes) -> Any:
         """Read the data of an event that was judged before."""
+        if b"\\u0000" in data:
+            data = replace_nul(data)
         try:
-            return self.open(data).data
+            return self._open(data).data
         except _fault:  # its actor is not as expected
-            raw = bytes(_objects.decode(data)["data"])
-            return self.decode(_nul.sub(rb"\1\\ufffd", raw))
+            return self.decode(_objects.decode(data)["data"])
 
 
 def bucket_of(key: str) -> int:
@@ -631,7 +684,8 @@ def _fit(rows: pa.Table, schema: pa.Schema) -> pa.Table:
 # --- checks -------------------------------------------------------------------------------------
 
 
-def _check(rules: list[Rule], value: Any, days: int, counts: Counts, event_id: str) -> None:
+def _check(rules: list[Rule], value: Any, days: int, counts: Counts, event_id: str) -> str | None:
+    """Count the rules of an event; return the first one that refuses it."""
     day = EPOCH.date() + timedelta(days=days) if days >= 0 else None
     for rule in rules:
         is_right = holds(rule, value)
@@ -643,7 +697,8 @@ def _check(rules: list[Rule], value: Any, days: int, counts: Counts, event_id: s
                 f"event {event_id} breaks the rule {rule.name}, which stops the pipeline;"
                 " correct the rule or the event, and start again"
             )
-        raise _Refused(rule.name)
+        return rule.name
+    return None
 
 
 def holds(rule: Rule, value: Any) -> bool:
@@ -654,41 +709,72 @@ def holds(rule: Rule, value: Any) -> bool:
         return False
 
 
-def _plausible_time(moment: datetime) -> datetime | None:
-    """Return a moment in UTC, or None if it is not of the years 1970 to 9998."""
-    if moment.tzinfo is not UTC:
-        try:
-            moment = moment.astimezone(UTC)
-        except (OverflowError, ValueError):
-            return None
-    return moment if _FIRST_YEAR <= moment.year <= _LAST_YEAR else None
+def _plausible_times(moments: Sequence[datetime]) -> bool:
+    """Return whether all moments are of the years 1970 to 9998, in UTC."""
+    if not moments:
+        return True
+    try:
+        return min(moments) >= EPOCH and max(moments) < _END
+    except TypeError:  # some have no zone: those of the machine
+        pass
+    try:
+        return _plausible_times([one if one.tzinfo else one.astimezone() for one in moments])
+    except (OverflowError, ValueError):
+        return False
 
 
-def _plausible(info: inspect.Type) -> Callable[[Any], bool] | None:
-    """Return a check of the values that msgspec accepts and a table cannot hold; None if it would
-    check nothing."""
+def _plausible(info: inspect.Type) -> Callable[[Sequence[Any]], bool] | None:
+    """Return a check of values, all at once, for what msgspec accepts and a table cannot hold; None
+    if it would check nothing."""
     kind = without_none(info)
     if kind is not info:
         check = _plausible(kind)
-        return None if check is None else lambda value: value is None or check(value)
+        if check is None:
+            return None
+        return lambda values: check([one for one in values if one is not None])
     if isinstance(info, inspect.DateTimeType):
-        return lambda value: _plausible_time(value) is not None
+        return _plausible_times
     if isinstance(info, inspect.IntType):
         if (info.le is not None or info.lt is not None) and (
             info.ge is not None or info.gt is not None
         ):
             return None
-        return lambda value: -_MOST_INT <= value < _MOST_INT
+        return lambda values: not values or (min(values) >= -_MOST_INT and max(values) < _MOST_INT)
     if isinstance(info, (inspect.ListType, inspect.SetType, inspect.VarTupleType)):
         item = _plausible(info.item_type)
-        return None if item is None else lambda values: all(map(item, values))
+        return None if item is None else lambda values: item(list(chain.from_iterable(values)))
     if isinstance(info, inspect.StructType):
-        checks = [(one.name, _plausible(one.type)) for one in info.fields]
-        wanted = [(name, check) for name, check in checks if check is not None]
+        checks = [(attrgetter(one.name), _plausible(one.type)) for one in info.fields]
+        wanted = [(read, check) for read, check in checks if check is not None]
         if not wanted:
             return None
-        return lambda value: all(check(getattr(value, name)) for name, check in wanted)
+        return lambda values: all(check(list(map(read, values))) for read, check in wanted)
     return None
+
+
+def _moments(good: _Good, occurred: pa.Array) -> pa.ChunkedArray:
+    """Return when each event happened: the time in its data that its kind names, or `occurred`."""
+    parts = []
+    for kind, start, end in good.kinds:
+        moments = occurred.slice(start, end - start)
+        if kind.moment is not None:
+            own = pa.array(map(attrgetter(kind.moment), good.values[start:end]), TIME)
+            moments = pc.coalesce(own, moments)
+        parts.append(moments)
+    return pa.chunked_array(parts, TIME)
+
+
+def replace_nul(data: bytes) -> bytes:
+    """Replace an escaped NUL, which tables cannot hold, by U+FFFD."""
+    return _nul.sub(rb"\1\\ufffd", data)
+
+
+def _version(data: bytes | None) -> int | None:
+    """Read the version of an event alone."""
+    try:
+        return _headers.decode(data or b"").version
+    except _fault:
+        return None
 
 
 def _read(raw: msgspec.Raw | None, kind: Any) -> Any:

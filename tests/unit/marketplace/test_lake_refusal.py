@@ -72,6 +72,8 @@ CASES = [
     ("wrong_amounts", created(38, order(lines=[{**line(), "line_total_cents": 1}]))),
     ("wrong_amounts", created(39, order(lines=[]))),
     ("wrong_amounts", created(40, order(OVERFLOWING, subtotal_cents=0, total_cents=100))),
+    ("", created(64, order(), actor="till")),  # an actor of another form is left out
+    ("wrong_amounts", created(65, order(total_cents=1), actor="till")),
     ("", touch(41)),
     ("", touch(42, "ad_click", impression_token_id=uuid(900))),
     ("invalid_data", touch(43, "ad_click")),
