@@ -51,7 +51,8 @@ def run(options: Namespace) -> int:
     _check_source(options, source, streaming=not is_whole)
     pipeline = find_pipeline(options.pipeline, options.to)
     set_up_logs("info" if debug else "warning")
-    progress = BatchProgress(options.json)
+    # Spark does not count rows that it does not read itself.
+    progress = BatchProgress(options.json, by_steps=is_whole or options.origin == "files")
     with ExitStack() as stack:
         log = None if debug else stack.enter_context(SparkLog())
         stack.callback(progress.clear)
@@ -72,8 +73,6 @@ def run(options: Namespace) -> int:
                 on_query=progress.look,
                 on_progress=progress.say,
             )
-            if is_whole:
-                progress.count(0, progress.taken, progress.taken / max(progress.seconds, 0.001))
         except ConfigError:
             raise
         except Exception as error:  # noqa: BLE001 - Spark's own, with pages of Java behind it
@@ -131,7 +130,13 @@ class SparkLog:
 def _session(options: Namespace, config: dict[str, str]) -> SparkSession:
     from conquiet.spark import session
 
-    return session("conquiet pipeline", master=options.master, remote=options.remote, config=config)
+    return session(
+        "conquiet pipeline",
+        master=options.master,
+        remote=options.remote,
+        config=config,
+        quick_start=options.once,
+    )
 
 
 def _events(spark: SparkSession, origin: str, source: dict[str, str], whole: bool) -> DataFrame:
@@ -324,16 +329,19 @@ def _sum(lost: Mapping[str, Any]) -> Missed:
 
 
 class BatchProgress:
-    """Prints batches and tables: on a terminal in one line, else now and then, or as JSON."""
+    """Prints batches and tables: on a terminal in one line, else now and then, or as JSON.
 
-    def __init__(self, as_json: bool) -> None:
+    Batches are those of a query, or with `by_steps` those that the pipeline has taken in.
+    """
+
+    def __init__(self, as_json: bool, *, by_steps: bool = False) -> None:
         self._as_json = as_json
+        self._by_steps = by_steps
         self._over = has_colour(sys.stderr)
         self._started = self._printed = time.monotonic()
         self._last_batch = -1
+        self._taken_at = 0.0
         self._line = ""
-        self.taken = 0
-        """Events of a batch that no query counts."""
         self.events = 0
         self.batches = 0
         self.lag: int | None = None
@@ -344,7 +352,7 @@ class BatchProgress:
         """Print the batches that a query has finished since the last look."""
         from conquiet.spark.progress import losses, losses_before
 
-        for progress in query.recentProgress:
+        for progress in () if self._by_steps else query.recentProgress:
             if progress.batchId <= self._last_batch:
                 continue
             if self._lost_before is None:  # by runs before this one
@@ -389,7 +397,10 @@ class BatchProgress:
 
     def say(self, done: Any) -> None:
         """Print the step that a pipeline has just done, as the table that it committed."""
-        self.taken = done.events
+        if self._by_steps and done.step == "taken":
+            events = done.events - self.events
+            self.count(self.batches, events, events / max(done.seconds - self._taken_at, 0.001))
+            self._taken_at = done.seconds
         self._print(f"{self._line}; {done.step}" if self._line else done.step)
 
     def _print(self, text: str) -> None:

@@ -27,7 +27,7 @@ from conquiet.lake.query import Database, Mart, Query, TableRefresh, forget_chan
 from conquiet.lake.reconcile import COMPLETENESS, DELIVERY, Outbox, Scope, reconciliation
 from conquiet.lake.replay import Quarantine, replay_days
 from conquiet.lake.report import Chart
-from conquiet.lake.source import are_files, local_paths
+from conquiet.lake.source import Split, are_files, plan_splits
 from conquiet.lake.tables import CHANGE, ROWS_PER_FILE, Files, Store
 from conquiet.lake.tasks import Executors, Here, Tasks, share_definition
 
@@ -119,12 +119,12 @@ class Driver:
         batch: int,
         *,
         new_only: bool = False,
-        paths: Sequence[str] = (),
+        splits: Sequence[list[Split]] = (),
     ) -> int:
         """Take a batch of entries in, once; return how many they are.
 
-        `paths` are the Parquet files of a frame that is nothing but these: tasks read them, and
-        no row passes through the JVM.
+        `splits` are the parts of Parquet files that a frame is made of: tasks read them, and no row
+        passes through the JVM.
         """
         with self._busy:
             found = self.journal.find(query, batch)
@@ -133,9 +133,9 @@ class Driver:
             work = silver.Take(self.files, silver.today())
             if isinstance(entries, pa.Table):
                 taken = list(work(entries.to_batches()))
-            elif paths:
+            elif splits:
                 parts = self.tasks.map(
-                    silver.take_file, [silver.TakeTask(work, one) for one in paths]
+                    silver.take_splits, [silver.TakeTask(work, one) for one in splits]
                 )
                 taken = [one for part in parts for one in part]
             else:
@@ -199,10 +199,6 @@ class Driver:
             self.journal.write(record)
             self.step("judged", record.number)
             self._commit(record)
-
-    @property
-    def row_classes(self) -> set[type]:
-        return {one.row for one in self.definition.tables.values()}
 
     # --- facts and SQL tables -------------------------------------------------------------------
 
@@ -384,11 +380,10 @@ class Pipeline(Definitions):
         by: Sequence[str],
         sums: Sequence[str] = (),
         counts: Mapping[str, str | None] | None = None,
-        **more: Any,
     ) -> Mart:
         """Declare a table of sums and counts by some columns of a fact's table."""
         source = of if isinstance(of, str) else self.definition.table_of(of).name
-        made = mart(self._new_name(name), of=source, by=by, sums=sums, counts=counts or {}, **more)
+        made = mart(self._new_name(name), of=source, by=by, sums=sums, counts=counts)
         self.queries.append(made)
         return made
 
@@ -627,8 +622,8 @@ class _Pace:
     def take(self, frame: DataFrame, number: int) -> None:
         """Take a micro-batch in."""
         query = frame.sparkSession.sparkContext.getLocalProperty("sql.streaming.queryId")
-        paths = local_paths(frame) if self._are_files else []
-        self._driver.take(frame, str(query), number, paths=paths)
+        splits = plan_splits(frame) if self._are_files else []
+        self._driver.take(frame, str(query), number, splits=splits)
         self._is_behind = True
         self.catch_up()
 

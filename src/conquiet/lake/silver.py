@@ -17,12 +17,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.ipc
-import pyarrow.parquet as pq
 
 from conquiet.lake.definition import Definition
 from conquiet.lake.journal import FOLDER, Batch, Feed, Plan
 from conquiet.lake.judge import ENTRIES, EVENTS, FEED, QUARANTINE, Judge, Judged, typed_schemas
 from conquiet.lake.schema import TIME
+from conquiet.lake.source import Split, read_split
 from conquiet.lake.tables import DataFile, Files, Store
 from conquiet.lake.tasks import Tasks, collector_paused, judge_of
 
@@ -164,15 +164,15 @@ class Take:
 
 @dataclass
 class TakeTask:
-    """Take one Parquet file in the columns of the log, without Spark's own reader."""
+    """Take parts of Parquet files in the columns of the log."""
 
     take: Take
-    path: str
+    splits: list[Split]
 
 
-def take_file(task: TakeTask) -> list[Taken]:
-    with pq.ParquetFile(task.path) as file:
-        return list(task.take(file.iter_batches(batch_size=_ROWS_PER_FILE)))
+def take_splits(task: TakeTask) -> list[Taken]:
+    batches = (one for split in task.splits for one in read_split(split, _ROWS_PER_FILE))
+    return list(task.take(batches))
 
 
 def write_rows(files: Files, table: str, rows: pa.Table) -> DataFile:
@@ -316,7 +316,7 @@ def plan(
     counts = [len(one.hashes) for one in taken]
     file_of = np.repeat(np.arange(len(taken)), counts)
     number = np.concatenate([np.arange(count) for count in counts])
-    order = np.lexsort((sequences, times, checks, hashes))
+    order = _order_deliveries(hashes, checks, times, sequences)
     if only is not None:
         order = order[np.concatenate(only)[order]]
     same = np.zeros(len(order), bool)
@@ -353,6 +353,21 @@ def plan(
         taken, files, rows, deliveries[is_known], file_of, number, times, days, hashes
     )
     return plans, redelivered
+
+
+def _order_deliveries(
+    hashes: np.ndarray, checks: np.ndarray, times: np.ndarray, sequences: np.ndarray
+) -> np.ndarray:
+    """Sort rows by id, and those of one id by time; few ids have several rows."""
+    order = np.argsort(hashes, kind="stable")
+    is_same = np.diff(hashes[order]) == 0
+    several = np.zeros(len(order), bool)
+    several[1:] |= is_same
+    several[:-1] |= is_same
+    rows = order[several]
+    inner = np.lexsort((sequences[rows], times[rows], checks[rows], hashes[rows]))
+    order[several] = rows[inner]
+    return order
 
 
 def _redeliveries(
@@ -462,15 +477,6 @@ def first_deliveries(raw: pa.Table, plan: Plan) -> pa.Table:
     """Return the rows of a file that its plan does not skip, in the columns that are judged."""
     counts = np.ones(len(raw), np.int64)
     counts[np.frombuffer(plan.again, np.int32)] = np.frombuffer(plan.counts, np.int32)
-    entries = as_entries(raw, counts)
-    if plan.skip:
-        stays = np.ones(len(raw), bool)
-        stays[np.frombuffer(plan.skip, np.int32)] = False
-        entries = entries.filter(pa.array(stays))
-    return entries
-
-
-def as_entries(raw: pa.Table, counts: np.ndarray) -> pa.Table:
     hashes, checks = hash_ids(delivery_ids(raw))
     days = days_of(raw)
     made = {
@@ -485,7 +491,12 @@ def as_entries(raw: pa.Table, counts: np.ndarray) -> pa.Table:
         "_id_check": pa.array(checks),
     }
     columns = [made[one] if one in made else raw[one] for one in ENTRIES.names]
-    return pa.table(columns, schema=ENTRIES)
+    entries = pa.table(columns, schema=ENTRIES)
+    if plan.skip:
+        stays = np.ones(len(raw), bool)
+        stays[np.frombuffer(plan.skip, np.int32)] = False
+        entries = entries.filter(pa.array(stays))
+    return entries
 
 
 def write_judged(files: Files, judged: Judged, judge: Judge) -> JudgeResult:
@@ -493,7 +504,6 @@ def write_judged(files: Files, judged: Judged, judge: Judge) -> JudgeResult:
     tables = {"events": judged.events, "events_quarantine": judged.quarantine, **judged.typed}
     for name, rows in tables.items():
         if len(rows):
-            rows = rows.sort_by("_day")
             written[name] = write_rows(files, name, rows)
     keepers = [judged.events, judged.quarantine]
     if judge.definition.typed:

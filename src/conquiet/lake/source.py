@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from conquiet.errors import ConfigError
 
 if TYPE_CHECKING:
+    from pyarrow import RecordBatch
     from pyspark.sql import DataFrame, SparkSession
 
 _MARK = "conquiet_files"
@@ -36,12 +37,63 @@ def are_files(frame: DataFrame) -> bool:
     return bool(getattr(frame, _MARK, False))
 
 
-def local_paths(frame: DataFrame) -> list[str]:
-    """Return the files of a micro-batch, if all are on a local disk; else none."""
-    found = [urlsplit(one) for one in frame.inputFiles()]
-    if any(one.scheme not in ("", "file") for one in found):
+class Split(NamedTuple):
+    """The row groups of a local file whose middle is between two bytes."""
+
+    path: str
+    start: int
+    length: int
+
+
+def plan_splits(frame: DataFrame) -> list[list[Split]]:
+    """Return what each task of a micro-batch would read, as Spark has planned it; nothing if not
+    all of it is in local files.
+
+    The frame of a micro-batch is an RDD of rows: `inputFiles()` knows nothing of it.
+    """
+    rdd = frame._jdf.queryExecution().toRdd()
+    while not rdd.dependencies().isEmpty():
+        rdd = rdd.dependencies().head().rdd()
+    if rdd.getClass().getSimpleName() != "FileScanRDD":
         return []
-    return [unquote(one.path) for one in found]
+    partitions = rdd.filePartitions()
+    found = []
+    for number in range(partitions.length()):
+        splits = [_split(one) for one in partitions.apply(number).files()]
+        if None in splits:
+            return []
+        found.append([one for one in splits if one is not None])
+    return found
+
+
+def _split(part: Any) -> Split | None:
+    place = urlsplit(part.urlEncodedPath())
+    if place.scheme not in ("", "file") or part.partitionValues().numFields():
+        return None
+    return Split(unquote(place.path), part.start(), part.length())
+
+
+def read_split(split: Split, rows: int) -> Iterator[RecordBatch]:
+    """Read a part of a Parquet file, without Spark's own reader, in batches of some rows."""
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(split.path) as file:
+        groups = [
+            number
+            for number in range(file.num_row_groups)
+            if 0 <= _middle(file.metadata.row_group(number)) - split.start < split.length
+        ]
+        yield from file.iter_batches(batch_size=rows, row_groups=groups)
+
+
+def _middle(group: Any) -> int:
+    """Return the byte by which Spark gives a row group to one of several tasks."""
+    first = group.column(0)
+    start = first.data_page_offset
+    if first.has_dictionary_page:
+        start = min(start, first.dictionary_page_offset)
+    size = sum(group.column(number).total_compressed_size for number in range(group.num_columns))
+    return int(start + size // 2)
 
 
 def check_files(path: str) -> None:

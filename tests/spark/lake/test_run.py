@@ -13,7 +13,7 @@ from tests.unit.lake.test_engine import contents
 
 from conquiet.lake import pipeline as engine
 from conquiet.lake.pipeline import as_table
-from conquiet.lake.source import read_files
+from conquiet.lake.source import plan_splits, read_files
 
 
 @pytest.fixture
@@ -49,9 +49,13 @@ def test_a_batch_frame(spark, lake, tmp_path, expected):
 
 
 @pytest.mark.parametrize("per_batch", ["1", "2", "10"])
-def test_a_stream_of_files_in_micro_batches(spark, lake, tmp_path, expected, per_batch):
+def test_a_stream_of_files_in_micro_batches(
+    spark, lake, tmp_path, expected, per_batch, monkeypatch
+):
+    """Tasks read the files themselves: no row passes through the JVM."""
     write(tmp_path / "log", entries(), 5)
     steps = []
+    monkeypatch.delattr(engine.Executors, "take")
     for _ in range(2):  # the second run finds nothing new
         lake.run(
             read_files(spark, str(tmp_path / "log"), maxFilesPerTrigger=per_batch),
@@ -61,6 +65,28 @@ def test_a_stream_of_files_in_micro_batches(spark, lake, tmp_path, expected, per
     assert contents(lake) == expected
     assert steps.count("taken") == -(-5 // int(per_batch))
     assert steps.count("applied") == 1
+
+
+def test_a_large_file_is_read_by_several_tasks(spark, lake, tmp_path, expected, monkeypatch):
+    (tmp_path / "log").mkdir()
+    file = tmp_path / "log" / "part é.parquet"
+    pq.write_table(as_table(entries()), file, row_group_size=10)
+    plans = []
+
+    def plan(frame):
+        plans.append(plan_splits(frame))
+        return plans[-1]
+
+    monkeypatch.setattr(engine, "plan_splits", plan)
+    spark.conf.set("spark.sql.files.maxPartitionBytes", file.stat().st_size // 3)
+    try:
+        lake.run(read_files(spark, str(tmp_path / "log")), once=True)
+    finally:
+        spark.conf.unset("spark.sql.files.maxPartitionBytes")
+    assert contents(lake) == expected
+    [splits] = plans
+    assert len(splits) > 2
+    assert {one.path for part in splits for one in part} == {str(file)}
 
 
 def test_a_stream_that_passes_through_spark(spark, lake, tmp_path, expected):

@@ -159,6 +159,24 @@ def test_steps_are_printed_for_people_and_not_between_lines_of_json(
     assert capsys.readouterr() == ("", "")
 
 
+def test_batches_that_no_query_counts_are_counted_by_steps(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    progress = BatchProgress(as_json=True, by_steps=True)
+    for step, events, seconds in (
+        ("raw_events written", 0, 1.0),
+        ("taken", 30, 2.0),
+        ("events committed", 30, 3.0),
+        ("raw_events written", 30, 3.5),
+        ("taken", 50, 4.0),
+    ):
+        progress.say(SimpleNamespace(step=step, events=events, seconds=seconds))
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    found = [(one["batch"], one["events"], one["events_per_second"]) for one in lines]
+    assert found == [(0, 30, 15.0), (1, 20, 10.0)]
+    assert (progress.events, progress.batches) == (50, 2)
+
+
 def test_metrics_answer_while_a_run_goes_on(tmp_path: Path) -> None:
     from tests.unit.lake.payments import entries, pipeline
 
