@@ -164,8 +164,8 @@ class Journal:
         self.refresh = refresh
         self._files.put(f"{FOLDER}/refresh.json", msgspec.json.encode(refresh))
 
-    def forget(self) -> list[Batch]:
-        """Remove records that are applied, but for the last of each query; return them."""
+    def forget(self) -> None:
+        """Remove records that are applied, but for the last of each query."""
         last = {one.query: one.number for _, one in sorted(self.batches.items())}
         gone = [
             one
@@ -175,7 +175,6 @@ class Journal:
         for one in gone:
             del self.batches[one.number]
             self._files.remove(f"{FOLDER}/batches/{one.number:010}.json")
-        return gone
 
 
 class Lock:

@@ -33,18 +33,10 @@ from conquiet.lake.definition import (
 )
 from conquiet.lake.schema import TIME, Encoder, arrow_schema, without_none
 
-REASONS = (
-    "malformed_entry",
-    "broken_json",
-    "bad_envelope",
-    "unknown_type",
-    "unknown_version",
-    "null_data",
-    "invalid_data",
-)
 BUCKETS = 64
 """Into so many parts the keys of a fact are divided; a part is the unit of a task."""
 
+_IDENTITY = [("_day", pa.int32()), ("_id_hash", pa.int64()), ("_id_check", pa.int64())]
 EVENTS = pa.schema(
     [
         ("event_id", pa.string()),
@@ -64,9 +56,7 @@ EVENTS = pa.schema(
         ("stream", pa.string()),
         ("entry_id", pa.string()),
         ("key", pa.string()),
-        ("_day", pa.int32()),
-        ("_id_hash", pa.int64()),
-        ("_id_check", pa.int64()),
+        *_IDENTITY,
     ]
 )
 QUARANTINE = pa.schema(
@@ -84,9 +74,7 @@ QUARANTINE = pa.schema(
         ("aggregate_type", pa.string()),
         ("aggregate_id", pa.string()),
         ("key", pa.string()),
-        ("_day", pa.int32()),
-        ("_id_hash", pa.int64()),
-        ("_id_check", pa.int64()),
+        *_IDENTITY,
     ]
 )
 TYPED = pa.schema(
@@ -100,9 +88,7 @@ TYPED = pa.schema(
         ("delivery_count", pa.int64()),
         ("stream", pa.string()),
         ("entry_id", pa.string()),
-        ("_day", pa.int32()),
-        ("_id_hash", pa.int64()),
-        ("_id_check", pa.int64()),
+        *_IDENTITY,
     ]
 )
 """The columns that the table of an event type has before the fields of its data."""
@@ -137,9 +123,7 @@ ENTRIES = pa.schema(
         ("data", pa.binary()),
         ("_malformed", pa.string()),
         ("delivery_count", pa.int64()),
-        ("_day", pa.int32()),
-        ("_id_hash", pa.int64()),
-        ("_id_check", pa.int64()),
+        *_IDENTITY,
     ]
 )
 """What the judge is given: first deliveries, each with the count of its deliveries."""
@@ -253,7 +237,7 @@ class Judge:
         columns = look.streams, look.ids, look.types, look.malformed
         for row, (stream, event_id, event_type, fault) in enumerate(zip(*columns, strict=True)):
             if fault is not None or not event_id or not event_type:
-                bad.add(row, None, REASONS[0])
+                bad.add(row, None, "malformed_entry")
             elif row in look.no_text:
                 bad.add(row, None, "broken_json")
             elif rows := by_type.get((stream, event_type)):

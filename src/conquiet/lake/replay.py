@@ -123,7 +123,8 @@ def _remove_counts(driver: Driver, record: Batch, low: int, high: int) -> None:
     if not stored:
         return
     rows = driver.files.read(stored)
-    events = [one.name for one in driver.definition.rules if one.of not in driver.row_classes]
+    definition = driver.definition
+    events = [one.name for one in definition.rules if one.of in definition.structs.values()]
     days = pc.fill_null(rows["day"].cast(pa.int32()), silver.NO_DAY)
     inside = pc.and_(pc.greater_equal(days, low), pc.less_equal(days, high))
     stays = pc.and_(

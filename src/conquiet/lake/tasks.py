@@ -57,7 +57,10 @@ class Executors:
     @property
     def cores(self) -> int:
         """The cores of the executors that there are now: those of a cluster come and go."""
-        return _cores(self._spark)
+        try:
+            return max(1, int(self._spark.sparkContext.defaultParallelism))
+        except Exception:  # noqa: BLE001 - a Connect session has no context
+            return 8
 
     def map(self, function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
         if not items:
@@ -110,13 +113,6 @@ def _see(paths: list[str]) -> None:
     """Let a worker on the driver's machine import what the driver imports."""
     known = set(sys.path)
     sys.path.extend(path for path in paths if path not in known)
-
-
-def _cores(spark: SparkSession) -> int:
-    try:
-        return max(1, int(spark.sparkContext.defaultParallelism))
-    except Exception:  # noqa: BLE001 - a Connect session has no context
-        return 8
 
 
 # --- definitions --------------------------------------------------------------------------------
