@@ -18,6 +18,8 @@ from contextvars import ContextVar
 from enum import Enum
 from typing import Any, Protocol, TypeVar
 
+from conquiet import bridge
+
 logger = logging.getLogger("conquiet.acking")
 
 Error = Exception | None
@@ -130,7 +132,7 @@ def settle(acked: Iterable[Acking], nacked: Iterable[tuple[Acking, Error]] = ())
     failure: Exception | None = None
     for settler, (good, bad) in groups.items():
         try:
-            settler.settle(good, bad)
+            bridge.call(settler.settle, good, bad)
         except Exception as error:  # noqa: BLE001 - the other settlers must still be called
             failure = failure or error
     if failure is not None:

@@ -1,8 +1,9 @@
 """Wrap plain functions with type hints as handlers that a router can run.
 
 A handler knows no transaction and no broker. The hint of its first parameter is the type that the
-router decodes a message's data into. The outputs of a command handler become events. `async def`
-handlers run on an event loop in a thread of its own.
+router decodes a message's data into. The outputs of a command handler become events. In an async
+worker `async def` handlers run on its event loop, and others in threads; in a worker of threads,
+`async def` handlers run on an event loop in a thread of its own.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from conquiet import bridge
 from conquiet.codec import Decode, decoder
 from conquiet.errors import ConfigError, DeadlineExceeded, HandlerError, Interrupt, StoreError
 from conquiet.event import complete, derived_id, is_event_class, new_attributes, type_name
@@ -118,6 +120,13 @@ class Handler:
 
         With `derives_ids`, the ids of outputs follow from the input, this handler and their place.
         """
+        if not self.is_async:  # on an event loop: the call, and what middlewares put around it
+            return bridge.call(self._run, messages, run_async, derives_ids)
+        return self._run(messages, run_async, derives_ids)
+
+    def _run(
+        self, messages: Sequence[Message[Any]], run_async: RunAsync, derives_ids: bool
+    ) -> Sequence[Result]:
         around = AROUND.get()
         if not around:
             return self._call(messages, run_async, derives_ids)
@@ -144,6 +153,8 @@ class Handler:
         except BaseException as error:
             # Python raises Ctrl-C in the main thread; elsewhere the handler raised it.
             if isinstance(error, KeyboardInterrupt) and _is_main_thread():
+                raise
+            if isinstance(error, asyncio.CancelledError) and bridge.is_cancelled():
                 raise
             raise HandlerError(
                 f"handler {self.name} tried to end the process ({error!r:.100})"
@@ -373,10 +384,11 @@ _SECONDS_TO_CANCEL = 5.0
 
 
 class LoopThread:
-    """Runs one event loop for all threads of a router's workers, started on first use.
+    """Runs coroutines: in an async worker on its event loop, else on a loop in a thread.
 
-    Async clients belong to the loop that they were created on, so all handlers share one. A
-    coroutine runs in a copy of the caller's context and sees its ambient transaction.
+    All threads of a router's workers share one loop, started on first use: async clients belong to
+    the loop that they were created on. A coroutine runs in a copy of the caller's context and sees
+    its ambient transaction.
     """
 
     def __init__(self) -> None:
@@ -387,6 +399,9 @@ class LoopThread:
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine to its end; return its result or raise its exception."""
+        if bridge.is_inside():
+            until = UNTIL.get()
+            return bridge.wait_for(coroutine if until is None else _limit(coroutine, until))
         loop = self._ensure_running()
         context = copy_context()
         done: Future[T] = Future()
@@ -442,6 +457,16 @@ class LoopThread:
                 )
                 self._thread.start()
             return self._loop
+
+
+async def _limit(coroutine: Coroutine[Any, Any, T], until: float) -> T:
+    try:
+        async with asyncio.timeout(until - time.monotonic()) as limit:
+            return await coroutine
+    except TimeoutError as error:
+        if not limit.expired():  # raised by the handler itself
+            raise
+        raise DeadlineExceeded("the coroutine did not end in time") from error
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:

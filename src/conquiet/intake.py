@@ -1,7 +1,8 @@
-"""Share one source among the threads of a worker.
+"""Share one source among the lanes of a worker: its threads, or the groups in flight on its loop.
 
 A free thread reads; the others work or wait. Nothing is read ahead, so a slow handler or sink slows
-the reading down: that is the back-pressure.
+the reading down: that is the back-pressure. On an event loop one task fills the intake, and groups
+take from it.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from conquiet.acking import Acking, Error, State, settle
 from conquiet.errors import GivenBack, InvalidMessage
 from conquiet.message import Message, describe
+from conquiet.shutdown import pause
 from conquiet.source import Source
 
 logger = logging.getLogger("conquiet.worker")
@@ -62,10 +65,35 @@ class InFlight:
         return len(self._since)
 
 
-class Intake(Protocol):
-    """Reads batches for the threads of a worker, which are numbered from 0."""
+@dataclass(slots=True)
+class Taken:
+    """Holds messages that a lane may run, and others that it must give back first."""
 
-    def read(self, thread: int, limit: int, timeout: float, wait: float) -> list[Message[Any]]: ...
+    messages: list[Message[Any]]
+    overtaking: Sequence[Message[Any]] = ()
+    """Messages that would overtake a failed one of their key."""
+
+    def __bool__(self) -> bool:
+        return bool(self.messages or self.overtaking)
+
+
+class Intake(Protocol):
+    """Reads batches for the lanes of a worker, which are numbered from 0."""
+
+    def read(self, lane: int, limit: int, timeout: float, wait: float) -> list[Message[Any]]:
+        """Read for a thread; it may wait for `timeout` seconds."""
+
+    def fill(self, limit: int, timeout: float, wait: float) -> None:
+        """Read messages that groups can take."""
+
+    def room(self, free: int, ahead: int, limit: int) -> int:
+        """Return how many messages to read for free lanes, and ahead, in groups of `limit`."""
+
+    def take(self, lane: int, free: int, limit: int) -> Taken:
+        """Take messages for one of `free` lanes, without reading."""
+
+    def give_back_overtaking(self, taken: Taken) -> None:
+        """Give back the messages that a lane took and must not run."""
 
     def note_failed(self, messages: Sequence[Message[Any]]) -> None: ...
 
@@ -73,14 +101,15 @@ class Intake(Protocol):
 
 
 class AnyOrder:
-    """Gives any message to any thread."""
+    """Gives any message to any lane."""
 
     def __init__(self, source: Source, in_flight: InFlight) -> None:
         self._source = source
         self._in_flight = in_flight
         self._lock = threading.Lock()
+        self._waiting: deque[Message[Any]] = deque()
 
-    def read(self, thread: int, limit: int, timeout: float, wait: float) -> list[Message[Any]]:
+    def read(self, lane: int, limit: int, timeout: float, wait: float) -> list[Message[Any]]:
         if not self._lock.acquire(timeout=timeout):
             return []
         try:
@@ -90,46 +119,80 @@ class AnyOrder:
         finally:
             self._lock.release()
 
+    def fill(self, limit: int, timeout: float, wait: float) -> None:
+        batch = read_batch(self._source, limit, timeout, wait)
+        self._in_flight.add(batch)
+        self._waiting.extend(batch)
+
+    def room(self, free: int, ahead: int, limit: int) -> int:
+        waiting = len(self._waiting)
+        if waiting > ahead * limit // 2:  # a later read gets a larger page
+            return 0
+        return (free + ahead) * limit - waiting
+
+    def take(self, lane: int, free: int, limit: int) -> Taken:
+        waiting = self._waiting
+        share = -(-len(waiting) // free)  # the other free lanes get as many
+        return Taken([waiting.popleft() for _ in range(min(limit, share))])
+
+    def give_back_overtaking(self, taken: Taken) -> None:
+        pass
+
     def note_failed(self, messages: Sequence[Message[Any]]) -> None:
         pass
 
     def give_back(self) -> None:
-        pass
+        """Give back messages that no group has begun."""
+        waiting = self.take(0, 1, len(self._waiting)).messages
+        self._in_flight.remove(waiting)
+        give_back(waiting, GivenBack("the worker stops"))
 
 
 class ByKey:
-    """Gives the messages of one key to one thread, in order, also when one of them fails.
+    """Gives the messages of one key to one lane, in order, also when one of them fails.
 
     A failed message returns to the source. Messages of its key that were read since would overtake
     it, so they are given back as well; `_returned` holds, per key, those messages in order: only
     the first of them may run next.
     """
 
-    def __init__(self, source: Source, in_flight: InFlight, threads: int, key: KeyOf) -> None:
+    def __init__(self, source: Source, in_flight: InFlight, lanes: int, key: KeyOf) -> None:
         self._source = source
         self._in_flight = in_flight
         self._key = key
         self._changed = threading.Condition()
-        self._lanes: list[deque[Message[Any]]] = [deque() for _ in range(threads)]
+        self._lanes: list[deque[Message[Any]]] = [deque() for _ in range(lanes)]
         self._reading = False
         self._returned: dict[str, _Returned] = {}
 
-    def read(self, thread: int, limit: int, timeout: float, wait: float) -> list[Message[Any]]:
-        lane = self._lanes[thread]
+    def read(self, lane: int, limit: int, timeout: float, wait: float) -> list[Message[Any]]:
+        waiting = self._lanes[lane]
         with self._changed:
-            if not lane and (self._reading or self._is_full(limit)):
+            if not waiting and (self._reading or self._is_full(limit)):
                 self._changed.wait(timeout)
-            reads = not (lane or self._reading or self._is_full(limit))
+            reads = not (waiting or self._reading or self._is_full(limit))
             self._reading = self._reading or reads
         if reads:
-            self._fill(limit, timeout, wait)
+            self.fill(limit, timeout, wait)
+        taken = self.take(lane, 1, limit)
+        self.give_back_overtaking(taken)
+        return taken.messages
+
+    def room(self, free: int, ahead: int, limit: int) -> int:
+        # Not by free lanes: a message may be for one that is busy.
+        return limit * len(self._lanes) - self._count()
+
+    def take(self, lane: int, free: int, limit: int) -> Taken:
         with self._changed:
-            taken, overtaking = self._take(lane, limit)
+            taken = self._take(self._lanes[lane], limit)
             self._changed.notify_all()
-        self._give_back(overtaking, "an earlier message of its key failed")
-        if overtaking and not taken:
-            time.sleep(_SECONDS_BEFORE_ASKING_AGAIN)  # the failed message has not returned yet
         return taken
+
+    def give_back_overtaking(self, taken: Taken) -> None:
+        if taken.overtaking:
+            self._give_back(taken.overtaking, "an earlier message of its key failed")
+            if not taken.messages:
+                pause(_SECONDS_BEFORE_ASKING_AGAIN)  # the failed message has not returned yet
 
     def note_failed(self, messages: Sequence[Message[Any]]) -> None:
         """Note nacked messages; others of their keys that were given back come after them."""
@@ -140,14 +203,14 @@ class ByKey:
                     returned.before_all(message.identity)
 
     def give_back(self) -> None:
-        """Give back messages that no thread has begun."""
+        """Give back messages that no lane has begun."""
         with self._changed:
             waiting = [message for lane in self._lanes for message in lane]
             for lane in self._lanes:
                 lane.clear()
         self._give_back(waiting, "the worker stops")
 
-    def _fill(self, limit: int, timeout: float, wait: float) -> None:
+    def fill(self, limit: int, timeout: float, wait: float) -> None:
         batch: list[Message[Any]] = []
         try:
             batch = read_batch(self._source, limit, timeout, wait)
@@ -159,8 +222,11 @@ class ByKey:
                 self._changed.notify_all()
 
     def _is_full(self, limit: int) -> bool:
-        """Return whether one batch per thread waits; a stuck lane must not fill the memory."""
-        return sum(map(len, self._lanes)) >= limit * len(self._lanes)
+        """Return whether one batch per lane waits; a stuck lane must not fill the memory."""
+        return self._count() >= limit * len(self._lanes)
+
+    def _count(self) -> int:
+        return sum(map(len, self._lanes))
 
     def _hand_out(self, batch: Sequence[Message[Any]]) -> None:
         for message in batch:
@@ -185,10 +251,7 @@ class ByKey:
             )
             return ""
 
-    def _take(
-        self, lane: deque[Message[Any]], limit: int
-    ) -> tuple[list[Message[Any]], list[Message[Any]]]:
-        """Return messages that may run, and those that would overtake a failed one of their key."""
+    def _take(self, lane: deque[Message[Any]], limit: int) -> Taken:
         taken: list[Message[Any]] = []
         overtaking: list[Message[Any]] = []
         while lane and len(taken) < limit:
@@ -203,7 +266,7 @@ class ByKey:
                     del self._returned[key]
             else:
                 overtaking.append(message)
-        return taken, overtaking
+        return Taken(taken, overtaking)
 
     def _give_back(self, messages: Sequence[Message[Any]], reason: str) -> None:
         self._in_flight.remove(messages)

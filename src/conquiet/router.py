@@ -199,14 +199,26 @@ class Router:
         stages = map(stage_of, self._middlewares)
         return frozenset(stage for stage in stages if stage is not None)
 
+    @property
+    def blocks(self) -> bool:
+        """Return whether a middleware blocks its thread while it waits, as for a database."""
+        return any(getattr(item, "blocks", False) for item in self._middlewares)
+
+    @property
+    def capacity(self) -> int | None:
+        """Return how many batches can run at once, as by the connections of a pool."""
+        limits = [getattr(item, "capacity", None) for item in self._middlewares]
+        return min((limit for limit in limits if limit is not None), default=None)
+
     def start(self, publish: Middleware | None = None) -> Process:
         """Check and build the chain; called by a worker, or for the first message.
 
         `publish` is the middleware by which a worker publishes outputs.
         """
+        if self._chain is None:
+            self._check()  # not under the lock: it may look into a database
         with self._lock:
             if self._chain is None:
-                self._check()
                 # An outbox stores each output once, and its rows sort by new ids.
                 self._derives_ids = Stage.OUTBOX not in self.stages
                 self._chain = self._build(self._middlewares)
@@ -286,7 +298,7 @@ class Router:
                         " outbox: after a crash they would never be sent. Use this order:"
                         " router.use(Transaction, Inbox, Outbox)"
                     )
-        for item in self._middlewares:  # last, since it may look into a database
+        for item in self._middlewares:
             check = getattr(item, "check_chain", None)
             if check is not None:
                 check(self._middlewares)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import threading
 import time
@@ -9,17 +10,54 @@ from contextvars import ContextVar
 from types import FrameType
 from typing import Any
 
-STOPPING: ContextVar[threading.Event | None] = ContextVar("conquiet.shutdown", default=None)
-"""The stop event of the worker, in each of its threads."""
+from conquiet import bridge
+
+
+class Stop(threading.Event):
+    """An event that threads and tasks of any event loop can wait for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._waiters: set[asyncio.Future[None]] = set()
+
+    def set(self) -> None:
+        super().set()
+        for waiter in tuple(self._waiters):
+            waiter.get_loop().call_soon_threadsafe(_wake, waiter)
+
+    async def wait_async(self, seconds: float) -> bool:
+        """Wait on an event loop; return whether it is set."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.add(waiter)
+        try:
+            if not self.is_set():  # after the registration: it may be set in another thread
+                await asyncio.wait((waiter,), timeout=seconds)
+        finally:
+            self._waiters.discard(waiter)
+        return self.is_set()
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+STOPPING: ContextVar[Stop | None] = ContextVar("conquiet.shutdown", default=None)
+"""The stop event of the worker, in each of its threads and tasks."""
 
 
 def pause(seconds: float) -> bool:
     """Sleep; return False at once when the worker stops."""
     stopping = STOPPING.get()
-    if stopping is None:
+    if stopping is not None:
+        if seconds <= 0 or not bridge.is_on_loop():
+            return not stopping.wait(seconds)
+        return not bridge.wait_for(stopping.wait_async(seconds))
+    if bridge.is_on_loop():
+        bridge.sleep(seconds)
+    else:
         time.sleep(seconds)
-        return True
-    return not stopping.wait(seconds)
+    return True
 
 
 class Signals:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from conquiet import bridge
 from conquiet.acking import Error
 from conquiet.errors import SinkUnavailable
 from conquiet.message import Message
@@ -14,6 +15,7 @@ class Sink(Protocol):
     """Publishes messages, each to its `topic`.
 
     A sink of your own defines `publish_each` and `close`; a subclass of this inherits `publish`.
+    An async worker calls it in a thread, unless its `is_async` is True: see `Source`.
     """
 
     def publish(self, messages: Sequence[Message[Any]]) -> None:
@@ -43,7 +45,7 @@ class Sink(Protocol):
 def collect_answers(sink: Sink, messages: Sequence[Message[Any]]) -> Sequence[Error]:
     """Publish, and return one answer per message also if the sink raises."""
     try:
-        answers = sink.publish_each(messages)
+        answers = bridge.call(sink.publish_each, messages)
     except Exception as error:  # noqa: BLE001 - becomes the answer for every message
         return [error] * len(messages)
     if len(answers) != len(messages):

@@ -12,6 +12,9 @@ class Source(Protocol):
     """Delivers messages to a worker. One thread reads at a time; any thread may settle.
 
     A nacked message is delivered again. If its error is `Blameless`, the delivery does not count.
+
+    An async worker calls a source in threads. One whose `is_async` is True it calls on its event
+    loop, where the source waits by `conquiet.bridge.wait_for` and must not block.
     """
 
     def read(self, limit: int, timeout: float) -> Sequence[Message[Any]]:

@@ -11,7 +11,10 @@ from conquiet.errors import ConfigError
 from conquiet.handler import Process
 
 Middleware: TypeAlias = Callable[[Process], Process]
-"""Takes the rest of the chain and returns a chain around it."""
+"""Takes the rest of the chain and returns a chain around it.
+
+If it blocks its thread while it waits, it declares `blocks = True`: an async worker then runs its
+chain in threads."""
 
 
 class Stage(IntEnum):

@@ -57,6 +57,11 @@ class Transaction(ABC):
     """Middleware: commits a batch's effects, inbox and outbox together, or not at all."""
 
     stage = Stage.TRANSACTION
+    blocks = True
+    """Whether it blocks its thread while it waits: an async worker then runs its chain in threads.
+    If not, it waits by `conquiet.bridge`."""
+    capacity: int | None = None
+    """How many transactions can be open at once; None if there is no limit."""
     max_store_attempts = 3
     """How often a batch is run while the store fails, before it is cut into smaller groups."""
 

@@ -1,10 +1,13 @@
-"""Pump a source through a router, in batches, with threads, until stopped.
+"""Pump a source through a router, in batches, with threads or on an event loop, until stopped.
 
     starting ──▶ running ──stop()──▶ stopping ──in-flight done──▶ stopped        (soft)
                                         └───────grace over──────▶ stopped        (hard)
 
 Soft: no new reads; messages in flight finish, commit and are acked. Hard: unfinished messages are
 not acked, cost no attempt, and are delivered again by their source.
+
+Both shells run the same chain. Threads read a batch each and run it. On an event loop one task
+reads, and each group of messages runs in a task of its own, in a greenlet (`conquiet.bridge`).
 """
 
 from __future__ import annotations
@@ -13,28 +16,36 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
-from conquiet.acking import Error
+from conquiet import bridge
+from conquiet.acking import Error, defer_settlements
 from conquiet.backoff import Backoff
 from conquiet.errors import Blameless, ConfigError, ConquietError, GivenBack, HandlerError
 from conquiet.handler import NOTHING, Process, Result
-from conquiet.intake import AnyOrder, ByKey, InFlight, Intake, KeyOf, give_back
+from conquiet.intake import AnyOrder, ByKey, InFlight, Intake, KeyOf, Taken, give_back
 from conquiet.message import Message, describe
 from conquiet.router import Handled, Router
-from conquiet.shutdown import STOPPING, Signals
+from conquiet.shutdown import STOPPING, Signals, Stop
 from conquiet.sink import Sink, collect_answers
 from conquiet.source import EndOfSource, Leased, Source
 from conquiet.stage import Stage
 
 logger = logging.getLogger("conquiet.worker")
 
+_BATCH_SIZE = 100
 _READ_SECONDS = 0.5
 """How long a read may block, and a stop waits for it."""
 _LOOK_SECONDS = 0.05
 """How often a waiting main thread checks for a signal."""
+_AHEAD_SECONDS = 0.05
+"""On an event loop, what is expected to begin within this time is read ahead, in larger pages."""
+_CANCEL_SECONDS = 5.0
+"""How long cancelled groups may take to roll back."""
 
 State = Literal["starting", "running", "stopping", "stopped"]
 
@@ -46,6 +57,7 @@ class Health:
     ok: bool
     state: State
     threads_alive: int
+    """How many threads work; of an async worker, 1 if its task reads."""
     in_flight: int
     oldest_seconds: float
     """How long the oldest message has been in flight."""
@@ -66,6 +78,13 @@ class Worker:
     Outputs of the router are published to `sink` before their input is acked. `ordered` keeps the
     order of messages with the same key (`Message.key`, or your own function) while several threads
     work. The worker closes its source and its sink when it stops.
+
+    `run` works in `threads` threads. `run_async`, and `async with worker:`, work on the running
+    event loop: up to `concurrency` groups are in flight at once, each in a transaction of its own,
+    but no more than the database has connections for.
+
+    `batch_size` is how many messages share a transaction at most: 100, and on an event loop 1 if no
+    handler takes a list, since the handlers of a batch run one after the other.
     """
 
     def __init__(
@@ -74,15 +93,20 @@ class Worker:
         router: Router,
         sink: Sink | None = None,
         *,
-        batch_size: int = 100,
+        batch_size: int | None = None,
         batch_wait: float = 0.0,
         threads: int = 1,
+        concurrency: int = 100,
         ordered: bool | KeyOf = False,
         grace: float = 30.0,
         stuck_after: float = 300.0,
         on_stuck: Callable[[Health], object] | None = None,
     ) -> None:
-        for name, value in (("batch_size", batch_size), ("threads", threads)):
+        for name, value in (
+            ("batch_size", _BATCH_SIZE if batch_size is None else batch_size),
+            ("threads", threads),
+            ("concurrency", concurrency),
+        ):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name}={value!r}: must be a whole number of at least 1")
         for name, seconds in (("batch_wait", batch_wait), ("grace", grace)):
@@ -93,13 +117,17 @@ class Worker:
         self.source = source
         self.router = router
         self.sink = sink
-        self.batch_size = batch_size
+        self.batch_size = batch_size or _BATCH_SIZE
+        self._has_batch_size = batch_size is not None
         self.batch_wait = batch_wait
+        self.concurrency = concurrency
         self.grace = grace
         self.stuck_after = stuck_after
         self.on_stuck = on_stuck
+        self._ordered = ordered
         self._in_flight = InFlight()
         self._intake = _intake(source, self._in_flight, threads, ordered)
+        self._lanes: Lanes | None = None
         self._threads = [
             threading.Thread(
                 target=self._serve, args=(number,), name=f"conquiet-worker-{number}", daemon=True
@@ -110,7 +138,7 @@ class Worker:
         self._chain: Process | None = None
         self._state: State = "starting"
         self._state_lock = threading.Lock()
-        self._stopping = threading.Event()
+        self._stopping = Stop()
         self._finished = threading.Event()
         self._abandoned = False
         self._ended_threads = 0
@@ -125,7 +153,7 @@ class Worker:
 
         A second signal ends the grace time at once. Signals are handled only in the main thread;
         their former handlers are restored. Inside an event loop it is refused, since it would block
-        the loop: use `start()` there, and `await asyncio.to_thread(worker.stop)` at the end.
+        the loop: use `run_async()` there.
         """
         _refuse_in_event_loop()
         with Signals() as signals:
@@ -136,15 +164,110 @@ class Worker:
 
     def start(self) -> None:
         """Start the threads and return."""
-        with self._state_lock:
-            if self._state != "starting":
-                raise ConfigError("a worker can be started once; create a new one")
-            # A wrong chain is refused here, before any read.
-            self._chain = self.router.start(Publish(self.sink, self.router))
-            self.router.loop.enter(self)
-            self._state = "running"
+        if getattr(self.source, "is_async", False) or getattr(self.sink, "is_async", False):
+            raise ConfigError(
+                "a source or a sink with an async client needs an event loop: use"
+                " await worker.run_async(), or async with worker"
+            )
+        self._check_unstarted()
+        # A wrong chain is refused here, before any read.
+        self._chain = self.router.start(Publish(self.sink, self.router))
+        self._become_running()
+        self.router.loop.enter(self)
         for thread in (*self._threads, self._keeper):
             thread.start()
+
+    def _check_unstarted(self) -> None:
+        if self._state != "starting":
+            raise ConfigError("a worker can be started once; create a new one")
+
+    def _become_running(self) -> None:
+        with self._state_lock:
+            self._check_unstarted()
+            self._state = "running"
+
+    async def run_async(self) -> bool:
+        """Work on the running event loop until SIGTERM, SIGINT, `stop()` or a cancellation.
+
+        Return whether all in flight was finished. Async handlers run on this loop, so that its
+        pools and clients can be used; others run in threads. A cancellation stops softly, within
+        the grace time, and is then raised; a second one, or a second signal, ends the grace time.
+        """
+        with Signals() as signals:
+            await self._start_async()
+            cancellation: asyncio.CancelledError | None = None
+            try:
+                while not signals.count:
+                    if await self._stopping.wait_async(_LOOK_SECONDS):
+                        break
+            except asyncio.CancelledError as error:
+                cancellation = error
+            finished = await self._stop_async(hurry=lambda: signals.count > 1)
+            if cancellation is not None:
+                raise cancellation
+            return finished
+
+    async def __aenter__(self) -> Worker:
+        """Start on the running event loop, as in the lifespan of a web application."""
+        await self._start_async()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        """Stop softly; after the grace time, hard."""
+        await self._stop_async()
+
+    async def _start_async(self) -> None:
+        self._check_unstarted()
+        bridge.check_installed()
+        start = bridge.run_in_thread if self.router.blocks else bridge.run
+        self._chain = await start(self.router.start, Publish(self.sink, self.router))
+        self._become_running()
+        if not self._has_batch_size and not any(item.is_batch for item in self.router.handlers):
+            self.batch_size = 1  # the handlers of a group run one after the other
+        capacity = self.router.capacity
+        count = self.concurrency
+        if capacity is not None and capacity < count:
+            logger.info(
+                "concurrency=%d: at most %d groups are in flight, since the database has no more"
+                " connections for them",
+                count,
+                capacity,
+            )
+            count = capacity
+        self._intake = _intake(self.source, self._in_flight, count, self._ordered)
+        self._lanes = Lanes(self, self._intake, count)
+        self._lanes.start()
+        self._keeper.start()
+
+    async def _stop_async(self, hurry: Callable[[], bool] = lambda: False) -> bool:
+        self._stopping.set()
+        with self._state_lock:
+            former, self._state = self._state, "stopping"
+        lanes = self._lanes
+        assert lanes is not None, "it has started"
+        if former != "running":
+            return not self._abandoned
+        cancellation: asyncio.CancelledError | None = None
+        try:
+            if not await lanes.finish(self.grace, hurry):
+                self._warn_of_unfinished()
+        except asyncio.CancelledError as error:
+            cancellation = error
+            self._warn_of_unfinished()
+        await asyncio.shield(self._close_async(lanes))
+        if cancellation is not None:
+            raise cancellation
+        return not self._abandoned
+
+    async def _close_async(self, lanes: Lanes) -> None:
+        if self._abandoned:
+            await lanes.cancel()
+            await bridge.run(
+                give_back,
+                self._in_flight.messages(),
+                GivenBack("the worker stopped before it was finished"),
+            )
+        await bridge.run(self._close)
 
     def stop(
         self, grace: float | None = None, *, hurry: Callable[[], bool] = lambda: False
@@ -152,12 +275,15 @@ class Worker:
         """Stop softly; after the grace time, hard. Return whether all in flight was finished.
 
         `hurry` is polled during the grace time and ends it by True. A handler, also an async one,
-        may call `stop` to end `run()`; the call then returns at once.
+        may call `stop` to end `run()` or `run_async()`; the call then returns at once, as it does
+        on an event loop.
         """
         grace = self.grace if grace is None else grace
         self._stopping.set()
         if STOPPING.get() is self._stopping:  # called by a handler, which cannot wait for itself
             return False
+        if self._lanes is not None:  # its own task stops it
+            return not _is_in_event_loop() and self._finished.wait(grace) and not self._abandoned
         with self._state_lock:
             former = self._state
             if former in ("starting", "running"):
@@ -166,17 +292,21 @@ class Worker:
             return self._finished.wait(grace) and not self._abandoned
         if former == "running":
             self._wait_for_threads(grace, hurry)
+        self._close()
+        return not self._abandoned
+
+    def _close(self) -> None:
+        """Give back what was not begun, and close source and sink."""
         self._intake.give_back()
         for item in (self.source, self.sink):
             try:
                 if item is not None:
-                    item.close()
+                    bridge.call(item.close)
             except Exception:
                 logger.exception("could not close %r", item)
         self.router.loop.leave(self)  # other workers may use it
         self._state = "stopped"
         self._finished.set()
-        return not self._abandoned
 
     def _wait_for_threads(self, grace: float, hurry: Callable[[], bool]) -> None:
         end = time.monotonic() + grace
@@ -190,23 +320,30 @@ class Worker:
 
     def _abandon(self) -> None:
         """Give back unfinished messages; later results of their handlers are ignored."""
+        self._warn_of_unfinished()
+        give_back(
+            self._in_flight.messages(), GivenBack("the worker stopped before it was finished")
+        )
+
+    def _warn_of_unfinished(self) -> None:
         self._abandoned = True
-        unfinished = self._in_flight.messages()
-        for message in unfinished:
+        for message in self._in_flight.messages():
             logger.warning(
                 "not finished within the grace time, will be delivered again: %s",
                 describe(message.attributes),
             )
-        give_back(unfinished, GivenBack("the worker stopped before it was finished"))
 
     def health(self) -> Health:
         """Return a snapshot for probes and operators."""
         oldest = self._in_flight.oldest()
         seconds, name = (oldest[0], describe(oldest[1].attributes)) if oldest else (0.0, "")
-        alive = sum(thread.is_alive() for thread in self._threads)
+        if self._lanes is None:
+            alive, expected = sum(map(threading.Thread.is_alive, self._threads)), len(self._threads)
+        else:
+            alive, expected = int(self._lanes.is_alive), 1
         state = self._state
         return Health(
-            ok=state == "running" and alive == len(self._threads) and seconds < self.stuck_after,
+            ok=state == "running" and alive == expected and seconds < self.stuck_after,
             state=state,
             threads_alive=alive,
             in_flight=len(self._in_flight),
@@ -228,21 +365,10 @@ class Worker:
                 batch = self._intake.read(number, self.batch_size, _READ_SECONDS, self.batch_wait)
             except EndOfSource:
                 break
-            except Exception as error:  # a failed read is retried
-                wait = reads.next()
-                self._failures_in_a_row += 1
-                self._last_error = repr(error)
-                logger.warning(
-                    "could not read, retry in %.1f s: %r",
-                    wait,
-                    error,
-                    # Others than these are bugs of the source, which need their traceback.
-                    exc_info=None if isinstance(error, (ConquietError, OSError)) else error,
-                )
-                self._stopping.wait(wait)
+            except Exception as error:  # noqa: BLE001 - a failed read is retried
+                self._stopping.wait(self._note_failed_read(error, reads))
                 continue
-            reads.reset()
-            self._failures_in_a_row = 0
+            self._note_read(reads)
             if batch and self._handle(batch):
                 outages.reset()
             elif batch:
@@ -254,13 +380,46 @@ class Worker:
             if self._ended_threads == len(self._threads):
                 self._stopping.set()
 
+    def _note_failed_read(self, error: Exception, reads: Backoff) -> float:
+        """Log a failed read; return the seconds until the next."""
+        wait = reads.next()
+        self._failures_in_a_row += 1
+        self._last_error = repr(error)
+        logger.warning(
+            "could not read, retry in %.1f s: %r",
+            wait,
+            error,
+            # Others than these are bugs of the source, which need their traceback.
+            exc_info=None if isinstance(error, (ConquietError, OSError)) else error,
+        )
+        return wait
+
+    def _note_read(self, reads: Backoff) -> None:
+        reads.reset()
+        self._failures_in_a_row = 0
+
+    def _run(self, batch: list[Message[Any]]) -> Handled:
+        if self._lanes is None:
+            return self.router.run(batch, self._chain)
+        ackings = [message.acking for message in batch if message.acking is not None]
+        with defer_settlements(ackings):  # an async handler that acks could not wait for its source
+            if self.router.blocks:
+                return bridge.call(self.router.run, batch, self._chain)
+            return self.router.run(batch, self._chain)
+
+    def _settle(self, handled: Handled) -> None:
+        if self._lanes is None:
+            self.router.settle(handled)
+        else:
+            self._lanes.settle(handled)
+
     def _handle(self, batch: list[Message[Any]]) -> bool:
         """Run, publish, settle; return False if all messages failed again."""
         try:
-            handled = _without_leftovers(self.router.run(batch, self._chain))
-            if self._abandoned:
+            handled = _without_leftovers(self._run(batch))
+            if self._abandoned and not bridge.is_on_loop():
                 return True
-            self.router.settle(handled)
+            self._settle(handled)
             failed = [
                 message
                 for message, result in zip(handled.messages, handled.results, strict=True)
@@ -271,11 +430,15 @@ class Worker:
             self._count(handled, len(failed))
             return len(failed) < len(handled.messages) or _is_new_poison(handled)
         except BaseException as error:
+            if self._abandoned and bridge.is_cancelled():
+                raise  # all that is unfinished is given back at once
             logger.exception("a batch broke the chain; its messages are given back")
-            give_back(batch, HandlerError(f"the chain was left by {error!r}"))
+            with bridge.shield():
+                give_back(batch, HandlerError(f"the chain was left by {error!r}"))
             return False
         finally:
-            self._in_flight.remove(batch)
+            if not (self._abandoned and bridge.is_cancelled()):
+                self._in_flight.remove(batch)
 
     def _count(self, handled: Handled, failed: int) -> None:
         errors = [result for result in handled.results if isinstance(result, Exception)]
@@ -294,7 +457,7 @@ class Worker:
         while not self._finished.wait(interval):
             if leased is not None:
                 try:
-                    leased.renew(self._in_flight.messages())
+                    self._renew(leased)
                 except Exception as error:  # noqa: BLE001 - the next round may succeed
                     logger.warning("could not renew leases: %r", error)
             health = self.health()
@@ -309,6 +472,13 @@ class Worker:
                 self._call_hook(health)
             reported = stuck
 
+    def _renew(self, leased: Leased) -> None:
+        messages = self._in_flight.messages()
+        if self._lanes is not None and getattr(leased, "is_async", False):
+            self._lanes.call_soon(leased.renew, messages)
+        else:
+            leased.renew(messages)
+
     def _call_hook(self, health: Health) -> None:
         if self.on_stuck is None:
             return
@@ -316,6 +486,171 @@ class Worker:
             self.on_stuck(health)
         except Exception:  # the leases must still be renewed
             logger.exception("the hook `on_stuck` failed")
+
+
+class Lanes:
+    """Runs groups of messages on an event loop, up to `count` at once.
+
+    One task reads pages for the lanes that are free; each group is a task of its own. What is
+    expected to begin within `_AHEAD_SECONDS` is read ahead, so that fast handlers need not wait for
+    a read each; behind slow ones nothing is.
+    """
+
+    def __init__(self, worker: Worker, intake: Intake, count: int) -> None:
+        self._worker = worker
+        self._intake = intake
+        self._count = count
+        self._loop = asyncio.get_running_loop()
+        self._context = copy_context()
+        self._free = set(range(count))
+        self._groups: set[asyncio.Task[None]] = set()
+        self._outages = [Backoff(first=0.02, cap=10.0) for _ in range(count)]
+        self._seconds = float("inf")
+        """How long a group takes, as an average of the last ones."""
+        self._reader: asyncio.Task[None] | None = None
+        self._is_reading = False
+        self._changed = asyncio.Event()
+        self._unsettled: list[tuple[Handled, asyncio.Future[None]]] = []
+        self._settler: asyncio.Task[None] | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        return self._reader is not None and not self._reader.done()
+
+    def start(self) -> None:
+        self._reader = asyncio.create_task(self._read(), name="conquiet-reader")
+
+    async def _read(self) -> None:
+        worker, stopping = self._worker, self._worker._stopping
+        reads = Backoff(first=0.1, cap=10.0)
+        while not stopping.is_set():
+            limit = self._limit()
+            if limit <= 0:
+                self._changed.clear()
+                await self._changed.wait()
+                continue
+            try:
+                await self._fill(limit)
+            except EndOfSource:
+                break
+            except Exception as error:  # noqa: BLE001 - a failed read is retried
+                await stopping.wait_async(worker._note_failed_read(error, reads))
+                continue
+            worker._note_read(reads)
+            self._begin(tuple(self._free))
+        while self._groups:
+            await asyncio.wait(tuple(self._groups))
+        stopping.set()
+
+    def _limit(self) -> int:
+        size = self._worker.batch_size
+        ahead = min(self._count, int(self._count * _AHEAD_SECONDS / self._seconds))
+        return self._intake.room(len(self._free), ahead, size)
+
+    async def _fill(self, limit: int) -> None:
+        worker = self._worker
+        is_async = getattr(worker.source, "is_async", False)
+        self._is_reading = True
+        try:
+            await (bridge.run if is_async else bridge.run_in_thread)(
+                self._intake.fill, limit, _READ_SECONDS, worker.batch_wait
+            )
+        finally:
+            self._is_reading = False
+
+    def _begin(self, lanes: Iterable[int]) -> None:
+        """Begin a group in each of these free lanes for which messages wait."""
+        if self._worker._stopping.is_set():
+            return
+        for lane in lanes:
+            taken = self._intake.take(lane, len(self._free), self._worker.batch_size)
+            if not taken:
+                continue
+            self._free.discard(lane)
+            group = self._loop.create_task(self._run(lane, taken), context=self._context.copy())
+            self._groups.add(group)
+            group.add_done_callback(partial(self._end, lane))
+
+    async def _run(self, lane: int, taken: Taken) -> None:
+        STOPPING.set(self._worker._stopping)
+        began = self._loop.time()
+        outages = self._outages[lane]
+        if await bridge.run(self._handle, taken):
+            outages.reset()
+        else:
+            await self._worker._stopping.wait_async(outages.next())
+        seconds = max(self._loop.time() - began, 1e-6)
+        is_first = self._seconds == float("inf")
+        self._seconds = seconds if is_first else 0.9 * self._seconds + 0.1 * seconds
+
+    def _handle(self, taken: Taken) -> bool:
+        self._intake.give_back_overtaking(taken)
+        return not taken.messages or self._worker._handle(taken.messages)
+
+    def _end(self, lane: int, group: asyncio.Task[None]) -> None:
+        self._groups.discard(group)
+        self._free.add(lane)
+        self._changed.set()
+        if not group.cancelled() and (error := group.exception()) is not None:
+            logger.error("a group broke", exc_info=error)
+        self._begin((lane,))
+
+    def settle(self, handled: Handled) -> None:
+        """Settle what a group has handled, in one call with groups that end at the same time."""
+        done = self._loop.create_future()
+        self._unsettled.append((handled, done))
+        if self._settler is None or self._settler.done():
+            self._settler = self._loop.create_task(self._settle_all(), context=self._context.copy())
+        with bridge.shield():
+            bridge.wait_for(done)
+
+    async def _settle_all(self) -> None:
+        while self._unsettled:
+            pairs, self._unsettled = self._unsettled, []
+            handled = pairs[0][0]
+            if len(pairs) > 1:
+                handled = Handled(
+                    [message for one, _ in pairs for message in one.messages],
+                    [result for one, _ in pairs for result in one.results],
+                )
+            try:
+                await bridge.run(self._worker.router.settle, handled)
+            finally:
+                for _, done in pairs:
+                    if not done.done():
+                        done.set_result(None)
+
+    def call_soon(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Call a function of an async client from another thread, and wait for it."""
+        call = asyncio.run_coroutine_threadsafe(bridge.run(function, *arguments), self._loop)
+        try:
+            call.result(_CANCEL_SECONDS)
+        except TimeoutError:
+            call.cancel()
+            raise
+
+    async def finish(self, grace: float, hurry: Callable[[], bool]) -> bool:
+        """Wait until all groups have ended; return False after the grace time."""
+        end = self._loop.time() + grace
+        self._changed.set()
+        while tasks := self._unfinished():
+            left = end - self._loop.time()
+            if left <= 0 or hurry():
+                return False
+            await asyncio.wait(tasks, timeout=min(left, _LOOK_SECONDS))
+        return True
+
+    async def cancel(self) -> None:
+        """Cancel all groups and wait until they have rolled back."""
+        tasks = self._unfinished()
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_CANCEL_SECONDS)
+
+    def _unfinished(self) -> tuple[asyncio.Task[None], ...]:
+        reader = self._reader
+        return (*self._groups, reader) if reader and not reader.done() else tuple(self._groups)
 
 
 class Publish:
@@ -405,18 +740,23 @@ def _is_new_poison(handled: Handled) -> bool:
     )
 
 
-def _refuse_in_event_loop() -> None:
+def _is_in_event_loop() -> bool:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return
-    raise ConfigError(
-        "worker.run() would block the event loop that it is called in; use worker.start(), and at"
-        " the end: await asyncio.to_thread(worker.stop)"
-    )
+        return False
+    return True
 
 
-def _intake(source: Source, in_flight: InFlight, threads: int, ordered: bool | KeyOf) -> Intake:
+def _refuse_in_event_loop() -> None:
+    if _is_in_event_loop():
+        raise ConfigError(
+            "worker.run() would block the event loop that it is called in; use"
+            " await worker.run_async(), or async with worker"
+        )
+
+
+def _intake(source: Source, in_flight: InFlight, lanes: int, ordered: bool | KeyOf) -> Intake:
     if ordered is False:
         return AnyOrder(source, in_flight)
     if ordered is not True and not callable(ordered):
@@ -424,4 +764,4 @@ def _intake(source: Source, in_flight: InFlight, threads: int, ordered: bool | K
             f"ordered={ordered!r:.60}: True, False, or a function that gives a message's key"
         )
     key: KeyOf = (lambda message: message.key) if ordered is True else ordered
-    return ByKey(source, in_flight, threads, key)
+    return ByKey(source, in_flight, lanes, key)

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from conquiet import bridge
 from conquiet.acking import settle_after_commit
 from conquiet.codec import encode_data
 from conquiet.errors import Blameless, ConfigError, ConquietError, InvalidMessage, PermanentError
@@ -117,8 +118,8 @@ class DeadLetter:
     def _bury(self, dead: Sequence[tuple[Message[Any], Exception]]) -> Sequence[bool]:
         """Publish dead letters and ack the confirmed ones; return which were confirmed."""
         try:
-            answers = self._sink.publish_each(
-                [self._letter(message, error) for message, error in dead]
+            answers = bridge.call(
+                self._sink.publish_each, [self._letter(message, error) for message, error in dead]
             )
             buried = [answer is None for answer in answers]
             if len(buried) != len(dead):

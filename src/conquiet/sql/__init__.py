@@ -15,7 +15,14 @@ from conquiet.sql.log import OutboxLog
 from conquiet.sql.notification import notify_relays, notify_statement
 from conquiet.sql.outbox import Outbox
 from conquiet.sql.outbox_source import OutboxSource
-from conquiet.sql.transaction import Transaction, TransactionEnded, connection, session
+from conquiet.sql.transaction import (
+    Transaction,
+    TransactionEnded,
+    async_connection,
+    async_session,
+    connection,
+    session,
+)
 
 __all__ = [
     "Cleanup",
@@ -25,6 +32,8 @@ __all__ = [
     "OutboxSource",
     "Transaction",
     "TransactionEnded",
+    "async_connection",
+    "async_session",
     "connection",
     "engine",
     "notify_relays",

@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import URL, Connection, Dialect, Engine, create_engine, event, inspect, make_url
+from sqlalchemy import (
+    URL,
+    Connection,
+    Dialect,
+    Engine,
+    QueuePool,
+    StaticPool,
+    create_engine,
+    event,
+    inspect,
+    make_url,
+)
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from conquiet.errors import ConfigError, HandlerError, StoreError
 from conquiet.sql.tls import add_advice, is_near, verify_server
+
+if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncEngine
 
 BUSY_SECONDS = 10.0
 """How long a connection waits for SQLite's write lock before it fails."""
@@ -99,9 +113,25 @@ def _prepare_threshold(address: URL) -> int | None:
     )
 
 
-def as_engine(given: Engine | str | URL) -> Engine:
-    """Return the engine itself, or create one for a URL."""
-    return engine(given) if isinstance(given, (str, URL)) else given
+def as_engine(given: Engine | AsyncEngine | str | URL) -> Engine:
+    """Return the engine itself, the sync engine inside an async one, or create one for a URL."""
+    if isinstance(given, (str, URL)):
+        return engine(given)
+    return given if isinstance(given, Engine) else given.sync_engine
+
+
+def max_connections(engine: Engine) -> int | None:
+    """Return how many transactions an engine can have open at once; None for any number.
+
+    One waits for a connection of a full pool, and with an error after a time.
+    """
+    pool = engine.pool
+    if isinstance(pool, StaticPool):
+        return 1
+    if not isinstance(pool, QueuePool):
+        return None
+    overflow = pool._max_overflow
+    return None if overflow < 0 or pool.size() <= 0 else pool.size() + overflow
 
 
 @contextmanager
@@ -169,7 +199,7 @@ def _address(url: URL) -> tuple[str, str, str]:
 
 def uses_psycopg(dialect: Dialect) -> bool:
     """Return whether hot statements can be sent to psycopg directly."""
-    return dialect.name == "postgresql" and dialect.driver == "psycopg"
+    return dialect.name == "postgresql" and dialect.driver == "psycopg" and not dialect.is_async
 
 
 def can_queue(dialect: Dialect) -> bool:
@@ -182,8 +212,26 @@ def can_queue(dialect: Dialect) -> bool:
 
 
 def driver_connection(connection: Connection) -> Any:
-    """Return the psycopg or sqlite3 connection underneath."""
+    """Return the connection of the driver underneath."""
     return connection.connection.driver_connection
+
+
+def is_in_autocommit(connection: Connection) -> bool:
+    """Return whether PostgreSQL commits each statement by itself."""
+    return bool(getattr(connection.connection.dbapi_connection, "autocommit", False))
+
+
+def execute(connection: Connection, statement: str, parameters: Any = None) -> Sequence[Any]:
+    """Execute a statement by a cursor of the driver, without SQLAlchemy; return its rows."""
+    cursor = connection.connection.cursor()
+    try:
+        if parameters is None:
+            cursor.execute(statement)
+        else:
+            cursor.execute(statement, parameters)
+        return cursor.fetchall() if cursor.description else ()
+    finally:
+        cursor.close()
 
 
 def _write_ahead(connection: Any, record: object) -> None:
@@ -199,15 +247,26 @@ def begin_immediate(connection: Connection) -> None:
             " SQLAlchemy; leave the argument out"
         )
     if driver.in_transaction:  # the engine has a listener that begins, and not immediately
-        driver.rollback()
+        connection.connection.rollback()
     connection.exec_driver_sql("BEGIN IMMEDIATE")
 
 
-def is_aborted(connection: Connection) -> bool:
-    """Return whether a statement failed before, so that a COMMIT would commit nothing."""
+def is_aborted(connection: Connection, *, may_have_failed: bool = True) -> bool:
+    """Return whether a statement failed before, so that a COMMIT would commit nothing.
+
+    asyncpg does not say; it is asked by a statement, if one `may_have_failed`.
+    """
+    if not is_postgresql(connection.dialect):
+        return False
     driver = driver_connection(connection)
-    if is_postgresql(connection.dialect):
+    if connection.dialect.driver != "asyncpg":
         return int(driver.info.transaction_status) == _IN_ERROR
+    if not may_have_failed or not driver.is_in_transaction() or driver.is_closed():
+        return False
+    try:
+        execute(connection, "SELECT 1")
+    except connection.dialect.loaded_dbapi.Error as error:
+        return _sqlstate(error) == _IN_FAILED_TRANSACTION
     return False
 
 
@@ -215,6 +274,8 @@ def is_over(connection: Connection) -> bool:
     """Return whether the driver or SQLite ended the transaction without SQLAlchemy."""
     driver = driver_connection(connection)
     if is_postgresql(connection.dialect):
+        if connection.dialect.driver == "asyncpg":
+            return not driver.is_in_transaction()
         return int(driver.info.transaction_status) == _IDLE
     if is_sqlite(connection.dialect):
         return not driver.in_transaction
@@ -225,7 +286,10 @@ def is_lost(connection: Connection) -> bool:
     """Return whether the connection to the server is closed."""
     if connection.closed or connection.invalidated:
         return True
-    return bool(getattr(driver_connection(connection), "closed", False))
+    driver = driver_connection(connection)
+    if connection.dialect.driver == "asyncpg":
+        return bool(driver.is_closed())
+    return bool(getattr(driver, "closed", False))
 
 
 @contextmanager
@@ -235,7 +299,8 @@ def translate_errors(connection: Connection) -> Iterator[None]:
     try:
         yield
     except driver.Error as error:
-        lost = connection.dialect.is_disconnect(error, driver_connection(connection), None)
+        pooled = connection.connection.dbapi_connection
+        lost = connection.dialect.is_disconnect(error, pooled, None)
         translated = DBAPIError.instance(
             None,
             None,

@@ -87,11 +87,16 @@ def execute(connection: Connection, statement: Statement) -> Rows:
     target = connection.dialect
     if dialect.is_sqlite(target):
         return _fetch(connection, statement.sqlite())
-    if dialect.uses_psycopg(target) and not target.is_async:
+    if dialect.uses_psycopg(target):
         with dialect.translate_errors(connection):
             return _by_psycopg(dialect.driver_connection(connection), statement)
     text, parameters = statement.postgresql()
-    return _fetch(connection, (_numbered(text) if target.driver == "asyncpg" else text, parameters))
+    if not target.is_async:
+        return _fetch(connection, (text, parameters))
+    with dialect.translate_errors(connection):
+        return dialect.execute(
+            connection, _numbered(text) if target.driver == "asyncpg" else text, parameters
+        )
 
 
 def _fetch(connection: Connection, query: Query) -> Rows:

@@ -1,27 +1,47 @@
 """Run a batch in one database transaction, and let adapters find that transaction.
 
-A `Unit` is one transaction, or one savepoint of it. A ContextVar holds it, so each thread has its
-own, and a coroutine in a copied context sees the transaction of its worker.
+A `Unit` is one transaction, or one savepoint of it. A ContextVar holds it, so each thread and each
+task has its own, and a coroutine in a copied context sees the transaction of its worker.
+
+With an async engine the same code runs in a greenlet on the loop of an async worker: SQLAlchemy
+then gives the loop back while it waits.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    ExitStack,
+    asynccontextmanager,
+    contextmanager,
+)
 from contextvars import ContextVar
+from functools import cache
 from threading import RLock
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 from weakref import WeakSet
 
-from sqlalchemy import URL, Connection, Engine, NestedTransaction, Pool, event
+from sqlalchemy import (
+    URL,
+    Connection,
+    Engine,
+    NestedTransaction,
+    Pool,
+    PoolProxiedConnection,
+    event,
+)
 from sqlalchemy.engine import ExceptionContext
 from sqlalchemy.engine import Transaction as DatabaseTransaction
 from sqlalchemy.exc import DBAPIError, InvalidRequestError, ResourceClosedError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
-from conquiet import transaction
+from conquiet import bridge, transaction
 from conquiet.acking import defer_settlements
 from conquiet.errors import (
     ConfigError,
@@ -40,11 +60,19 @@ from conquiet.sql.notification import notify_relays
 from conquiet.stage import Middleware, Stage, stage_of
 
 if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import (
+        AsyncConnection,
+        AsyncEngine,
+        AsyncSession,
+        async_sessionmaker,
+    )
+
     from conquiet.sql.statement_queue import StatementQueue
 
 logger = logging.getLogger("conquiet.sql")
 
 S = TypeVar("S", bound=Session)
+A = TypeVar("A", bound="AsyncSession")
 
 UNITS: ContextVar[tuple[Unit, ...]] = ContextVar("conquiet.sql.units", default=())
 """The transactions around the running code, innermost last."""
@@ -57,6 +85,43 @@ class TransactionEnded(HandlerError, ResourceClosedError):
     """
 
 
+class OneTask:
+    """Lets one task at a time use a connection, as a lock does for threads, but refuses others.
+
+    A lock of threads would not keep two tasks of one thread apart, and a task that waited for the
+    other could not be told from one that waits for ever.
+    """
+
+    def __init__(self) -> None:
+        self._user: object | None = None
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        user = bridge.current()
+        if self._user not in (None, user):
+            raise HandlerError(
+                "two tasks use the connection of one transaction at the same time, as by"
+                " asyncio.gather; await one statement after the other, and all tasks of a handler"
+                " before it returns"
+            )
+        self._user = user
+        self._depth += 1
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._user = None
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until no other task uses the connection; return False if one still does."""
+        end = time.monotonic() + seconds
+        while self._user not in (None, bridge.current()):
+            if time.monotonic() > end:
+                return False
+            bridge.sleep(_LOOK_SECONDS)
+        return True
+
+
 class TransactionConnection(Connection):
     """Refuses to commit, roll back or close: only the transaction that owns it may end it.
 
@@ -65,7 +130,7 @@ class TransactionConnection(Connection):
     """
 
     unit: Unit
-    lock: RLock
+    lock: RLock | OneTask
     """Held by each statement and by the end: a thread that outlives its handler must not write
     into the next transaction of this connection."""
     begun = False
@@ -129,8 +194,11 @@ class Unit:
         """The outbox tables with new rows; their relays are notified after the commit."""
         self.failure: BaseException | None = None
         """The last error of a statement; if a handler swallows it, the commit is refused."""
+        self.gave_driver = False
+        """Whether a handler has got the connection of the driver, whose errors are not noted."""
         self.queue: StatementQueue | None = None
         self._sessions: list[Session] = []
+        self._async_connection: AsyncConnection | None = None
 
     def use_table(self, name: str) -> None:
         """Note a table of inbox or outbox, before it is used."""
@@ -164,6 +232,27 @@ class Unit:
             raise
         self._sessions.append(joined)
 
+    @asynccontextmanager
+    async def async_session(
+        self, factory: async_sessionmaker[A], engine: AsyncEngine
+    ) -> AsyncIterator[A]:
+        """Open an async session in this transaction, as `session` does."""
+        joined = factory(bind=self.async_connection(engine), join_transaction_mode="rollback_only")
+        try:
+            yield joined
+            await joined.flush()
+        except BaseException:
+            await joined.close()
+            raise
+        self._sessions.append(joined.sync_session)
+
+    def async_connection(self, engine: AsyncEngine) -> AsyncConnection:
+        """Return this transaction's connection for async code; the same at each call."""
+        whole = self.connection.unit
+        if whole._async_connection is None:
+            whole._async_connection = _async_connection_class()(engine, self.connection)
+        return whole._async_connection
+
     def flush(self) -> None:
         """Flush all sessions of this transaction."""
         for joined in self._sessions:
@@ -186,6 +275,22 @@ class Unit:
         self.drop_queued()  # before a commit the queue is finished
         for joined in self._sessions:
             joined.close()
+
+
+@cache
+def _async_connection_class() -> type[AsyncConnection]:
+    from sqlalchemy.ext.asyncio import AsyncConnection  # needs greenlet
+
+    class TransactionAsyncConnection(AsyncConnection):
+        """Notes that a handler uses the driver, whose errors SQLAlchemy does not see."""
+
+        async def get_raw_connection(self) -> PoolProxiedConnection:
+            found = self.sync_connection
+            assert isinstance(found, TransactionConnection), "it is made for one"
+            found.unit.gave_driver = True
+            return await super().get_raw_connection()
+
+    return TransactionAsyncConnection
 
 
 def current(who: str) -> Unit:
@@ -219,8 +324,10 @@ def find(engine: Engine) -> Unit | None:
 
 
 @contextmanager
-def connection(engine: Engine) -> Iterator[Connection]:
+def connection(engine: Engine | AsyncEngine) -> Iterator[Connection]:
     """Return the connection of the ambient transaction, or open a transaction for this block.
+
+    The transaction of an async engine is for handlers without `async`, which run in threads.
 
     >>> from sqlalchemy import create_engine
     >>> engine = create_engine("sqlite://")
@@ -229,12 +336,48 @@ def connection(engine: Engine) -> Iterator[Connection]:
     1
     >>> engine.dispose()
     """
+    engine = dialect.as_engine(engine)
     unit = find(engine)
     if unit is not None:
         yield unit.connection
         return
     with engine.begin() as own:
         yield own
+
+
+@asynccontextmanager
+async def async_connection(engine: AsyncEngine) -> AsyncIterator[AsyncConnection]:
+    """Return the connection of the ambient transaction, or open a transaction for this block.
+
+    One task at a time may use it: await one statement after the other.
+    """
+    unit = find(_sync_engine(engine))
+    if unit is not None:
+        yield unit.async_connection(engine)
+        return
+    async with engine.begin() as own:
+        yield own
+
+
+def async_session(factory: async_sessionmaker[A]) -> AbstractAsyncContextManager[A]:
+    """Open an async session in the ambient transaction, or in a transaction for this block.
+
+    In an ambient transaction it is flushed and closed as by `session`.
+    """
+    bind: Any = getattr(factory, "kw", {}).get("bind")
+    unit = find(_sync_engine(bind))
+    return factory.begin() if unit is None else unit.async_session(factory, bind)
+
+
+def _sync_engine(engine: Any) -> Engine:
+    found = getattr(engine, "sync_engine", None)
+    if not isinstance(found, Engine):
+        raise ConfigError(
+            f"async_session() takes an async_sessionmaker of an AsyncEngine, async_connection() an"
+            f" AsyncEngine, not {type(engine).__name__}; for a sync engine use session() and"
+            " connection()"
+        )
+    return found
 
 
 def session(factory: sessionmaker[S] | scoped_session[S]) -> AbstractContextManager[S]:
@@ -252,6 +395,7 @@ def session(factory: sessionmaker[S] | scoped_session[S]) -> AbstractContextMana
         )
     factory = given
     bind = factory.kw.get("bind")
+    bind = getattr(bind, "sync_engine", bind)
     if isinstance(bind, Engine):
         unit = find(bind)
     else:
@@ -270,6 +414,9 @@ Isolate = Literal["batch", "savepoint"]
 IsolationLevel = Literal["READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"]
 _LEVELS = ("READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE")
 _ABORTED = "is aborted: a statement in it failed and its error was swallowed"
+_SECONDS_TO_RETURN = 1.0
+"""How long a rollback waits for a statement of another task; then the connection is dropped."""
+_LOOK_SECONDS = 0.005
 _watched: WeakSet[Engine] = WeakSet()
 _warned: WeakSet[Pool] = WeakSet()
 
@@ -286,11 +433,14 @@ class Transaction(transaction.Transaction):
     `isolate` is how a failed message is kept from its neighbours in a batch: `batch` rolls all back
     and runs each again by itself; `savepoint` gives each a savepoint, so that the handlers of the
     others run once, at the price of more statements.
+
+    An async engine is for an async worker, `await worker.run_async()`; adapters find its
+    transaction by `conquiet.sql.async_connection(engine)` or `conquiet.sql.async_session(factory)`.
     """
 
     def __init__(
         self,
-        engine: Engine | str | URL,
+        engine: Engine | AsyncEngine | str | URL,
         *,
         isolation_level: IsolationLevel | None = None,
         read_only: bool = False,
@@ -304,12 +454,7 @@ class Transaction(transaction.Transaction):
                 f"isolation_level={isolation_level!r}: choose one of {', '.join(_LEVELS)}"
             )
         self.engine = dialect.as_engine(engine)
-        if self.engine.dialect.is_async:
-            raise ConfigError(
-                "Transaction takes a sync Engine, since handlers run in threads; make one from"
-                " the same URL. An AsyncSession puts events into an outbox by"
-                " outbox.statement(events)"
-            )
+        self.blocks = not self.engine.dialect.is_async
         self.read_only = read_only
         self.isolate = isolate
         self.queue_statements = queue_statements and dialect.can_queue(self.engine.dialect)
@@ -322,8 +467,23 @@ class Transaction(transaction.Transaction):
         self._engine = self.engine.execution_options(**options) if options else self.engine
         _watch(self.engine)
 
+    @property
+    def capacity(self) -> int | None:  # type: ignore[override]
+        if dialect.is_sqlite(self.engine.dialect) and not self.read_only:
+            return 1  # it has one writer at a time
+        return dialect.max_connections(self.engine)
+
+    def _check_loop(self) -> None:
+        if not self.blocks and not bridge.is_inside():
+            raise ConfigError(
+                "Transaction has an async engine, which needs the event loop of an async worker:"
+                " use await worker.run_async(), or async with worker; a worker of threads takes"
+                " sqlalchemy.create_engine()"
+            )
+
     def scope(self, batch: Sequence[Message[Any]]) -> AbstractContextManager[Connection]:
         """Begin a transaction, or a savepoint inside a transaction on the same engine."""
+        self._check_loop()
         outer = find(self.engine)
         return self._whole(len(batch)) if outer is None else self._savepoint(outer)
 
@@ -360,10 +520,11 @@ class Transaction(transaction.Transaction):
             for item in middlewares
             if stage_of(item) in (Stage.INBOX, Stage.OUTBOX)
         }
+        self._check_loop()
         try:
             with connection(self.engine) as found:
                 missing = [name for name in tables if name and not dialect.has_table(found, name)]
-        except (DBAPIError, PoolTimeout) as error:
+        except self._connect_errors as error:
             logger.warning(
                 "could not look for the tables of inbox and outbox at start: %s",
                 self._store_error(error),
@@ -387,11 +548,11 @@ class Transaction(transaction.Transaction):
     def _whole(self, size: int) -> Iterator[Connection]:
         try:
             connection = TransactionConnection(self._engine)
-        except (DBAPIError, PoolTimeout) as error:
+        except self._connect_errors as error:
             raise self._store_error(error) from error
         unit = connection.unit = Unit(connection)
         unit.is_shared = size > 1
-        connection.lock = RLock()
+        connection.lock = RLock() if self.blocks else OneTask()
         with ExitStack() as ending:
             try:
                 root = self._begin(connection)
@@ -402,14 +563,17 @@ class Transaction(transaction.Transaction):
                     yield connection
                     ending.enter_context(connection.lock)
                     self._flush(unit, root)
-                Connection.commit(connection)
+                with bridge.shield():  # a cancelled COMMIT may have committed
+                    Connection.commit(connection)
             except BaseException as error:
-                ending.enter_context(connection.lock)
-                self._give_up(unit, error)
+                with bridge.shield():
+                    _hold(connection, ending)
+                    self._give_up(unit, error)
                 raise
             finally:
-                unit.end()
-                self._release(connection)
+                with bridge.shield():
+                    unit.end()
+                    self._release(connection)
         for table in unit.filled:
             notify_relays(self.engine, table)
 
@@ -454,7 +618,7 @@ class Transaction(transaction.Transaction):
                 connection.exec_driver_sql("BEGIN")
             else:
                 dialect.begin_immediate(connection)
-        elif getattr(dialect.driver_connection(connection), "autocommit", False):
+        elif dialect.is_in_autocommit(connection):
             raise ConfigError(
                 "the engine is in AUTOCOMMIT, where nothing can be rolled back; give Transaction"
                 " an engine without isolation_level='AUTOCOMMIT'"
@@ -474,7 +638,8 @@ class Transaction(transaction.Transaction):
             raise _rolled_back_error(
                 unit, "was rolled back inside, by session.rollback() or an error"
             )
-        if dialect.is_aborted(connection):
+        may_have_failed = connection.unit.failure is not None or connection.unit.gave_driver
+        if dialect.is_aborted(connection, may_have_failed=may_have_failed):
             raise _rolled_back_error(unit, _ABORTED)
         # psycopg sends BEGIN with the first statement: an idle connection may have had none.
         begun = unit.wrote or dialect.is_sqlite(connection.dialect)
@@ -505,8 +670,13 @@ class Transaction(transaction.Transaction):
 
     def _release(self, connection: TransactionConnection) -> None:
         if self.read_only and dialect.is_sqlite(connection.dialect) and not connection.invalidated:
-            dialect.driver_connection(connection).execute("PRAGMA query_only=OFF")
+            dialect.execute(connection, "PRAGMA query_only=OFF")
         Connection.close(connection)
+
+    @property
+    def _connect_errors(self) -> tuple[type[Exception], ...]:
+        # asyncpg raises what the socket does, and SQLAlchemy passes it on.
+        return (DBAPIError, PoolTimeout) if self.blocks else (DBAPIError, PoolTimeout, OSError)
 
     def _own_failure(
         self, connection: TransactionConnection, error: BaseException
@@ -517,7 +687,8 @@ class Transaction(transaction.Transaction):
         have swallowed an error of this one, or met it by the driver, which notes nothing: then
         the connection is lost or its transaction aborted.
         """
-        if isinstance(error, DeadlineExceeded):  # the interrupt broke the connection
+        # The interrupt, or the cancellation, broke the connection.
+        if isinstance(error, (DeadlineExceeded, asyncio.CancelledError)):
             return None
         noted = connection.unit.failure
         own = (noted, getattr(noted, "orig", None))
@@ -536,6 +707,17 @@ class Transaction(transaction.Transaction):
         made = kind(f"{dialect.display_url(self.engine.url)}: {dialect.one_line(error):.300}")
         made.is_outage = dialect.is_missing_table(error)
         return made
+
+
+def _hold(connection: TransactionConnection, ending: ExitStack) -> None:
+    """Keep all others from the connection until it is released."""
+    lock = connection.lock
+    if isinstance(lock, OneTask):
+        connection.unit.ended = True  # another task of the handler begins no further statement
+        if not lock.wait(_SECONDS_TO_RETURN):
+            connection.invalidate()
+            return
+    ending.enter_context(lock)
 
 
 def _alone_error() -> transaction.RunAlone:
@@ -605,7 +787,7 @@ def _warn_of_other(connection: Connection) -> None:
                 "%s: a second connection was opened inside a transaction on the same database; what"
                 " it writes is committed by itself, and again if the message is redelivered; use"
                 " conquiet.sql.connection(engine) or conquiet.sql.session(factory) with the engine"
-                " of Transaction",
+                " of Transaction; with an async one async_connection and async_session",
                 dialect.display_url(engine.url),
             )
             return

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, create_engine, text
 from sqlalchemy.exc import IntegrityError
-from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import sessionmaker
 from tests.integration.sql.orders import Order, remembered, run, save, saved
 
@@ -184,11 +183,6 @@ def test_an_isolation_level_that_commits_by_itself_is_refused(database_url: str)
     with pytest.raises(ConfigError, match="AUTOCOMMIT"), Transaction(engine).scope(()):
         pass
     engine.dispose()
-
-
-def test_an_async_engine_is_refused() -> None:
-    with pytest.raises(ConfigError, match="statement"):
-        Transaction(create_async_engine("sqlite+aiosqlite://").sync_engine)
 
 
 def test_a_url_is_as_good_as_an_engine(sqlite_url: str) -> None:

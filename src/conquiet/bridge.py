@@ -1,0 +1,254 @@
+"""Let synchronous code wait for an event loop without blocking it.
+
+    task ──▶ await run(chain) ──▶ greenlet: the chain, unchanged ──▶ result
+               ▲   awaits it          │ wait_for(awaitable)
+               └──────────────────────┘
+
+The chain is written once, as plain functions. In an async worker it runs in a greenlet for each
+group of messages; where it waits for the network, the greenlet gives the loop back. SQLAlchemy's
+asyncio does the same, and greenlets of either can wait by the functions of the other.
+
+What blocks (a sync handler, a client without asyncio) runs in a thread by `call`. There `wait_for`
+hands its awaitable over to the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from contextvars import copy_context
+from typing import Any, ParamSpec, TypeVar
+
+from conquiet.config import require
+from conquiet.errors import ConquietError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_PROVIDER = "__sqlalchemy_greenlet_provider__"
+"""The attribute by which SQLAlchemy knows a greenlet that it may wait in."""
+
+_kind: Any = None
+_current: Any = None
+
+
+def _greenlet() -> Any:
+    """Return the class of our greenlets; greenlet is imported when async is first used."""
+    global _kind, _current
+    if _kind is None:
+        module = require("greenlet", "async")
+
+        class Bridge(module.greenlet):  # type: ignore[misc,name-defined]
+            on_loop = True
+            shields = 0
+            cancelled = False
+
+            def __init__(self, function: Callable[..., Any]) -> None:
+                parent = module.getcurrent()
+                super().__init__(function, parent)
+                self.gr_context = parent.gr_context  # the chain and its handlers share contextvars
+
+        setattr(Bridge, _PROVIDER, True)
+        _current = module.getcurrent
+        _kind = Bridge
+    return _kind
+
+
+def check_installed() -> None:
+    """Raise an error that names the extra if greenlet is missing."""
+    _greenlet()
+
+
+def is_inside() -> bool:
+    """Return whether `wait_for` can be used: the running code was called by `run` or `call`."""
+    return _kind is not None and getattr(_current(), _PROVIDER, False)
+
+
+def is_on_loop() -> bool:
+    """Return whether the running code is inside, in the thread of the loop, and must not block."""
+    return is_inside() and getattr(_current(), "on_loop", True)
+
+
+def current() -> object:
+    """Return what identifies the running code: its greenlet."""
+    _greenlet()
+    return _current()
+
+
+def is_cancelled() -> bool:
+    """Return whether the task that runs this code was asked to end."""
+    if not is_on_loop():
+        return False
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+async def run(function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
+    """Call a function that may use `wait_for`, on the running loop."""
+    bridge = _greenlet()(function)
+    result = bridge.switch(*arguments, **options)
+    while not bridge.dead:
+        try:
+            value = await _result_of(bridge, result)
+        except BaseException:  # noqa: BLE001 - the function gets it, as from a call that blocks
+            result = bridge.throw(*sys.exc_info())
+        else:
+            result = bridge.switch(value)
+    if bridge.cancelled:
+        raise asyncio.CancelledError
+    return result  # type: ignore[no-any-return]
+
+
+async def _result_of(bridge: Any, awaitable: Awaitable[Any]) -> Any:
+    if not bridge.shields:
+        if not bridge.cancelled:
+            return await awaitable
+        bridge.cancelled = False
+        if asyncio.iscoroutine(awaitable):
+            awaitable.close()
+        raise asyncio.CancelledError
+    task = asyncio.ensure_future(awaitable)
+    while True:
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.done():
+                raise
+            bridge.cancelled = True
+
+
+def wait_for(awaitable: Awaitable[T]) -> T:
+    """Wait for an awaitable inside `run` or `call`; other code of the loop runs meanwhile."""
+    if not is_inside():
+        if asyncio.iscoroutine(awaitable):
+            awaitable.close()
+        raise ConquietError(
+            "an async client or engine was used where no event loop can be waited for; use it in"
+            " an async worker: await worker.run_async(), or async with worker"
+        )
+    return _current().parent.switch(awaitable)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def shield() -> Iterator[None]:
+    """Let a cancellation wait: it is raised by the next `wait_for` after the block."""
+    bridge = _current() if is_inside() else None
+    if bridge is None or not isinstance(bridge, _kind):
+        yield
+        return
+    bridge.shields += 1
+    try:
+        yield
+    finally:
+        bridge.shields -= 1
+
+
+def sleep(seconds: float) -> None:
+    """Sleep inside `run`, where `time.sleep` would block the loop."""
+    wait_for(asyncio.sleep(seconds))
+
+
+def call(function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
+    """Call a function that may block; on a loop, in a thread.
+
+    A method of an object whose `is_async` is True waits by `wait_for`, and is called directly.
+    """
+    owner = getattr(function, "__self__", None)
+    if not is_on_loop() or getattr(owner, "is_async", False):
+        return function(*arguments, **options)
+    return wait_for(run_in_thread(function, *arguments, **options))
+
+
+async def run_in_thread(function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
+    """Call a function in a thread, in a copy of the context; it may use `wait_for`."""
+    kind, loop, context = _greenlet(), asyncio.get_running_loop(), copy_context()
+
+    def drive() -> T:
+        bridge = kind(function)
+        bridge.on_loop = False
+        result = bridge.switch(*arguments, **options)
+        while not bridge.dead:
+            try:
+                value = asyncio.run_coroutine_threadsafe(_await(result), loop).result()
+            except BaseException:  # noqa: BLE001 - the function gets it
+                result = bridge.throw(*sys.exc_info())
+            else:
+                result = bridge.switch(value)
+        return result  # type: ignore[no-any-return]
+
+    return await asyncio.wrap_future(_threads.submit(lambda: context.run(drive)))
+
+
+async def _await(awaitable: Awaitable[T]) -> T:
+    return await awaitable
+
+
+class Threads:
+    """Runs calls in daemon threads, a thread for each call at a time; idle ones end by themselves.
+
+    An executor of the standard library waits for its threads when the process ends: a handler that
+    does not return would keep it.
+    """
+
+    _IDLE_SECONDS = 10.0
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
+        self._idle = 0
+        self._started = 0
+
+    def submit(self, function: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+        with self._lock:
+            starts = self._idle == 0
+            self._idle -= not starts
+            self._started += starts
+            name = f"conquiet-thread-{self._started}"
+        self._calls.put((future, function))
+        if starts:
+            threading.Thread(target=self._serve, name=name, daemon=True).start()
+        return future
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                future, function = self._calls.get(timeout=self._IDLE_SECONDS)
+            except queue.Empty:
+                with self._lock:
+                    if self._idle > 0:  # else a call was submitted just now
+                        self._idle -= 1
+                        return
+                continue
+            if future.set_running_or_notify_cancel():
+                _settle(future, function)
+            del future, function
+            with self._lock:
+                self._idle += 1
+
+
+def _settle(future: Future[T], function: Callable[[], T]) -> None:
+    try:
+        result = function()
+    except BaseException as error:  # noqa: BLE001 - raised by the one who waits
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+
+
+_threads = Threads()
+
+
+def _forget_threads() -> None:
+    """Replace the threads in a forked child, which has none of them and maybe a held lock."""
+    global _threads
+    _threads = Threads()
+
+
+os.register_at_fork(after_in_child=_forget_threads)

@@ -1,0 +1,407 @@
+"""Transaction, inbox and outbox with async engines, in an async worker."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import pytest
+from sqlalchemy import Engine, text
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker, create_async_engine
+from sqlalchemy.orm import sessionmaker
+from tests.integration.sql.orders import SAVE, Order, remembered, saved
+
+from conquiet import Message, Router, Worker
+from conquiet.errors import ConfigError
+from conquiet.memory import Log
+from conquiet.message import new_id
+from conquiet.sql import (
+    Inbox,
+    Outbox,
+    Transaction,
+    TransactionEnded,
+    async_connection,
+    async_session,
+    session,
+)
+from conquiet.sql.schema import OUTBOX_TABLE
+
+
+class Place(msgspec.Struct):
+    id: str
+
+
+class Placed(msgspec.Struct):
+    id: str
+
+
+DRIVERS = {
+    "asyncpg": ("postgres", "postgresql+asyncpg"),
+    "psycopg": ("postgres", "postgresql+psycopg_async"),
+    "aiosqlite": ("sqlite", "sqlite+aiosqlite"),
+}
+
+
+@dataclass
+class Database:
+    """One database, by a sync engine that looks into it and by an async one that is tested."""
+
+    engine: Engine
+    driver: str
+
+    @asynccontextmanager
+    async def open(self, **options: Any) -> AsyncIterator[AsyncEngine]:
+        made = create_async_engine(self.engine.url.set(drivername=self.driver), **options)
+        try:
+            yield made
+        finally:
+            await made.dispose()
+
+    def events(self) -> list[str]:
+        """The orders whose events are in the outbox."""
+        with self.engine.connect() as looking:
+            rows = looking.execute(text(f"SELECT data FROM {OUTBOX_TABLE}")).scalars()
+            return sorted(msgspec.json.decode(row)["id"] for row in rows)
+
+
+@pytest.fixture(params=DRIVERS)
+def database(request: pytest.FixtureRequest) -> Database:
+    name, driver = DRIVERS[request.param]
+    return Database(request.getfixturevalue(name), driver)
+
+
+@pytest.fixture
+def asyncpg(postgres: Engine) -> Database:
+    return Database(postgres, "postgresql+asyncpg")
+
+
+Handle = Callable[[Place], Awaitable[object]]
+
+
+@dataclass
+class Shop:
+    """A log of commands, and a worker that handles them in transactions of an async engine."""
+
+    engine: AsyncEngine
+    log: Log = field(default_factory=Log)
+
+    def router(self, handle: Any, *outside: Any, **options: Any) -> Router:
+        router = Router()
+        router.use(*outside, Transaction(self.engine, **options), Inbox("shop"), Outbox("orders"))
+        router.command(source="/shop")(handle)
+        return router
+
+    def publish(self, *ids: str) -> None:
+        self.log.sink("commands").publish(
+            [
+                Message(Place(id_), {"id": new_id(), "type": "place", "source": "/test"})
+                for id_ in ids
+            ]
+        )
+
+    async def work(self, router: Router, **options: Any) -> Worker:
+        """Work until all commands are settled."""
+        async with Worker(self.log.source("g"), router, **options) as worker:
+            async with asyncio.timeout(20):
+                while self.log.unsettled("g"):
+                    await asyncio.sleep(0.005)
+        return worker
+
+
+def numbers(count: int) -> list[str]:
+    return [f"{number:04}" for number in range(count)]
+
+
+@pytest.mark.parametrize("batch_size", [1, 7])
+def test_effects_inbox_and_outbox_commit_together(database: Database, batch_size: int) -> None:
+    async def main() -> None:
+        async with database.open() as engine:
+            shop = Shop(engine)
+
+            async def place(order: Place) -> Placed:
+                async with async_connection(engine) as found:
+                    await found.execute(SAVE, {"id": order.id})
+                return Placed(order.id)
+
+            shop.publish(*numbers(40))
+            worker = await shop.work(shop.router(place), batch_size=batch_size)
+            assert worker.health().failed == 0
+
+    asyncio.run(main())
+    assert saved(database.engine) == database.events() == numbers(40)
+    assert remembered(database.engine) == 40
+
+
+def test_a_duplicate_is_skipped(database: Database) -> None:
+    async def main() -> None:
+        async with database.open() as engine:
+            shop = Shop(engine)
+            ran: list[str] = []
+
+            async def place(order: Place) -> Placed:
+                ran.append(order.id)
+                return Placed(order.id)
+
+            twin = Message(Place("a"), {"id": "1", "type": "place", "source": "/test"})
+            router = shop.router(place)
+            for _ in range(2):
+                shop.log.sink("commands").publish([twin])
+            await shop.work(router, concurrency=2)
+            assert ran == ["a"]
+
+    asyncio.run(main())
+    assert database.events() == ["a"]
+
+
+def test_an_async_session_joins_the_transaction(database: Database) -> None:
+    async def main() -> None:
+        async with database.open() as engine:
+            shop = Shop(engine)
+            factory = async_sessionmaker(engine, expire_on_commit=False)
+
+            async def place(order: Place) -> Placed:
+                async with async_session(factory) as joined:
+                    joined.add(Order(id=order.id, amount=1))
+                    assert await joined.get(Order, order.id) is not None
+                async with async_session(factory) as again:
+                    assert (await again.get(Order, order.id)) is not None
+                if order.id == "bad":
+                    raise ValueError("refused")
+                return Placed(order.id)
+
+            shop.publish("bad", "good")
+            async with Worker(shop.log.source("g"), shop.router(place)) as worker:
+                async with asyncio.timeout(20):
+                    while not worker.health().failed or len(shop.log.unsettled("g")) > 1:
+                        await asyncio.sleep(0.005)
+            async with async_session(factory) as outside:  # its own transaction
+                outside.add(Order(id="outside"))
+
+    asyncio.run(main())
+    assert saved(database.engine) == ["good", "outside"]
+    assert database.events() == ["good"]
+
+
+def test_a_plain_handler_joins_the_transaction_in_a_thread(database: Database) -> None:
+    async def main() -> None:
+        async with database.open() as engine:
+            shop = Shop(engine)
+            factory = sessionmaker(engine.sync_engine)
+
+            def place(order: Place) -> Placed:
+                with session(factory) as joined:
+                    joined.add(Order(id=order.id))
+                return Placed(order.id)
+
+            shop.publish(*numbers(5))
+            await shop.work(shop.router(place))
+
+    asyncio.run(main())
+    assert saved(database.engine) == database.events() == numbers(5)
+
+
+def test_a_swallowed_sql_error_is_found_before_commit(database: Database) -> None:
+    async def main() -> None:
+        async with database.open() as engine:
+            shop = Shop(engine)
+
+            async def place(order: Place) -> None:
+                async with async_connection(engine) as found:
+                    await found.execute(SAVE, {"id": order.id})
+                    try:
+                        await found.execute(SAVE, {"id": order.id})
+                    except IntegrityError:
+                        pass
+
+            shop.publish("a")
+            async with Worker(shop.log.source("g"), shop.router(place)) as worker:
+                async with asyncio.timeout(20):
+                    while not worker.health().failed:
+                        await asyncio.sleep(0.005)
+            assert "duplicate key" in worker.health().last_error
+
+    if database.engine.dialect.name == "sqlite":
+        pytest.skip("SQLite commits what was done before the error")
+    asyncio.run(main())
+    assert saved(database.engine) == []
+
+
+def test_an_error_of_the_driver_is_found_before_commit(asyncpg: Database) -> None:
+    """asyncpg does not say that its transaction is aborted, and PostgreSQL answers COMMIT."""
+
+    async def main() -> None:
+        async with asyncpg.open() as engine:
+            shop = Shop(engine)
+
+            async def place(order: Place) -> None:
+                async with async_connection(engine) as found:
+                    pooled = await found.get_raw_connection()
+                    driver = pooled.driver_connection
+                    try:
+                        await driver.execute("SELECT 1/0")
+                    except Exception:
+                        pass
+
+            shop.publish("a")
+            async with Worker(shop.log.source("g"), shop.router(place)) as worker:
+                async with asyncio.timeout(20):
+                    while not worker.health().failed:
+                        await asyncio.sleep(0.005)
+            assert "is aborted" in worker.health().last_error
+
+    asyncio.run(main())
+
+
+def test_two_tasks_on_one_connection_are_refused(database: Database) -> None:
+    async def main() -> None:
+        async with database.open() as engine:
+            shop = Shop(engine)
+
+            async def place(order: Place) -> None:
+                async with async_connection(engine) as found:
+                    await asyncio.gather(
+                        found.execute(SAVE, {"id": "a"}), found.execute(SAVE, {"id": "b"})
+                    )
+
+            shop.publish("a")
+            async with Worker(shop.log.source("g"), shop.router(place)) as worker:
+                async with asyncio.timeout(20):
+                    while not worker.health().failed:
+                        await asyncio.sleep(0.005)
+            assert "two tasks" in worker.health().last_error
+
+    asyncio.run(main())
+    assert saved(database.engine) == []
+
+
+def test_a_handle_is_refused_after_its_transaction(database: Database) -> None:
+    async def main() -> None:
+        async with database.open() as engine:
+            shop = Shop(engine)
+            late: list[asyncio.Task[Any]] = []
+            over = asyncio.Event()
+
+            async def linger(found: Any) -> None:
+                await over.wait()
+                await found.execute(SAVE, {"id": "late"})
+
+            async def place(order: Place) -> None:
+                async with async_connection(engine) as found:
+                    late.append(asyncio.create_task(linger(found)))
+
+            shop.publish("a")
+            await shop.work(shop.router(place))
+            over.set()
+            with pytest.raises(TransactionEnded):
+                await late[0]
+
+    asyncio.run(main())
+    assert saved(database.engine) == []
+
+
+def test_no_more_transactions_are_open_than_the_pool_has_connections(asyncpg: Database) -> None:
+    async def main() -> None:
+        async with asyncpg.open(pool_size=2, max_overflow=1, pool_timeout=0.2) as engine:
+            shop = Shop(engine)
+            running, most = 0, 0
+
+            async def place(order: Place) -> None:
+                nonlocal running, most
+                running += 1
+                most = max(most, running)
+                await asyncio.sleep(0.1)
+                running -= 1
+
+            shop.publish(*numbers(12))
+            worker = await shop.work(shop.router(place), concurrency=50)
+            assert most == 3
+            assert worker.health().failed == 0
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
+def test_an_isolation_level_is_set_and_its_conflicts_are_retried(
+    asyncpg: Database, level: Any
+) -> None:
+    async def main() -> None:
+        async with asyncpg.open() as engine:
+            shop = Shop(engine)
+
+            async def place(order: Place) -> None:
+                async with async_connection(engine) as found:
+                    shown = await found.execute(text("SHOW transaction_isolation"))
+                    assert shown.scalar() == level.lower()
+                    await found.execute(text("UPDATE orders SET amount = amount + 1"))
+
+            with asyncpg.engine.begin() as writing:
+                writing.execute(SAVE, {"id": "counter"})
+            shop.publish(*numbers(10))
+            await shop.work(shop.router(place, isolation_level=level), concurrency=5)
+
+    asyncio.run(main())
+    with asyncpg.engine.connect() as looking:
+        assert looking.execute(text("SELECT amount FROM orders")).scalar() == 10
+
+
+def test_savepoints_keep_the_neighbours_of_a_failed_message(database: Database) -> None:
+    async def main() -> None:
+        async with database.open() as engine:
+            shop = Shop(engine)
+            ran: list[str] = []
+
+            async def place(order: Place) -> Placed:
+                ran.append(order.id)
+                async with async_connection(engine) as found:
+                    await found.execute(SAVE, {"id": order.id})
+                if order.id == "0001":
+                    raise ValueError("refused")
+                return Placed(order.id)
+
+            shop.publish(*numbers(4))
+            router = shop.router(place, isolate="savepoint")
+            async with Worker(shop.log.source("g"), router, batch_size=4, concurrency=1):
+                async with asyncio.timeout(20):
+                    while len(shop.log.unsettled("g")) > 1:
+                        await asyncio.sleep(0.005)
+            assert ran[:4] == numbers(4)
+
+    asyncio.run(main())
+    assert saved(database.engine) == database.events() == ["0000", "0002", "0003"]
+
+
+def test_a_worker_of_threads_refuses_an_async_engine(database: Database) -> None:
+    async def main() -> None:
+        async with database.open() as engine:
+            shop = Shop(engine)
+
+            async def place(order: Place) -> None: ...
+
+            worker = Worker(shop.log.source("g"), shop.router(place))
+            with pytest.raises(ConfigError, match="run_async"):
+                worker.start()
+
+    asyncio.run(main())
+
+
+def test_a_server_that_refuses_costs_no_attempt() -> None:
+    async def main() -> None:
+        engine = create_async_engine("postgresql+asyncpg://nobody@127.0.0.1:1/none")
+        shop = Shop(engine)
+
+        async def place(order: Place) -> None: ...
+
+        shop.publish("a")
+        async with Worker(shop.log.source("g"), shop.router(place)) as worker:
+            async with asyncio.timeout(20):
+                while not worker.health().given_back:
+                    await asyncio.sleep(0.005)
+        assert "StoreError" in worker.health().last_error
+        await engine.dispose()
+
+    asyncio.run(main())
