@@ -26,9 +26,15 @@ class Peer(NamedTuple):
 PEERS: Mapping[str, Peer] = {
     "FastStream, batches of 100": Peer("faststream_peer.py", 20_000, ("batch",)),
     "FastStream, one by one": Peer("faststream_peer.py", 3_000, ("single",)),
-    "taskiq-redis": Peer("taskiq_peer.py", 2_000),
+    "taskiq-redis": Peer("taskiq_peer.py", 2_000, ("idle",)),
     "streaq": Peer("streaq_peer.py", 2_000),
 }
+
+WAITING: Mapping[str, Peer] = {
+    "FastStream": Peer("faststream_peer.py", 3_000, ("wait",)),
+    "taskiq-redis": Peer("taskiq_peer.py", 3_000, ("wait",)),
+}
+"""With handlers that await 50 ms, 100 in flight."""
 
 
 def rate(python: Path, url: str, peer: Peer) -> float | None:

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""FastStream: a subscriber of a Redis stream in a group, by batches or one by one."""
+"""FastStream: a subscriber of a Redis stream in a group, by batches, one by one, or 100 at once."""
 
 from __future__ import annotations
 
@@ -30,6 +30,12 @@ async def main(url: str, count: int, mode: str) -> float:
         @broker.subscriber(stream=sub)
         async def handle_batch(orders: list[dict]) -> None:
             note(len(orders))
+    elif mode == "wait":
+
+        @broker.subscriber(stream=sub, max_workers=100)
+        async def handle_slowly(order: dict) -> None:
+            await asyncio.sleep(0.05)
+            note(1)
     else:
 
         @broker.subscriber(stream=sub)

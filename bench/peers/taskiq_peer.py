@@ -15,7 +15,7 @@ from taskiq_redis import RedisStreamBroker
 STREAM = "peer:taskiq"
 
 
-async def main(url: str, count: int) -> None:
+async def main(url: str, count: int, mode: str) -> None:
     broker = RedisStreamBroker(url, queue_name=STREAM, consumer_id="0")
     done = asyncio.Event()
     seen = 0
@@ -23,6 +23,8 @@ async def main(url: str, count: int) -> None:
     @broker.task
     async def handle(order: dict) -> None:
         nonlocal seen
+        if mode == "wait":
+            await asyncio.sleep(0.05)
         seen += 1
         if seen == count:
             done.set()
@@ -41,4 +43,4 @@ async def main(url: str, count: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], int(sys.argv[2])))
+    asyncio.run(main(sys.argv[1], int(sys.argv[2]), sys.argv[3]))
