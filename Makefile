@@ -7,7 +7,7 @@ TESTS ?= tests
 export WORKERS
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-demo run run-outbox-publisher build test coverage test-slow test-compat soak peers audit lint format bench docs docs-serve clean
+.PHONY: help setup setup-demo run run-outbox-publisher build test coverage test-slow test-compat test-python soak peers audit lint format bench docs docs-serve clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1|/p' Makefile | while IFS='|' read -r name text; do \
@@ -52,6 +52,9 @@ test-slow: setup ## the long tests: kills by the dozen, other projects' suites, 
 test-compat: setup ## the tests that talk to servers, on the other servers of this machine
 	@scripts/compat.sh
 
+test-python: setup ## core, SQL and Redis on the other versions of Python of this machine, and on uvloop
+	@scripts/pythons.sh
+
 soak: setup ## faults at random for MINUTES=30, or kills while MESSAGES=1000000 pass; a report in soak/
 	@$(BIN)/python scripts/soak.py \
 		$(if $(MESSAGES),--messages $(MESSAGES),--minutes $(or $(MINUTES),30)) $(SOAK)
@@ -86,7 +89,7 @@ docs-serve: setup ## the site on http://127.0.0.1:8000, built again whenever a p
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --strict --watch src
 
 clean: ## remove everything that make has built, .venv included
-	rm -rf .venv .venv-peer* .venv-audit .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+	rm -rf .venv .venv-peer* .venv-python-* .venv-audit .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .hypothesis \
 		.import_linter_cache dist build site soak spark-warehouse metastore_db derby.log \
 		conquiet-demo
 	find src tests bench examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -19,12 +19,13 @@ if [ -n "$memory" ]; then
     fi
 fi
 
-.venv/bin/python -m pytest "$@"
+python=${TEST_PYTHON:-.venv/bin/python}
+"$python" -m pytest "$@"
 status=$?
 [ $status -eq 1 ] || exit $status # 1: tests failed; anything else is not for a second try
 
 printf '\n==> failed tests, once more and alone\n'
-env -u LEFT_OUT .venv/bin/python -m pytest -q -n 0 --last-failed --last-failed-no-failures none \
+env -u LEFT_OUT "$python" -m pytest -q -n 0 --last-failed --last-failed-no-failures none \
     -W default::pytest.PytestUnraisableExceptionWarning
 again=$?
 [ $again -eq 0 ] && printf '\nunsteady: the tests above failed once and passed alone\n'
