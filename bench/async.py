@@ -211,7 +211,9 @@ def wait(url: str, options: Options, *, has_peers: bool) -> Iterator[Case]:
     first = compare("await", count, seconds, "worker", "redis.asyncio by hand", **settings)
     yield first
     python = peers.interpreter(make=not options.quick) if has_peers else None
-    for name, peer in peers.WAITING.items() if python is not None else ():
+    if python is None:
+        return
+    for name, peer in peers.WAITING.items():
         rate = peers.rate(python, url, peer)
         if rate is not None:
             yield Case(
