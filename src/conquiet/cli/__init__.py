@@ -62,7 +62,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code; a wrong usage raises SystemExit(2)."""
     chosen = build_parser().parse_args(arguments)
     try:
-        return int(chosen.run(chosen))
+        code = int(chosen.run(chosen))
+        if sys.stdout is not None:  # closed by the caller
+            sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
