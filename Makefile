@@ -5,6 +5,8 @@ BIN := .venv/bin
 WORKERS ?= 4
 TESTS ?= tests
 export WORKERS
+# Images of Python often set it: then each of the many processes would compile all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-demo run run-outbox-publisher build test coverage test-slow test-compat test-python soak peers audit lint format bench docs docs-serve clean

@@ -9,6 +9,12 @@ cd "$(dirname "$0")/.."
 level=${1:-dev}
 stamp=.venv/.set-up-for # of dev, which contains demo
 
+demo_imports='
+import deltalake, duckdb, pyarrow.dataset, pyspark.sql, pyspark.worker
+import conquiet.cli.demo, conquiet.spark.formats, conquiet.spark.settings
+import marketplace.demo.pipeline, marketplace.demo.relays, marketplace.demo.run
+import marketplace.demo.workers, marketplace.lake, marketplace.service'
+
 say() { printf '==> %s\n' "$*"; }
 case $level in demo | dev) ;; *) echo "setup: $level: write demo or dev" >&2 && exit 2 ;; esac
 give_up() { printf 'setup: %s\n' "$*" >&2; exit 1; }
@@ -58,6 +64,7 @@ install_packages() {
     # Without --no-compile pip compiles all modules, of which few are ever imported.
     .venv/bin/python -m pip install $quiet --disable-pip-version-check --prefer-binary --no-compile \
         -c constraints.txt -e "$packages" -e examples/marketplace
+    .venv/bin/python -c "$demo_imports" # compiles what the processes of the demo import
 }
 
 java_command() {
