@@ -2,12 +2,13 @@
 
     generate ──▶ send ──▶ handle (a worker is killed) ──▶ publish ──▶ Spark ──▶ verdict, report
 
-Spark starts at the very beginning, beside the servers; the audit of the databases runs while Spark
-works.
+Spark starts at the very beginning, beside the servers. While it makes the tables, the workers and
+relays end, the databases are audited, and the rows are derived that the tables must have.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -41,7 +42,14 @@ from marketplace.demo.settings import (
     claim_folder,
 )
 from marketplace.demo.story import Kill, Story
-from marketplace.demo.verdict import Lake, judge_services, judge_tables, read_books, read_log
+from marketplace.demo.verdict import (
+    Lake,
+    judge_services,
+    judge_tables,
+    prepare_tables,
+    read_books,
+    read_log,
+)
 from marketplace.demo.world import World, make_world
 from marketplace.generator import DOMAIN_TOPIC
 from marketplace.oracle import TABLES
@@ -124,6 +132,7 @@ class _Run:
             self.servers = self._stack.enter_context(servers(self._settings))
             self._start_services()  # they need a second or two, while orders are generated
             self.world = self.story.world = world.result()
+        gc.freeze()  # the world is kept to the end: the collector need not walk through it
         self._progress.note(
             f"{orders:,} orders generated: {len(self.world.commands):,} commands,"
             f" {len(self.world.telemetry):,} views and clicks of ads,"
@@ -154,8 +163,6 @@ class _Run:
             f"{len(world.commands):,} commands have taken effect, {world.events.total():,} events"
             f" are published, in {story.last_published - story.first_sent:.1f} s"
         )
-        if not self._settings.keep:
-            _end_all(self._services)
         before_audit(self.servers)
 
     def make_tables_and_judge(self) -> None:
@@ -165,12 +172,15 @@ class _Run:
             lake = {"lake": str(self._folder / LAKE)}
             addresses = {"database": servers.database, "broker": servers.broker}
             self._spark.send(json.dumps({**addresses, **lake}))
+        if not self._settings.keep:
+            _end_all(self._services)
         with story.stage("audit of databases and log"):
             story.books, story.log = read_books(servers), read_log(servers)
             judge_services(story.verdict, self.world, story.books, story.log, story.duplicates)
         if self._spark is None:
             story.business = business_by_sql(servers)
             return
+        prepare_tables(self.world)
         self._follow_spark(self._spark)
         with story.stage("verdict"):
             story.lake = Lake(self._folder / LAKE)

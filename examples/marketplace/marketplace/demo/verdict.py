@@ -223,6 +223,15 @@ def judge_services(verdict: Verdict, world: World, books: Books, log: Log, dupli
     )
 
 
+def prepare_tables(world: World) -> None:
+    """Do what `judge_tables` does before it reads a table: there is time while Spark works."""
+    import deltalake  # noqa: F401 - half a second
+    import pyarrow.dataset  # noqa: F401
+
+    for name in COMPARED:
+        world.rows(name)
+
+
 def judge_tables(verdict: Verdict, world: World, books: Books, log: Log, lake: Lake) -> Silver:
     """Compare the tables that Spark made of the log."""
     silver = lake.silver()

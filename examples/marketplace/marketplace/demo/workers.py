@@ -17,13 +17,8 @@ import signal
 import time
 from typing import Any
 
-import psycopg
-import redis
-
 from conquiet import Worker
 from conquiet.processes import run_processes
-from conquiet.redis import StreamSink, StreamSource, Topic
-from conquiet.sql import engine
 from marketplace.demo.process import read_settings, when_orphaned
 from marketplace.demo.settings import (
     BATCH_SIZE,
@@ -33,7 +28,6 @@ from marketplace.demo.settings import (
     PROCESSES,
     WORKERS,
 )
-from marketplace.service import marketplace_router
 
 _GRACE_SECONDS = 5.0
 _POLL_SECONDS = 0.05
@@ -45,6 +39,13 @@ _locks: list[Any] = []
 
 def make_worker(database: str, broker: str) -> Worker:
     """Build the worker of one process, for the first partition that has none."""
+    # Not above: the supervisor needs none of it, and starts the workers a second earlier.
+    import redis
+
+    from conquiet.redis import StreamSink, StreamSource, Topic
+    from conquiet.sql import engine
+    from marketplace.service import marketplace_router
+
     slot = _lock_partition(database)
     client: Any = redis.Redis.from_url(broker)
     client.rpush(PROCESSES, f"{slot} {os.getpid()} {time.time_ns() // 1_000_000}")
@@ -60,6 +61,8 @@ def make_worker(database: str, broker: str) -> Worker:
 
 def _lock_partition(database: str) -> int:
     """Return the number of a partition that no process reads; wait until there is one."""
+    import psycopg
+
     connection = psycopg.connect(database, autocommit=True)
     _locks.append(connection)
     while True:

@@ -7,7 +7,7 @@ the generator's own state. Nothing here reads a server.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from conquiet import Message
@@ -38,6 +38,7 @@ class World:
     """How many of the bad events must be refused, by reason."""
     events: Counter[str]
     """How many events of each type the services must emit."""
+    _rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict, repr=False)
 
     @property
     def bad_ids(self) -> set[str]:
@@ -45,7 +46,10 @@ class World:
         return {message.id for message in self.bad if message.topic == DOMAIN_TOPIC}
 
     def rows(self, table: str) -> list[dict[str, Any]]:
-        return self.oracle.rows(table)
+        """Return the rows that a table must have; they are derived once."""
+        if table not in self._rows:
+            self._rows[table] = self.oracle.rows(table)
+        return self._rows[table]
 
     @property
     def revenue_cents(self) -> int:
