@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests import zygote
+
 ROOT = Path(__file__).resolve().parents[2]
 
 REDIS = """
@@ -25,7 +27,7 @@ client.set("b", 2)
 
 def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return zygote.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
 def numbers(url: str) -> list[int]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from sqlalchemy import make_url
+from tests import zygote
 from tests.waiting import eventually
 
 from conquiet import Message
@@ -123,7 +124,7 @@ def test_a_router_works_from_stream_to_stream(
         "--max-attempts",
         "2",
     ]
-    process = subprocess.Popen(
+    process = zygote.Popen(
         [*command, "--source", source, "--sink", "redis:?stream=events", *processes],
         cwd=tmp_path,
         env={**os.environ, "CONQUIET_BROKER_URL": redis_url},

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests import zygote
 from tests.waiting import eventually
 
 from conquiet import Worker
@@ -96,7 +97,7 @@ class Place:
 
     def run(self, command: list[str]) -> subprocess.Popen[str]:
         with (self.path / "stderr").open("w") as log:
-            started = subprocess.Popen(
+            started = zygote.Popen(
                 command, cwd=self.path, text=True, stderr=log, stdin=subprocess.DEVNULL
             )
         self.running.append(started)

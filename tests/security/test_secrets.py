@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests import zygote
 
 from conquiet import Message, Router, Worker, cli
 from conquiet.errors import ConfigError
@@ -273,7 +274,7 @@ def tell_title(url, into):
 def test_a_worker_that_waits_for_its_server_does_not_say_the_password() -> None:
     url = f"{REDIS['nobody listens']}?stream=a&group=b"
     command = [sys.executable, "-m", "conquiet", "worker", "run", "--debug", "--source", url]
-    worker = subprocess.Popen(
+    worker = zygote.Popen(
         [*command, "tests.security.test_secrets:nothing"],
         stdin=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

@@ -167,6 +167,8 @@ def documents_with_code() -> list[Path]:
 def test_the_code_of_a_document_runs(
     path: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
+    from tests import zygote  # not above: this file is also the program that it starts
+
     for block in blocks(path.read_text()):
         first = block.text.strip().partition("\n")[0]
         assert "not run" not in first, f"{path.name}:{block.line}: every block runs; mend this one"
@@ -176,7 +178,7 @@ def test_the_code_of_a_document_runs(
         for name, fixture in SERVERS.items()
         if re.search(rf"\b{name}\b", path.read_text())
     }
-    done = subprocess.run(
+    done = zygote.run(
         [sys.executable, __file__, str(path)],
         cwd=tmp_path,
         env={**os.environ, "PATH": programs, "PYTHONPATH": "", **servers},

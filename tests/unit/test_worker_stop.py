@@ -13,6 +13,7 @@ import time
 from typing import Any
 
 import pytest
+from tests import zygote
 from tests.unit.chains import PlaceOrder
 from tests.unit.workers import blocking_router, drained, log_of, order, recording, start
 from tests.waiting import eventually
@@ -256,7 +257,7 @@ SCRIPT = """
 
 def run_script(seconds: float) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(seconds)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process = zygote.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "running\n"
     return process

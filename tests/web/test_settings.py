@@ -19,6 +19,7 @@ from conquiet.cli import main
 from conquiet.errors import ConfigError
 from conquiet.web import Basic, Header, Open, Token
 from conquiet.web.settings import SETTINGS, access_of, load
+from tests import zygote
 
 TOKEN = "a-token-that-is-long-enough"
 
@@ -123,7 +124,7 @@ def test_a_port_that_is_taken_is_one_line(capsys: pytest.CaptureFixture[str]) ->
 def test_the_command_serves_until_a_signal_even_with_a_page_open(shop, kind) -> None:
     command = [sys.executable, "-m", "conquiet", "dashboard", "--port", "0", "--json"]
     stores = ["--broker", shop.redis, "--database", shop.database]
-    run = subprocess.Popen(
+    run = zygote.Popen(
         [*command, *stores], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     try:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests import zygote
 from tests.faults.crash.harness import BROKEN, SCENARIOS
 from tests.faults.invariants import told
 
@@ -34,7 +34,7 @@ def crash(scenario: tuple[str, str], *options: str) -> dict:
     name, database = scenario
     command = [sys.executable, "-m", "tests.faults.crash.harness", name, "--json", *options]
     command += ["--postgres", database, "--jobs", "3"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=540)
+    done = zygote.run(command, cwd=ROOT, capture_output=True, text=True, timeout=540)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kombu import Producer
+from tests import zygote
 from tests.faults.kombu.consumer import QUEUE, connect
 
 from conquiet import embedded
@@ -62,7 +63,7 @@ def consuming(url: str, record: Record) -> Iterator[subprocess.Popen[bytes]]:
     """A consumer in a process of its own, killed at the end."""
     command = [sys.executable, "-m", "tests.faults.kombu.consumer", url, str(record.path)]
     log = record.path.with_suffix(".log").open("ab")
-    with log, subprocess.Popen([*command, str(LEASE)], cwd=ROOT, stderr=log) as process:
+    with log, zygote.Popen([*command, str(LEASE)], cwd=ROOT, stderr=log) as process:
         try:
             yield process
         finally:

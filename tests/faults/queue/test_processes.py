@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests import zygote
 from tests.waiting import eventually
 
 from conquiet.queue import QueueConfig, RedisStreamsQueue
@@ -23,7 +23,7 @@ def start(redis_url):
 
     def start(role, name):
         script = Path(__file__).with_name("worker.py")
-        process = subprocess.Popen([sys.executable, str(script), role, redis_url, name])
+        process = zygote.Popen([sys.executable, str(script), role, redis_url, name])
         processes.append(process)
         return process
 

@@ -17,6 +17,7 @@ import pytest
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
+from tests import zygote
 from tests.faults.proxy import Proxy
 from tests.waiting import eventually
 
@@ -44,7 +45,7 @@ def publish(client, count, first=0):
 
 @contextlib.contextmanager
 def process(url, mode, *name):
-    with subprocess.Popen(
+    with zygote.Popen(
         [sys.executable, CONSUMER, url, mode, *name], stdout=subprocess.PIPE, text=True
     ) as running:
         try:

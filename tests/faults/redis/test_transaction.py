@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -15,7 +14,7 @@ import pytest
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
-from tests import needs
+from tests import needs, zygote
 from tests.faults.proxy import Proxy
 from tests.faults.redis.effects import OUTBOX, STREAM, make_router, make_source
 from tests.waiting import eventually
@@ -40,7 +39,7 @@ def publish(client, count=COUNT, first=0):
 
 @contextlib.contextmanager
 def process(url, point, *options):
-    with subprocess.Popen([sys.executable, EFFECTS, url, point, *options]) as running:
+    with zygote.Popen([sys.executable, EFFECTS, url, point, *options]) as running:
         try:
             yield running
         finally:

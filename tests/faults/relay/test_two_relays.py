@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import redis
 from sqlalchemy import Engine, func, insert, select
+from tests import zygote
 from tests.integration.events.samples import notification
 from tests.integration.sql.claiming import OUTBOX, row
 from tests.waiting import eventually
@@ -87,7 +88,7 @@ class Relays:
 
     def _start(self) -> subprocess.Popen[bytes]:
         with self._logs.open("ab") as stream:
-            return subprocess.Popen(self._arguments, stderr=stream, stdin=subprocess.DEVNULL)
+            return zygote.Popen(self._arguments, stderr=stream, stdin=subprocess.DEVNULL)
 
     def replace_the_dead(self) -> None:
         for place, process in enumerate(self.processes):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -12,6 +11,7 @@ import msgspec
 import pytest
 import redis
 from sqlalchemy import text
+from tests import zygote
 from tests.faults.sql.service import BATCH, COMMANDS, EVENTS, GROUP, POINTS
 from tests.waiting import eventually
 
@@ -41,7 +41,7 @@ def start(database, redis_url):
     def start(point="-", count=1):
         script = Path(__file__).with_name("service.py")
         command = [sys.executable, str(script), database[0], redis_url, point, str(count)]
-        processes.append(subprocess.Popen(command))
+        processes.append(zygote.Popen(command))
         return processes[-1]
 
     yield start

@@ -10,6 +10,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests import zygote
+
 SERVICE = Path(__file__).with_name("service.py")
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -36,9 +38,7 @@ class Process:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         with self.log.open("ab") as log:
             command = [sys.executable, str(SERVICE), self.role, str(self.config)]
-            self.popen = subprocess.Popen(
-                command, cwd=ROOT, stderr=log, stdout=log, env=environment
-            )
+            self.popen = zygote.Popen(command, cwd=ROOT, stderr=log, stdout=log, env=environment)
 
     def told(self) -> tuple[int, float, int] | None:
         assert self.popen is not None

@@ -17,6 +17,7 @@ import pytest
 import redis
 from examples.idempotent_consumer import Consumer
 from sqlalchemy.orm import Session
+from tests import zygote
 from tests.integration.events.samples import filled, notification
 from tests.waiting import eventually
 
@@ -114,7 +115,7 @@ def test_the_reference_consumer_outlives_its_redis_and_ends_when_told(private_re
 def test_the_reference_consumer_ends_at_a_signal_without_a_word_too_many(
     published, redis_url: str, redis_client, number: int
 ) -> None:
-    process = subprocess.Popen(
+    process = zygote.Popen(
         [sys.executable, ROOT / "examples" / "idempotent_consumer.py"],
         env={**os.environ, "REDIS_URL": redis_url},
         stderr=subprocess.PIPE,
@@ -241,7 +242,7 @@ def test_celery_workers_on_redis_share_the_tasks_and_handle_duplicates_once(
     for log in logs:
         with log.open("w") as said:
             named = [*command, "--hostname", log.stem]
-            started.append(subprocess.Popen(named, cwd=ROOT, env=environment, stderr=said))
+            started.append(zygote.Popen(named, cwd=ROOT, env=environment, stderr=said))
     try:
         events = [notification() for _ in range(5)]
         with celery.Celery(broker=redis_url) as producer:

@@ -16,6 +16,7 @@ import redis.asyncio
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
 from redis.retry import Retry
+from tests import zygote
 from tests.waiting import eventually
 
 from conquiet.errors import Blameless, ConfigError, StoreError
@@ -291,7 +292,7 @@ def test_several_processes_run_each_event_once(redis_url: str) -> None:
     events = [str(uuid.uuid4()) for _ in range(100)]
     command = [sys.executable, "-c", CONSUME, redis_url, *events]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    started = [subprocess.Popen(command, **pipes) for _ in range(4)]
+    started = [zygote.Popen(command, **pipes) for _ in range(4)]
     ran = [process.communicate("go\n", timeout=60)[0].split() for process in started]
     assert [process.returncode for process in started] == [0] * 4
     assert sorted(event_id for one in ran for event_id in one) == sorted(events)
@@ -308,7 +309,7 @@ with Idempotency(redis.Redis.from_url(sys.argv[1]), lease=0.5).guard("mailer", s
 
 
 def test_an_event_of_a_killed_process_is_handled_by_another(redis_url, idempotency) -> None:
-    done = subprocess.run([sys.executable, "-c", KILLED, redis_url, str(EVENT)])
+    done = zygote.run([sys.executable, "-c", KILLED, redis_url, str(EVENT)])
     assert done.returncode == -9
     assert eventually(lambda: attempt(idempotency, str(EVENT)) == "ran")
 
@@ -338,7 +339,7 @@ os._exit(0)
 def test_a_process_that_was_forked_keeps_its_leases_too(redis_url: str) -> None:
     """As in Celery's prefork pool, whose parent may have handled something before it forks."""
     command = [sys.executable, "-W", "ignore", "-c", FORKED, redis_url, str(EVENT)]
-    assert subprocess.run([*command, str(uuid.uuid4())], timeout=60).returncode == 0
+    assert zygote.run([*command, str(uuid.uuid4())], timeout=60).returncode == 0
 
 
 # --- trouble --------------------------------------------------------------------------------

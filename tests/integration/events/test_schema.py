@@ -9,6 +9,7 @@ from enum import StrEnum
 import pytest
 from sqlalchemy import Engine, inspect, text
 from sqlalchemy.exc import DBAPIError
+from tests import zygote
 from tests.integration.events.samples import notification, rows, store
 
 from conquiet.errors import ConfigError
@@ -130,7 +131,7 @@ schema.init(sys.argv[1], CATALOG)
 def test_many_processes_may_init_at_once(empty: Engine) -> None:
     url = empty.url.render_as_string(hide_password=False)
     command = [sys.executable, "-W", "error", "-c", INIT, url]
-    started = [subprocess.Popen(command, stderr=subprocess.PIPE) for _ in range(3)]
+    started = [zygote.Popen(command, stderr=subprocess.PIPE) for _ in range(3)]
     assert [process.communicate(timeout=60)[1].decode() for process in started] == [""] * 3
     assert schema.verify(empty, CATALOG) == []
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests import zygote
 from tests.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -37,7 +38,7 @@ class CeleryWorker:
         command += ["--pool", pool, "--concurrency", str(concurrency), "--hostname", self.name]
         paths = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
         with log.open("wb") as said:
-            self._process = subprocess.Popen(
+            self._process = zygote.Popen(
                 [*command, "--loglevel", "INFO", "--events", *options],
                 cwd=log.parent,
                 env={**os.environ, "REDIS_URL": url, **paths, **environment},

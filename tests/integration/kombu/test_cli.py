@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
 from kombu import Connection, Producer, Queue
+from tests import zygote
 from tests.waiting import eventually
 
 import conquiet.kombu  # noqa: F401 - registers the scheme
@@ -75,7 +75,7 @@ def test_a_queue_that_is_not_there_is_named(broker, capsys):
 
 def test_the_messages_of_a_dead_consumer_are_told_and_given_back(broker, redis_client, capsys):
     publish(broker, 2)
-    died = subprocess.run([sys.executable, "-c", DIES, broker], env=os.environ, timeout=60)
+    died = zygote.run([sys.executable, "-c", DIES, broker], env=os.environ, timeout=60)
     assert died.returncode == 9
     eventually(lambda: inspection.queues(redis_client)[0].expired == 1)
     assert main(["kombu", "inspect", "--broker", broker]) == 1

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import kombu
 import pytest
+from tests import zygote
 from tests.integration.kombu.brokers import (
     Taken,
     connected,
@@ -36,7 +37,7 @@ def holder(redis_url):
     started = []
 
     def start(count=1, *how, **options):
-        process = subprocess.Popen(
+        process = zygote.Popen(
             [sys.executable, HOLDING, streams(redis_url), str(count), json.dumps(options), *how],
             stdout=subprocess.PIPE,
             text=True,
@@ -221,7 +222,7 @@ def test_a_process_that_just_ends_gives_back(redis_url):
         "connection.Producer().publish('a', exchange='', routing_key='orders')\n"
         "assert kombu.Queue('orders')(connection.default_channel).get()\n"
     )
-    subprocess.run([sys.executable, "-c", code, streams(redis_url)], check=True, timeout=60)
+    zygote.run([sys.executable, "-c", code, streams(redis_url)], check=True, timeout=60)
     with connected(redis_url) as connection:
         assert size(connection, "orders") == 1
 
@@ -233,7 +234,7 @@ def test_a_process_that_ends_right_after_an_ack_does_not_get_the_message_again(r
         "connection.Producer().publish('a', exchange='', routing_key='orders')\n"
         "kombu.Queue('orders')(connection.default_channel).get().ack()\n"
     )
-    subprocess.run([sys.executable, "-c", code, streams(redis_url)], check=True, timeout=60)
+    zygote.run([sys.executable, "-c", code, streams(redis_url)], check=True, timeout=60)
     with connected(redis_url) as connection:
         assert size(connection, "orders") == 0
 

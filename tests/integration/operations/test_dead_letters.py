@@ -9,6 +9,7 @@ import sys
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from tests import zygote
 from tests.integration.operations.conftest import numbered
 
 from conquiet.errors import NotFound, StoreError
@@ -174,7 +175,7 @@ def test_a_replay_that_is_killed_has_lost_nothing_and_sent_nothing_twice(
 ) -> None:
     about = {"deadreason": "no", "deadstream": "orders", "deadtopic": "orders"}
     StreamSink(redis_client, "dead").publish(numbered(3_000, **about))
-    process = subprocess.Popen(
+    process = zygote.Popen(
         [sys.executable, "-c", REPLAY, redis_url], stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
@@ -264,7 +265,7 @@ class Deadly(LinesSink):
 replay(FileLetters(sys.argv[1], Deadly(open(sys.argv[2], "ab"))), Filter(type="sold"))
 """
     sent = tmp_path / "sent.jsonl"
-    run = subprocess.run([sys.executable, "-c", code, str(file), str(sent)], timeout=60)
+    run = zygote.run([sys.executable, "-c", code, str(file), str(sent)], timeout=60)
     assert run.returncode == 9
     assert [json.loads(line)["id"] for line in sent.read_text().splitlines()] == ["m-0", "m-1"]
     left = [letter.event_id for letter in find(FileLetters(file), Filter(type="sold"))]

@@ -10,6 +10,7 @@ import threading
 import time
 
 import pytest
+from tests import zygote
 from tests.waiting import eventually
 
 from conquiet.queue import InvalidSettingError, QueueConsumer, QueueError, RedisStreamsQueue
@@ -167,7 +168,7 @@ def test_6_3_sigterm_ends_the_loop_of_a_program(queue, redis_client, redis_url):
     for n in range(2):
         queue.enqueue({"n": n})
     command = [sys.executable, "-c", PROGRAM, redis_url, stream]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with zygote.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "in flight\n"
         process.send_signal(signal.SIGTERM)
         assert process.stdout.readline() == "ended\n"

@@ -12,6 +12,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from tests import zygote
 from tests.waiting import eventually
 
 CONQUIET = [sys.executable, "-m", "conquiet"]
@@ -25,7 +26,7 @@ class RelayRun:
         arguments = ["--database", database, "--sink", sink, "--log-format", "json"]
         arguments += ["--health", "127.0.0.1:0", *flags]
         with logs.open("ab") as stream:
-            self.process = subprocess.Popen(
+            self.process = zygote.Popen(
                 [*CONQUIET, "relay", "run", *arguments],
                 stderr=stream,
                 stdin=subprocess.DEVNULL,

@@ -6,6 +6,7 @@ import signal
 
 import pytest
 from sqlalchemy import insert, text
+from tests import zygote
 from tests.integration.relay.service import sample
 from tests.integration.sql.claiming import OUTBOX, fill, row, rows, unpublished
 from tests.unit.sinks.http_receiver import Receiver
@@ -128,7 +129,6 @@ def test_a_signal_drains_while_rows_keep_coming(
 
 
 def test_a_row_that_is_refused_is_parked_alone_and_can_be_sent_again(database, engine, start):
-    import subprocess
 
     from tests.integration.relay.service import CONQUIET
 
@@ -147,7 +147,7 @@ def test_a_row_that_is_refused_is_parked_alone_and_can_be_sent_again(database, e
         exposition = relay.get("/metrics")[1]
         assert sample(exposition, 'conquiet_relay_failed_total{reason="Refused"}') == 1
         receiver.answers.clear()
-        done = subprocess.run(
+        done = zygote.run(
             [*CONQUIET, "outbox", "retry", "e-99", "--database", database], check=True
         )
         assert done.returncode == 0

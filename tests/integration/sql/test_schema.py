@@ -12,6 +12,7 @@ import pytest
 from alembic import command
 from alembic.config import Config
 from sqlalchemy import Engine, event, inspect, text
+from tests import zygote
 
 from conquiet.errors import ConfigError
 from conquiet.sql import Cleanup, Inbox, Outbox, OutboxLog, OutboxSource, Transaction, schema
@@ -99,7 +100,7 @@ INIT = "import sys; from conquiet.sql import schema; schema.init(sys.argv[1])"
 def test_many_processes_may_init_at_once(empty: Engine) -> None:
     url = empty.url.render_as_string(hide_password=False)
     command = [sys.executable, "-W", "error", "-c", INIT, url]
-    started = [subprocess.Popen(command, stderr=subprocess.PIPE) for _ in range(4)]
+    started = [zygote.Popen(command, stderr=subprocess.PIPE) for _ in range(4)]
     errors = [process.communicate(timeout=60)[1].decode() for process in started]
     assert errors == [""] * 4
     assert schema.verify(empty) == []
@@ -345,7 +346,7 @@ transaction.engine.dispose()
 
 
 def test_sqlite_needs_no_driver_of_another_database(sqlite_url: str) -> None:
-    subprocess.run([sys.executable, "-W", "error", "-c", IMPORT, sqlite_url], check=True)
+    zygote.run([sys.executable, "-W", "error", "-c", IMPORT, sqlite_url], check=True)
 
 
 def test_an_unknown_dialect_is_refused() -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests import zygote
 from tests.unit.lake.crash_child import run
 from tests.unit.lake.payments import pipeline
 from tests.unit.lake.test_engine import contents
@@ -54,7 +54,7 @@ def undisturbed(tmp_path_factory):
 )
 def test_a_kill_after_a_step_changes_no_table(undisturbed, tmp_path, step):
     lake = str(tmp_path / "lake")
-    child = subprocess.run(
+    child = zygote.run(
         [sys.executable, "-m", "tests.unit.lake.crash_child", lake, str(step)],
         cwd=ROOT,
         check=False,
@@ -69,7 +69,7 @@ def test_a_kill_after_a_step_changes_no_table(undisturbed, tmp_path, step):
 def test_two_kills_in_a_row(undisturbed, tmp_path):
     lake = str(tmp_path / "lake")
     for step in (16, 3, 5, 9, 12):
-        subprocess.run(
+        zygote.run(
             [sys.executable, "-m", "tests.unit.lake.crash_child", lake, str(step)],
             cwd=ROOT,
             check=False,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
@@ -12,6 +11,7 @@ from types import SimpleNamespace
 import msgspec
 import pyarrow as pa
 import pytest
+from tests import zygote
 from tests.unit.lake.payments import CATALOG, Captured, entries, entry, pipeline
 
 from conquiet.errors import ConfigError
@@ -293,7 +293,7 @@ def test_a_kill_while_a_record_is_written_leaves_nothing_behind(tmp_path):
         "os.fsync = lambda descriptor: os.kill(os.getpid(), 9)\n"
         f"Files({str(tmp_path)!r}).put('_pipeline/refresh.json', b'half')"
     )
-    assert subprocess.run([sys.executable, "-c", write], check=False).returncode == -9
+    assert zygote.run([sys.executable, "-c", write], check=False).returncode == -9
     files = Files(str(tmp_path))
     assert files.get("_pipeline/refresh.json") is None
     files.put("_pipeline/refresh.json", b"whole")
