@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,8 +44,10 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     from pyspark.sql import SparkSession
 
     from conquiet.spark import register
+    from conquiet.spark.settings import DriverPython
 
-    os.environ["PYSPARK_PYTHON"] = sys.executable  # for the workers: not the python3 on PATH
+    with DriverPython() as python:
+        os.environ["PYSPARK_PYTHON"] = python.command  # for the workers: not the python3 on PATH
     directory = tmp_path_factory.mktemp("spark")
     session = (
         SparkSession.builder.master("local[2]")

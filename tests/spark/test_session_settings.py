@@ -140,6 +140,26 @@ def test_the_python_of_executors_is_not_that_of_the_planner(monkeypatch) -> None
         assert found.stdout.strip() == sys.prefix
 
 
+def test_workers_import_the_files_of_pyspark_and_not_its_archives(monkeypatch, tmp_path) -> None:
+    """Python keeps no bytecode of an archive, and would compile PySpark in every process."""
+    import pyspark
+
+    monkeypatch.delenv("PYSPARK_GATEWAY_PORT", raising=False)
+    archives = sorted((Path(pyspark.__file__).resolve().parent / "python" / "lib").glob("*.zip"))
+    assert len(archives) == 2
+    others = [tmp_path / "other.zip", tmp_path / "*"]
+    with DriverPython() as python:
+        pass
+    found = subprocess.run(
+        [python.command, "-c", "import os; print(os.environ['PYTHONPATH'])"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*archives, *others]))},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout.strip() == os.pathsep.join(map(str, others))
+
+
 @dataclass
 class Context:
     """What a SparkContext says about its cluster."""

@@ -10,6 +10,7 @@ import logging
 import os
 import shlex
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -114,9 +115,9 @@ def _started(app: str, master: str | None, chosen: Settings) -> tuple[SparkSessi
         return running, {}
     if master is not None and is_local(master):
         _cores(master)  # refuses an invalid master before Java is started
-    # Java starts a Python of its own to look for data sources: this one, not that on the PATH.
-    os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
     with DriverPython() as python:
+        # Java starts a Python of its own to look for data sources: this one, not that on the PATH.
+        os.environ.setdefault("PYSPARK_DRIVER_PYTHON", python.command)
         known = _known(master, chosen)
     where = known.get("spark.master", "local[*]")
     ours = recommended(where) | _choose_python(known, where, python)
@@ -138,6 +139,8 @@ class DriverPython:
     """
 
     def __init__(self) -> None:
+        self.command = sys.executable
+        """The command by which Java starts this Python."""
         self._directory: Path | None = None
         self._path = ""
 
@@ -147,6 +150,8 @@ class DriverPython:
             atexit.register(made.cleanup)
             self._directory = Path(made.name)
             self.add("python3")
+            if os.access(self._directory / "python3", os.X_OK):  # not on a disk without programs
+                self.command = f"{made.name}/python3"
             self._path = os.environ.get("PATH", os.defpath)
             os.environ["PATH"] = f"{made.name}{os.pathsep}{self._path}"
         return self
@@ -161,9 +166,34 @@ class DriverPython:
             return False
         script = self._directory / name
         # Not a link: a virtual environment is found by the path that its Python is started by.
-        script.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+        script.write_text(_SCRIPT.format(shlex.quote(_archives()), shlex.quote(sys.executable)))
         script.chmod(0o755)
         return True
+
+
+# Spark puts the archives of PySpark before the same modules as files. Python keeps no bytecode of
+# archives: each process, such as the planner of every query, would compile them for a second.
+_SCRIPT = """#!/bin/sh
+archives={}
+kept=
+set -f
+IFS=:
+for one in $PYTHONPATH; do
+    [ -n "$archives" ] && case $one in "$archives"*.zip) continue ;; esac
+    kept=$kept${{kept:+:}}$one
+done
+PYTHONPATH=$kept exec {} "$@"
+"""
+
+
+def _archives() -> str:
+    """Return where the archives of the PySpark are that this Python has installed, if it has."""
+    import pyspark
+
+    package = Path(pyspark.__file__).parent
+    if str(package.parent) not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
+        return ""
+    return f"{package.resolve()}/python/lib/"
 
 
 def _choose_python(known: Settings, where: str, python: DriverPython) -> Settings:
@@ -176,7 +206,7 @@ def _choose_python(known: Settings, where: str, python: DriverPython) -> Setting
     if "PYSPARK_PYTHON" in os.environ or (named is None and not is_local(where)):
         return {}
     settings: Settings = {}
-    command = named or sys.executable
+    command = named or python.command
     if named is not None and not is_local(where) and "spark.executorEnv.PATH" not in known:
         directory, name = os.path.split(named)
         if os.path.isabs(directory) and python.add(name):
