@@ -34,7 +34,7 @@ def main(log: str, lake: str, tables: str = "all") -> None:
     from marketplace.lake import pipeline
 
     places = {"spark.local.dir": f"{lake}.tmp", "spark.sql.warehouse.dir": f"{lake}.warehouse"}
-    spark = session("bench", master="local[2]", config={**SETTINGS, **places}, quick_start=True)
+    spark = session("bench", master="local[2]", config={**SETTINGS, **places})
     started = time.perf_counter() - began
     if tables == "nine":
         pipeline = nine_tables()

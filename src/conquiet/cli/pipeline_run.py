@@ -135,7 +135,6 @@ def _session(options: Namespace, config: dict[str, str]) -> SparkSession:
         master=options.master,
         remote=options.remote,
         config=config,
-        quick_start=options.once,
     )
 
 

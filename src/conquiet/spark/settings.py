@@ -12,8 +12,7 @@ import shlex
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +29,6 @@ SETTINGS_ATTRIBUTE = "conquiet_settings"
 _EXECUTION = "org.apache.spark.sql.execution.streaming"
 _ROCKSDB = f"{_EXECUTION}.state.RocksDBStateStoreProvider"
 _EXECUTOR_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-_JAVA_OPTIONS = ("SPARK_SUBMIT_OPTS", "SPARK_LAUNCHER_OPTS")
-_QUICK_JAVA = "-XX:TieredStopAtLevel=1"
 _MAX_SOCKET_DIRECTORY_CHARS = 50
 """The path of a Unix socket has 107 bytes at most, and Spark adds a name of its own."""
 
@@ -42,15 +39,11 @@ def session(
     master: str | None = None,
     remote: str | None = None,
     config: Mapping[str, Any] | None = None,
-    quick_start: bool = False,
 ) -> SparkSession:
     """Return a session on `master` (by default Spark's own, or `local[*]`), or of a Connect server.
 
     Its attribute `conquiet_settings` holds the settings that were made here. A session that is
     already running is returned unchanged. The formats of conquiet are registered in it.
-
-    `quick_start` lets Java compile by its first compiler alone, for a session of minutes whose rows
-    are in Python, as that of a pipeline that runs once: half the CPU time of Java.
     """
     if master is not None and remote is not None:
         raise ConfigError(f"master={master!r} and remote={remote!r}: give one of them")
@@ -59,33 +52,13 @@ def session(
     if remote is not None:
         spark = _connected(app, remote, chosen)
     else:
-        with _quick_java() if quick_start else nullcontext():
-            spark, ours = _started(app, master, chosen)
+        spark, ours = _started(app, master, chosen)
     from conquiet.spark.formats import register
 
     register(spark)
     if ours or not hasattr(spark, SETTINGS_ATTRIBUTE):  # keep those of an earlier call
         setattr(spark, SETTINGS_ATTRIBUTE, ours)
     return spark
-
-
-@contextmanager
-def _quick_java() -> Iterator[None]:
-    """Let a Java that is started meanwhile, and Spark's launcher of it, compile by C1 alone.
-
-    Options that a user sets for Java come after these, and prevail.
-    """
-    before = {name: os.environ.get(name) for name in _JAVA_OPTIONS}
-    for name, value in before.items():
-        os.environ[name] = f"{_QUICK_JAVA} {value or ''}".strip()
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _connected(app: str, remote: str, chosen: Settings) -> SparkSession:
