@@ -13,7 +13,7 @@ from conquiet.events.envelope import ActorRef, Envelope, ErrorEnvelope, ErrorRef
 if TYPE_CHECKING:
     from conquiet.events import schema
     from conquiet.events.idempotency import AsyncIdempotency, Idempotency, LeaseLost
-    from conquiet.events.outbox import EventsOutbox, emit, emit_async
+    from conquiet.events.outbox import EventsOutbox, emit
     from conquiet.events.source import EventSource
     from conquiet.events.table import AppendOnly, OutboxEvent, map_outbox_events
 
@@ -36,7 +36,6 @@ __all__ = [
     "Received",
     "UnknownEvent",
     "emit",
-    "emit_async",
     "map_outbox_events",
     "schema",
 ]
@@ -50,7 +49,6 @@ _home = {
     "LeaseLost": "conquiet.events.idempotency",
     "OutboxEvent": "conquiet.events.table",
     "emit": "conquiet.events.outbox",
-    "emit_async": "conquiet.events.outbox",
     "map_outbox_events": "conquiet.events.table",
 }
 

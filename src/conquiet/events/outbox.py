@@ -9,10 +9,9 @@ path and at most once per interval: by a thread, or by a task of the loop for as
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 from uuid import UUID
 
 import msgspec
@@ -26,6 +25,7 @@ from conquiet.events.check import MAX_PAYLOAD_BYTES, check
 from conquiet.events.source import TOPIC
 from conquiet.events.table import EVENTS_TABLE, events_table
 from conquiet.message import Message, describe
+from conquiet.sql import handle
 from conquiet.sql.notification import notify_after_commit
 from conquiet.sql.transaction import current
 
@@ -36,48 +36,56 @@ _MAX_PER_STATEMENT = 5_000
 """An event has 5 parameters: SQLite takes 32,766 of them, PostgreSQL 65,535."""
 
 
+@overload
 def emit(
-    session: Session | Connection,
+    session: Session | Connection, *events: Event, table: str = ..., max_bytes: int = ...
+) -> list[UUID]: ...
+
+
+@overload
+def emit(
+    session: AsyncSession | AsyncConnection, *events: Event, table: str = ..., max_bytes: int = ...
+) -> Coroutine[Any, Any, list[UUID]]: ...
+
+
+def emit(
+    session: Any,
     *events: Event,
     table: str = EVENTS_TABLE,
     max_bytes: int = MAX_PAYLOAD_BYTES,
-) -> list[UUID]:
+) -> Any:
     """Store events in the caller's transaction and return their ids, in order.
 
-    Raises `InvalidEvent` before anything is sent; commits nothing. Relays are notified after the
-    commit of a `Session`. The commit of a `Connection` cannot be seen: relays find the rows at
-    their next poll, or when `conquiet.sql.notify_relays(engine, table)` is called.
+    Await the result if the session is an `AsyncSession` or an `AsyncConnection`. Raises
+    `InvalidEvent` before anything is sent; commits nothing. Relays are notified after the commit of
+    a session. The commit of a connection cannot be seen: relays find the rows at their next poll,
+    or when `conquiet.sql.notify_relays(engine, table)` is called.
     """
-    if not isinstance(session, (Session, Connection)):
+    is_sync = isinstance(session, (Session, Connection))
+    if not is_sync and not handle.is_sqlalchemy_async(session):
         raise ConfigError(
-            f"emit() takes a Session or a Connection, not {type(session).__name__};"
-            " use emit_async() for asyncio"
+            "emit() takes SQLAlchemy's Session, Connection, AsyncSession or AsyncConnection, not"
+            f" {type(session).__name__}"
         )
     into, rows = _check_all(events, table, max_bytes)
+    ids = [event.id for event in events]
+    if is_sync:
+        return _store(session, into, rows, table, ids)
+    stored: Coroutine[Any, Any, list[UUID]] = session.run_sync(_store, into, rows, table, ids)
+    return stored
+
+
+def _store(
+    session: Session | Connection,
+    into: Insert,
+    rows: list[dict[str, Any]],
+    table: str,
+    ids: list[UUID],
+) -> list[UUID]:
     session.execute(into, rows)  # compiled once for any number of rows
     if isinstance(session, Session):
         notify_after_commit(session, table)
-    return [event.id for event in events]
-
-
-async def emit_async(
-    session: AsyncSession | AsyncConnection,
-    *events: Event,
-    table: str = EVENTS_TABLE,
-    max_bytes: int = MAX_PAYLOAD_BYTES,
-) -> list[UUID]:
-    """Store events as `emit` does, in an `AsyncSession` or an `AsyncConnection`."""
-    if not inspect.iscoroutinefunction(getattr(session, "execute", None)):
-        raise ConfigError(
-            f"emit_async() takes an AsyncSession or an AsyncConnection, not"
-            f" {type(session).__name__}; use emit() for sync ones"
-        )
-    for made in _statements(events, table, max_bytes):
-        await session.execute(made)
-    sync_session = getattr(session, "sync_session", None)
-    if sync_session is not None:
-        notify_after_commit(sync_session, table)
-    return [event.id for event in events]
+    return ids
 
 
 def statement(
@@ -88,15 +96,8 @@ def statement(
         raise ConfigError(
             f"{len(events)} events in one statement; {_MAX_PER_STATEMENT} are allowed"
         )
-    [made] = _statements(events, table, max_bytes)
-    return made
-
-
-def _statements(events: Sequence[Event], table: str, max_bytes: int) -> list[Insert]:
-    """Split the INSERT: databases limit the parameters of one statement."""
     into, rows = _check_all(events, table, max_bytes)
-    most = _MAX_PER_STATEMENT
-    return [into.values(rows[first : first + most]) for first in range(0, len(rows), most)]
+    return into.values(rows)
 
 
 def _check_all(

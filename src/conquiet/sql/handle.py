@@ -108,7 +108,7 @@ def is_async(handle: Any, who: str) -> bool:
     """Return whether a handle is awaited; raise if `who` cannot use it, or not in a transaction."""
     if isinstance(handle, (Session, Connection)):
         return False
-    if _is_a(handle, *_ASYNC_SQLALCHEMY):
+    if is_sqlalchemy_async(handle):
         return True
     if _is_a(handle, _PSYCOPG, _ASYNC_PSYCOPG):
         if handle.autocommit and int(handle.info.transaction_status) == _IDLE:
@@ -131,6 +131,11 @@ def is_async(handle: Any, who: str) -> bool:
     )
 
 
+def is_sqlalchemy_async(handle: Any) -> bool:
+    """Return whether a handle is an AsyncSession or an AsyncConnection."""
+    return _is_a(handle, *_ASYNC_SQLALCHEMY)
+
+
 def run(handle: Any, statement: Statement) -> Rows:
     """Execute a statement by a sync handle and return its rows."""
     if isinstance(handle, Session):
@@ -149,7 +154,7 @@ def run(handle: Any, statement: Statement) -> Rows:
 async def run_async(handle: Any, statement: Statement) -> Rows:
     """Execute a statement by an async handle and return its rows."""
     rows: Rows = ()
-    if _is_a(handle, *_ASYNC_SQLALCHEMY):
+    if is_sqlalchemy_async(handle):
         rows = await handle.run_sync(run, statement)
     elif _is_a(handle, _ASYNC_PSYCOPG):
         async with handle.cursor() as cursor:

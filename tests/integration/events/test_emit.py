@@ -16,7 +16,7 @@ from tests.integration.events.samples import notification, one_of_each, rows
 from tests.waiting import eventually
 
 from conquiet.errors import ConfigError
-from conquiet.events import AppendOnly, InvalidEvent, emit, emit_async, map_outbox_events, outbox
+from conquiet.events import AppendOnly, InvalidEvent, emit, map_outbox_events, outbox
 from conquiet.events.check import check
 from conquiet.sql import notification as sending
 from marketplace.catalog import CATALOG
@@ -105,14 +105,14 @@ def test_an_async_session_commits_and_rolls_back_events(engine: Engine) -> None:
     async def run() -> None:
         made = asynchronous(engine)
         async with AsyncSession(made) as session:
-            await emit_async(session, notification())
+            await emit(session, notification())
             await session.rollback()
             with pytest.raises(InvalidEvent):
-                await emit_async(session, notification(version=9))
-            assert await emit_async(session, event) == [event.id]
+                await emit(session, notification(version=9))
+            assert await emit(session, event) == [event.id]
             await session.commit()
         async with made.begin() as connection:
-            await emit_async(connection, notification())
+            await emit(connection, notification())
         await asyncio.gather(*sending._tasks)
         await made.dispose()
 
@@ -122,7 +122,7 @@ def test_an_async_session_commits_and_rolls_back_events(engine: Engine) -> None:
 
 
 def test_emit_says_what_it_takes() -> None:
-    with pytest.raises(ConfigError, match="emit_async"):
+    with pytest.raises(ConfigError, match="AsyncSession"):
         emit(object(), notification())
     with pytest.raises(ConfigError, match="at least one event"):
         emit(Session())
@@ -226,13 +226,6 @@ def test_any_number_of_events_can_be_emitted_at_once(engine: Engine) -> None:
         outbox.statement(*events)
 
 
-def test_emit_async_refuses_a_sync_session_before_it_sends_anything(engine: Engine) -> None:
-    with Session(engine) as session:
-        with pytest.raises(ConfigError, match=r"not Session; use emit\(\) for sync ones"):
-            asyncio.run(emit_async(session, notification()))  # type: ignore[arg-type]
-        assert not session.in_transaction()
-
-
 def test_commits_of_an_async_session_wake_a_waiting_relay_once(postgres: Engine) -> None:
     async def run() -> int:
         made = asynchronous(postgres)
@@ -243,7 +236,7 @@ def test_commits_of_an_async_session_wake_a_waiting_relay_once(postgres: Engine)
             listening.execute('LISTEN "conquiet_outbox_events"')
             for _ in range(5):
                 async with AsyncSession(made) as session, session.begin():
-                    await emit_async(session, notification())
+                    await emit(session, notification())
             got = len(
                 await asyncio.to_thread(lambda: list(listening.notifies(timeout=10, stop_after=1)))
             )
@@ -262,7 +255,7 @@ def test_an_engine_that_was_disposed_of_keeps_no_connection_of_the_notification(
     async def run() -> None:
         made = asynchronous(postgres, connect_args=name)
         async with AsyncSession(made) as session, session.begin():
-            await emit_async(session, notification())
+            await emit(session, notification())
         await made.dispose()
         await asyncio.gather(*sending._tasks)
         await asyncio.to_thread(eventually, lambda: not connected())
