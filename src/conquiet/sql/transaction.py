@@ -590,6 +590,8 @@ class Transaction(transaction.Transaction):
             savepoint.commit()
             outer.wrote = outer.wrote or unit.wrote
         except BaseException as error:
+            if _breaks(connection, error):  # the whole transaction ends, and its connection
+                raise
             blamed = self._own_failure(connection, error)
             if savepoint is not None and savepoint.is_active:
                 try:
@@ -654,6 +656,8 @@ class Transaction(transaction.Transaction):
         if dialect.is_lost(connection):
             _invalidate_pool(connection)
         try:
+            if _breaks(connection, error):
+                connection.invalidate(error)
             Connection.rollback(connection)
         except DBAPIError:
             connection.invalidate()
@@ -718,6 +722,15 @@ def _hold(connection: TransactionConnection, ending: ExitStack) -> None:
             connection.invalidate()
             return
     ending.enter_context(lock)
+
+
+def _breaks(connection: Connection, error: BaseException) -> bool:
+    """Return whether a cancellation may have left a statement under way.
+
+    asyncpg, for one, does not know then that its transaction has begun, and the next one would be a
+    savepoint of it. aiosqlite executes what was sent, in order, also a ROLLBACK.
+    """
+    return isinstance(error, asyncio.CancelledError) and not dialect.is_sqlite(connection.dialect)
 
 
 def _alone_error() -> transaction.RunAlone:
@@ -797,7 +810,8 @@ def _note(context: ExceptionContext) -> None:
     connection = context.connection
     if isinstance(connection, TransactionConnection):
         connection.note_failure(context.sqlalchemy_exception or context.original_exception)
-    if isinstance(context.original_exception, Interrupt) and dialect.is_sqlite(context.dialect):
+    stops = isinstance(context.original_exception, (Interrupt, asyncio.CancelledError))
+    if stops and dialect.is_sqlite(context.dialect):
         # SQLAlchemy would close the connection. SQLite keeps the lock of a closed one as long as a
         # statement of it lives, as in the traceback of the error; a rollback releases it.
         context.is_disconnect = False

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import types
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from sqlalchemy.orm import sessionmaker
 from tests.integration.sql.orders import SAVE, Order, remembered, saved
 
 from conquiet import Message, Router, Worker
+from conquiet.backoff import Backoff
 from conquiet.errors import ConfigError
 from conquiet.memory import Log
 from conquiet.message import new_id
@@ -30,6 +32,7 @@ from conquiet.sql import (
     session,
 )
 from conquiet.sql.schema import OUTBOX_TABLE
+from conquiet.worker import Lanes
 
 
 class Place(msgspec.Struct):
@@ -405,3 +408,78 @@ def test_a_server_that_refuses_costs_no_attempt() -> None:
         await engine.dispose()
 
     asyncio.run(main())
+
+
+# --- cancellation -------------------------------------------------------------------------------
+
+
+class Canceller:
+    """Cancels the task of a group when it waits for the n-th time; n grows with each group."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.cancelled = 0
+        self.longest = 0
+        self._groups = 0
+        run = Lanes._run
+
+        async def run_and_cancel(lanes: Lanes, *arguments: Any) -> None:
+            self._groups += 1
+            await self._drive(run(lanes, *arguments), self._groups // 2 + 1)
+
+        monkeypatch.setattr(Lanes, "_run", run_and_cancel)
+        monkeypatch.setattr(Backoff, "next", lambda backoff: 0.0)
+
+    @types.coroutine
+    def _drive(self, group: Coroutine[Any, Any, None], at: int) -> Generator[Any, None, None]:
+        step: Any = group.send
+        argument: Any = None
+        waits = 0
+        while True:
+            try:
+                future = step(argument)
+            except StopIteration:
+                self.longest = max(self.longest, waits)
+                return
+            waits += 1
+            if waits == at:
+                task = asyncio.current_task()
+                assert task is not None
+                task.cancel()
+                self.cancelled += 1
+            try:
+                yield future
+                step, argument = group.send, None
+            except BaseException as error:
+                step, argument = group.throw, error
+
+
+COUNT = text(
+    "INSERT INTO orders (id, amount) VALUES (:id, 1)"
+    " ON CONFLICT (id) DO UPDATE SET amount = orders.amount + 1"
+)
+
+
+def test_a_cancellation_at_any_await_loses_and_doubles_nothing(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    canceller = Canceller(monkeypatch)
+
+    async def main() -> None:
+        async with database.open() as engine:
+            shop = Shop(engine)
+
+            async def place(order: Place) -> Placed:
+                async with async_connection(engine) as found:
+                    await found.execute(COUNT, {"id": order.id})
+                await asyncio.sleep(0)
+                return Placed(order.id)
+
+            shop.publish(*numbers(40))
+            await shop.work(shop.router(place), concurrency=3)
+
+    asyncio.run(main())
+    with database.engine.connect() as looking:
+        amounts = looking.execute(text("SELECT amount FROM orders")).scalars().all()
+    assert amounts == [1] * 40
+    assert database.events() == numbers(40)
+    assert canceller.cancelled >= canceller.longest, "every await was met"
