@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Coroutine, Hashable
+from collections.abc import Callable, Coroutine
 from typing import Any, Generic, Protocol, TypeVar
 
 logger = logging.getLogger("conquiet.lease")
@@ -175,7 +175,7 @@ class LeaseKeeper:
                 self._remove(lease)
 
 
-L = TypeVar("L", bound=Hashable)
+L = TypeVar("L")
 
 
 class LoopLeaseKeeper(Generic[L]):

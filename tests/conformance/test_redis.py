@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import redis
+import redis.asyncio
+from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
 from redis.retry import Retry
+from tests.conformance.on_loop import OnLoop
 from tests.faults.proxy import Proxy
 
 from conquiet.redis import Inbox, Outbox, StreamSource, Transaction, commands
@@ -69,4 +72,28 @@ class TestRedisInbox(OverRedis, InboxContract):
 
 
 class TestRedisOutbox(OverRedis, OutboxContract):
+    pass
+
+
+class OverAsyncRedis(OverRedis):
+    @pytest.fixture(autouse=True)
+    def _through_a_proxy(self, redis_client: Any) -> Iterator[None]:
+        settings = redis_client.connection_pool.connection_kwargs
+        self.direct = redis_client
+        with Proxy(settings["port"]) as self.proxy:
+            db = settings.get("db", 0)
+            once = AsyncRetry(NoBackoff(), 0)
+            self.client = redis.asyncio.Redis(port=self.proxy.port, db=db, retry=once)
+            yield
+
+
+class TestAsyncRedisTransaction(OnLoop, OverAsyncRedis, TransactionContract):
+    pass
+
+
+class TestAsyncRedisInbox(OnLoop, OverAsyncRedis, InboxContract):
+    pass
+
+
+class TestAsyncRedisOutbox(OnLoop, OverAsyncRedis, OutboxContract):
     pass

@@ -8,8 +8,11 @@ from typing import Any, ClassVar
 
 import pytest
 import redis
+import redis.asyncio
+from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
 from redis.retry import Retry
+from tests.conformance.on_loop import OnLoop
 from tests.faults.proxy import Proxy
 
 from conquiet.message import Message
@@ -77,3 +80,26 @@ class TestStructuredStreamSink(TestStreamSink):
 
 class TestOrderedStreamSink(TestStreamSink):
     settings: ClassVar[dict[str, Any]] = {"ordered": True}
+
+
+class TestAsyncStreamSource(OnLoop, TestStreamSource):
+    @pytest.fixture(autouse=True)
+    def _connect(self, redis_url: str) -> None:
+        self.client = redis.asyncio.Redis.from_url(redis_url)
+
+
+class TestAsyncStreamSink(OnLoop, TestStreamSink):
+    @pytest.fixture(autouse=True)
+    def _through_a_proxy(self, redis_client: Any) -> Iterator[None]:
+        settings = redis_client.connection_pool.connection_kwargs
+        self.direct = redis_client
+        with Proxy(settings["port"]) as self.proxy:
+            once = AsyncRetry(NoBackoff(), 0)
+            db = settings.get("db", 0)
+            self.client = redis.asyncio.Redis(port=self.proxy.port, db=db, retry=once)
+            yield
+
+
+pytest.mark.slow(
+    TestAsyncStreamSource.test_any_sequence_of_settlements_loses_nothing_and_repeats_nothing
+)

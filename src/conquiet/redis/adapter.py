@@ -7,19 +7,25 @@ listed here; about others, such as those of modules, the server is asked once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, NoReturn
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn, TypeVar
 
 from redis.commands import CoreCommands, RedisModuleCommands
 
+from conquiet import bridge
 from conquiet.errors import HandlerError
+from conquiet.redis.loop_client import is_async
 from conquiet.redis.transaction import (
+    AwaitableQueued,
     Queued,
     Unit,
     find_unit,
     is_inside,
     warn_of_other_thread,
 )
+
+T = TypeVar("T")
 
 WRITES = frozenset(
     """APPEND BITFIELD BITOP COPY DECR DECRBY DEL DELEX EXPIRE EXPIREAT GEOADD GEOSEARCHSTORE GETDEL
@@ -47,7 +53,8 @@ def commands(client: Any, *, outside: bool = False) -> Any:
     """Return the commands of the ambient transaction on the client's database, or the client.
 
     An adapter writes `commands(self.client).hset("order:17", "status", "placed")` and need not know
-    of the transaction. Call it each time: what it returned inside a transaction ends with it.
+    of the transaction. Call it each time: what it returned inside a transaction ends with it. With
+    a client of `redis.asyncio` the commands are awaited, inside and outside.
 
     Inside a transaction, a client of another database is refused, since its writes would take
     effect whether the transaction does or not. With `outside` it is returned as it is.
@@ -56,15 +63,9 @@ def commands(client: Any, *, outside: bool = False) -> Any:
         if not outside:
             warn_of_other_thread(client)
         return client
-    if type(client).__module__.startswith("redis.asyncio"):
-        raise HandlerError(
-            "commands(client) inside a transaction needs a redis.Redis, not a client of"
-            " redis.asyncio: a write waits for EXEC, so that it blocks no event loop; for a read,"
-            " await the asyncio client itself"
-        )
     unit = find_unit(client)
     if unit is not None:
-        return Commands(unit, client)
+        return (AsyncCommands if is_async(client) else Commands)(unit, client)
     if outside:
         return client
     raise HandlerError(
@@ -78,6 +79,7 @@ class Commands(CoreCommands, RedisModuleCommands):
     """redis-py's methods, queued in a transaction. `reader` is the plain client, for reads."""
 
     _event_dispatcher: Any = None  # redis-py reports what it sends here; nothing is sent
+    _queued = Queued
 
     def __init__(self, unit: Unit, client: Any) -> None:
         self._unit = unit
@@ -91,15 +93,11 @@ class Commands(CoreCommands, RedisModuleCommands):
 
     def execute_command(self, *args: Any, **options: Any) -> Queued:
         """Queue a write; raises for a read."""
-        first = args[0]
-        name = (first.decode() if isinstance(first, bytes) else first).upper()
+        name, args = _split(args)
         if name not in WRITES:
-            if " " in name:  # redis-py writes "XGROUP CREATE" as one word
-                words = name.split()
-                return self.execute_command(*words, *args[1:], **options)
             self._unit.check()
             self._look_up(name, args)
-        return self._unit.queue(name, args)
+        return self._unit.queue(name, args, self._queued)
 
     def _look_up(self, name: str, arguments: tuple[Any, ...]) -> None:
         """Return for a command that writes; raise for others, with the reason."""
@@ -187,6 +185,66 @@ class Pipelined(Commands):
     def execute(self, raise_on_error: bool = True) -> list[Any]:
         """Do nothing: the transaction around it sends EXEC."""
         return []
+
+
+class AsyncCommands(Commands):
+    """The commands of a `redis.asyncio` client, queued in a transaction; each may be awaited."""
+
+    _queued = AwaitableQueued
+
+    def execute_command(self, *args: Any, **options: Any) -> Any:
+        """Queue a write; raises for a read, when it is awaited."""
+        name, args = _split(args)
+        if name in WRITES:
+            return self._unit.queue(name, args, self._queued)
+        return self._wait(super().execute_command, *args)  # it may have to ask the server
+
+    async def watch(self, *names: Any) -> None:  # type: ignore[override]
+        """Watch keys: if one changes before EXEC, nothing is written and the handler runs again.
+
+        Read them by `reader` afterwards.
+        """
+        await self._wait(super().watch, *names)
+
+    async def _wait(self, function: Callable[..., T], *arguments: Any) -> T:
+        if self._unit.database.is_async:
+            return await bridge.run(function, *arguments)
+        return await asyncio.to_thread(function, *arguments)
+
+    def pipeline(self, transaction: bool = True, shard_hint: str | None = None) -> Commands:
+        """Return a pipeline whose commands wait for the EXEC of this transaction."""
+        self._unit.check()
+        return AsyncPipelined(self._unit, self._client)
+
+
+class AsyncPipelined(AsyncCommands):
+    """A pipeline inside a transaction: `execute` leaves its commands to the EXEC around it."""
+
+    async def __aenter__(self) -> AsyncPipelined:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        pass
+
+    def multi(self) -> None:
+        """Do nothing: the transaction around it has begun."""
+
+    async def reset(self) -> None:  # type: ignore[override]
+        """Do nothing: queued commands belong to the transaction around it."""
+
+    async def execute(self, raise_on_error: bool = True) -> list[Any]:
+        """Do nothing: the transaction around it sends EXEC."""
+        return []
+
+
+def _split(arguments: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
+    """Return the name of a command, and its words: redis-py writes "XGROUP CREATE" as one."""
+    first, *rest = arguments
+    name = (first.decode() if isinstance(first, bytes) else first).upper()
+    if " " not in name:
+        return name, arguments
+    words = name.split()
+    return words[0], (*words, *rest)
 
 
 def _plain(word: Any) -> Any:

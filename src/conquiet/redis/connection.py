@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import threading
@@ -14,9 +15,11 @@ import redis
 from hiredis import pack_command
 from redis.exceptions import RedisClusterException
 
+from conquiet import bridge
 from conquiet.errors import ConfigError, HandlerError, StoreError
 from conquiet.lease import LeaseKeeper
-from conquiet.redis.wire import TROUBLE, Wire, read_reply
+from conquiet.redis.loop_client import BridgedLeaseKeeper, LoopLock, LoopPool, is_async
+from conquiet.redis.wire import TROUBLE, Wire, read_replies
 
 logger = logging.getLogger("conquiet.redis")
 
@@ -36,14 +39,19 @@ class Database:
     """The server or cluster behind a client: packs commands for it and opens connections to it."""
 
     def __init__(self, client: Any) -> None:
-        self.wire = Wire(client)
+        self.wire = Wire(client, allows_async=True)
+        self.is_async = self.wire.is_async
         if getattr(client, "connection", None) is not None:
             raise ConfigError(
                 "a transaction keeps a connection for itself; give it a client without"
                 " single_connection_client"
             )
         self.client = client
-        self.keeper = LeaseKeeper("conquiet-leases")
+        self.keeper: LeaseKeeper | BridgedLeaseKeeper = (
+            BridgedLeaseKeeper("conquiet-leases")
+            if self.is_async
+            else LeaseKeeper("conquiet-leases")
+        )
         """Renews leases of inboxes; one per server, so that one that hangs delays no other."""
         self.is_cluster = self.wire.is_cluster
         self._address = _address_of(client)
@@ -59,11 +67,14 @@ class Database:
         """Return whether a client uses the same database, so that its writes join the transaction.
 
         A client of another address is asked for the id of its server, once: `localhost`,
-        `127.0.0.1` and a Unix socket may be one server.
+        `127.0.0.1` and a Unix socket may be one server. On an event loop an async handler cannot
+        wait for the answer, so that a client of another address counts as one of another database.
         """
         if self.has_address_of(client):
             return True
         if _database_number(client) != _database_number(self.client):
+            return False
+        if not (_can_ask(self.client) and _can_ask(client)):
             return False
         if _ids_of(self.client) & _ids_of(client):
             return True
@@ -74,17 +85,17 @@ class Database:
         """Return whether a client names the database as ours does; asks no server."""
         return client is self.client or _address_of(client) == self._address
 
-    def warn_of_use_outside(self, thread: str) -> None:
-        """Log, once, that this thread writes at once while another one runs a transaction."""
+    def warn_of_use_outside(self, place: str) -> None:
+        """Log, once, that this code writes at once while another place runs a transaction."""
         if self._has_warned:
             return
         self._has_warned = True
         logger.warning(
-            "commands(client) in thread %r is outside a transaction, while thread %r runs one on"
+            "commands(client) in %s is outside a transaction, while %s runs one on"
             " the same database: what is written takes effect at once. If it is work of a handler,"
             " start it by contextvars.copy_context().run; if not, say commands(client,"
             " outside=True). This is logged once.",
-            *(threading.current_thread().name, thread),
+            *(describe_place(), place),
         )
 
     def pack(self, arguments: tuple[Any, ...]) -> bytes:
@@ -142,6 +153,8 @@ class Database:
         return connection
 
     def _pool(self, slot: int | None) -> Any:
+        if self.is_async:
+            return self.wire.client.connection_pool
         if not self.is_cluster:
             return self.client.connection_pool
         if slot is None:
@@ -167,6 +180,21 @@ class Database:
         """Ask which node of a cluster serves which slots, after a failure."""
         if self.is_cluster:
             self.wire.learn_topology()
+
+
+def describe_place() -> str:
+    """Name the task or the thread that runs this code."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no event loop
+        task = None
+    if task is not None:
+        return f"task {task.get_name()!r}"
+    return f"thread {threading.current_thread().name!r}"
+
+
+def _can_ask(client: Any) -> bool:
+    return not is_async(client) or bridge.is_inside()
 
 
 def _address_of(client: Any) -> object:
@@ -218,7 +246,7 @@ def _ids_of(client: Any, since: float = 0.0) -> frozenset[bytes]:
 
 
 def _ask_ids(client: Any) -> frozenset[bytes]:
-    wire = Wire(client)
+    wire = Wire(client, allows_async=True)
     try:
         if wire.is_cluster:
             slots = wire.call(b"", b"CLUSTER", b"SLOTS")
@@ -243,7 +271,7 @@ class Connection:
         self._pool = pool
         self._connection = pool.get_connection()
         self._connection.register_connect_callback(self._refuse_replacement)
-        self.lock = threading.Lock()
+        self.lock = LoopLock() if isinstance(pool, LoopPool) else threading.Lock()
         """Held during an exchange: the lease keeper's thread uses the connection too."""
         self._is_watching = False
         self._is_open = True
@@ -310,11 +338,7 @@ class Connection:
         """Receive replies, of which errors of the server are returned, not raised."""
         replies: list[Any] = []
         try:
-            for _ in range(count):
-                try:
-                    replies.append(read_reply(self._connection))
-                except redis.ResponseError as error:
-                    replies.append(error)
+            read_replies(self._connection, count, replies)
         except BaseException:
             self.drop()
             raise

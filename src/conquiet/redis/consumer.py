@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import redis
 
+from conquiet import bridge
 from conquiet.errors import StoreError
 from conquiet.message import printable
 from conquiet.redis.group import IDLE_SECONDS, GroupStream, Pending, Start
@@ -98,7 +99,7 @@ class Consumer:
     - A held entry is never claimed by this consumer, however long it takes.
     - An entry whose ack could not be sent stays held until the ack is sent.
 
-    One thread at a time reads; acks and renewals may come from any thread. Reads append to the
+    One thread or task at a time reads; acks and renewals may come from any. Reads append to the
     caller's list, so that entries of a first command are not lost if a later command fails.
     """
 
@@ -209,8 +210,15 @@ class Consumer:
             left = end - time.monotonic()
             if len(found) > before or left <= 0:
                 return
-            if self._stopped.wait(min(left, _POLL_SECONDS)):
+            if self._pause(min(left, _POLL_SECONDS)):
                 return
+
+    def _pause(self, seconds: float) -> bool:
+        """Wait; return whether the consumer was stopped."""
+        if not bridge.is_on_loop():
+            return self._stopped.wait(seconds)
+        bridge.sleep(seconds)
+        return self._stopped.is_set()
 
     def rescan(self) -> None:
         """Find the entries of a reply that was lost, after a failed read."""

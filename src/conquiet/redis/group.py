@@ -124,7 +124,7 @@ class GroupStream:
         self.deletes = deletes
         self.decode = decode
         """From the fields of an entry to data, attributes and topic."""
-        self.client = wire.client
+        self.client = wire.given
         self._wire = wire
         self._origin = MIN
         self._leases_key = beside(name, "conquiet:leases:").encode()

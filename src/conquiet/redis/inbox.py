@@ -89,6 +89,7 @@ class Inbox(inbox.Inbox):
             if client is None:
                 raise ConfigError("mode='setnx' works outside the transaction: give it client=…")
             self._setnx = _SetnxMarks(client, self.redis_key, self._terms.retention_ms)
+            self.blocks = self._setnx.blocks
             self.stage = Stage.CLAIM
         elif client is not None:
             raise ConfigError("the inbox uses the client of the transaction around it")
@@ -205,7 +206,8 @@ class _SetnxMarks:
     def __init__(
         self, client: Any, key_of: Callable[[Message[Any]], bytes], retention_ms: int
     ) -> None:
-        self._wire = Wire(client)
+        self._wire = Wire(client, allows_async=True)
+        self.blocks = not self._wire.is_async
         self._key_of = key_of
         self._retention_ms = retention_ms
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import redis
 
+from conquiet import bridge
 from conquiet.acking import Error
 from conquiet.errors import Blameless, GivenBack, InvalidMessage, PermanentError
 from conquiet.message import Message, printable
@@ -28,6 +29,7 @@ logger = logging.getLogger("conquiet.redis")
 KeyOf = Callable[[Message[Any]], str]
 
 _UNDECODABLE_ATTEMPTS = 3
+_POLL_SECONDS = 0.01
 
 
 class Pauses(NamedTuple):
@@ -100,7 +102,11 @@ class Redelivery:
             return min((moment for moment in times if moment > now), default=math.inf)
 
     def wait(self, end: float) -> None:
-        """Wait for `notify`, for the end of a pause, or until `end`."""
+        """Wait for `notify`, for the end of a pause, or until `end`; on an event loop, a moment."""
+        if bridge.is_on_loop():  # where a wait for a condition would block the one that notifies
+            left = min(end, self.next_due()) - time.monotonic()
+            bridge.sleep(min(max(0.0, left), _POLL_SECONDS))
+            return
         with self._changed:
             now = time.monotonic()
             self._changed.wait(max(0.0, min(end, self.next_due()) - now))

@@ -43,6 +43,8 @@ class StreamSink(Sink):
     partitioned `Topic`; `partitions` applies to every topic that is not mapped. `topic` is the
     default for messages without one. Order holds within a stream; with `ordered` also when a
     message fails: later ones of its key, or of its stream if Redis refused it, fail too.
+
+    A client of `redis.asyncio` is for the sink of an async worker.
     """
 
     def __init__(
@@ -57,7 +59,8 @@ class StreamSink(Sink):
     ) -> None:
         Topic("any", partitions)  # raises for an invalid number of partitions
         self.keeps_order = ordered
-        self._wire = Wire(client)
+        self._wire = Wire(client, allows_async=True)
+        self.is_async = self._wire.is_async
         self._topic = topic
         self._partitions = partitions
         self._encode = encoder(mode)

@@ -60,6 +60,8 @@ class StreamSource:
     those that are not CloudEvents. `delete` is for outboxes: acked entries are deleted.
     `unmarshal` makes messages of entries that are not CloudEvents.
 
+    A client of `redis.asyncio` is for an async worker, on whose event loop it is then read.
+
     A nacked message pauses `backoff` seconds, then twice as long, up to `max_backoff`. Later
     messages of its `key` (`Message.key`, unless you pass a function) wait behind it.
     """
@@ -95,7 +97,8 @@ class StreamSource:
         self._block = block
         self._batch_size = batch_size
         self._max_in_flight = max_in_flight
-        self._wire = Wire(client)
+        self._wire = Wire(client, allows_async=True)
+        self.is_async = self._wire.is_async
         self._streams = [
             GroupStream(
                 *(self._wire, name, topic, group, self.consumer),
@@ -121,7 +124,8 @@ class StreamSource:
             dead_letters,
         )
         self._closed = False
-        self._prepare()
+        if not self.is_async:  # else the first read prepares it, on its event loop
+            self._prepare()
 
     def _prepare(self) -> None:
         try:

@@ -13,20 +13,41 @@ coroutine that runs in a copied context finds the one of its worker.
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple, NoReturn
 
 import redis
 
-from conquiet import transaction
-from conquiet.errors import Blameless, ConquietError, HandlerError, PermanentError, StoreError
+from conquiet import bridge, transaction
+from conquiet.errors import (
+    Blameless,
+    ConfigError,
+    ConquietError,
+    HandlerError,
+    PermanentError,
+    StoreError,
+)
 from conquiet.handler import AROUND, NOTHING, Process, Result
 from conquiet.inbox import Entry
 from conquiet.message import Message, describe
-from conquiet.redis.connection import Connection, CrossSlot, Database, NotSent, pack
+from conquiet.redis.connection import (
+    Connection,
+    CrossSlot,
+    Database,
+    NotSent,
+    describe_place,
+    pack,
+)
 from conquiet.redis.consumer import Delivery
 from conquiet.redis.group import GroupStream
 from conquiet.redis.lease import KeyState, Leases, LeaseTerms
@@ -157,6 +178,16 @@ class Queued:
         )
 
 
+class AwaitableQueued(Queued):
+    """A command of a `redis.asyncio` client that waits for EXEC; it may be awaited."""
+
+    __slots__ = ()
+
+    def __await__(self) -> Generator[Any, None, Queued]:  # type: ignore[override]
+        return self
+        yield
+
+
 def _shorten(word: object) -> str:
     text = word.decode(errors="backslashreplace") if isinstance(word, bytes) else str(word)
     return text if len(text) <= 80 else f"{text[:77]}…"
@@ -197,12 +228,12 @@ class Unit:
 
     # --- commands ---------------------------------------------------------------------------
 
-    def queue(self, name: str, arguments: tuple[Any, ...]) -> Queued:
+    def queue(self, name: str, arguments: tuple[Any, ...], kind: type[Queued] = Queued) -> Queued:
         """Queue a command for EXEC; raises at once for arguments that Redis cannot take."""
         self.check()
         if self.database.is_cluster:
             self._join_slot(self.database.slot_of(name, arguments), name)
-        queued = Queued(arguments, self.database.pack(arguments), self._handling)
+        queued = kind(arguments, self.database.pack(arguments), self._handling)
         self._commands.append(queued)
         return queued
 
@@ -440,7 +471,7 @@ _units: ContextVar[tuple[Unit, ...]] = ContextVar("conquiet.redis.units", defaul
 """The transactions around the running code, innermost last."""
 
 _running: dict[Unit, str] = {}
-"""All transactions of this process, and the names of their threads."""
+"""All transactions of this process, and the names of their threads or tasks."""
 
 
 def is_inside() -> bool:
@@ -453,9 +484,9 @@ def warn_of_other_thread(client: Any) -> None:
 
     It may be a thread of that handler: a new thread does not inherit the transaction.
     """
-    for unit, thread in list(_running.items()):
+    for unit, place in list(_running.items()):
         if unit.database.has_address_of(client):
-            unit.database.warn_of_use_outside(thread)
+            unit.database.warn_of_use_outside(place)
 
 
 def current_unit(who: str) -> Unit:
@@ -486,15 +517,33 @@ class Transaction(transaction.Transaction):
     database it is a part of that one, and undone alone if it fails. One connection of the pool is
     in use from the inbox to EXEC; reads of handlers need another.
 
+    A client of `redis.asyncio` is for an async worker, `await worker.run_async()`, which keeps half
+    of its `max_connections` for reads of handlers.
+
     EXEC is no rollback: see `PartialExecError`.
     """
 
     def __init__(self, client: Any) -> None:
         self.client = client
         self._database = Database(client)
+        self.blocks = not self._database.is_async
+        if self._database.is_async:
+            # Handlers read by other connections of the pool; if all were in transactions, none
+            # could end.
+            self.capacity = max(1, client.connection_pool.max_connections // 2)
+
+    def check_chain(self, middlewares: Sequence[object]) -> None:
+        """Refuse a client of `redis.asyncio` where no event loop can be waited for."""
+        if self._database.is_async and not bridge.is_inside():
+            raise ConfigError(
+                "Transaction has a client of redis.asyncio, which needs the event loop of an async"
+                " worker: use await worker.run_async(), or async with worker; a worker of threads"
+                " takes a redis.Redis"
+            )
 
     def scope(self, batch: Sequence[Message[Any]]) -> AbstractContextManager[object]:
         """Begin a transaction, or a savepoint inside one on the same database."""
+        self.check_chain(())
         outer = find_unit(self.client)
         return self._run_unit(batch) if outer is None else outer.savepoint()
 
@@ -529,7 +578,7 @@ class Transaction(transaction.Transaction):
     @contextmanager
     def _run_unit(self, batch: Sequence[Message[Any]]) -> Iterator[None]:
         unit = Unit(self._database)
-        _running[unit] = threading.current_thread().name
+        _running[unit] = describe_place()
         entered = _units.set((*_units.get(), unit))
         around = AROUND.set((*AROUND.get(), unit.handle)) if len(batch) > 1 else None
         try:

@@ -26,6 +26,7 @@ from redis import exceptions
 from redis.exceptions import AskError, MovedError
 
 from conquiet.errors import ConfigError
+from conquiet.redis.loop_client import LoopClient, LoopConnection, is_async
 
 Argument: TypeAlias = bytes | str | int
 Command: TypeAlias = Sequence[Argument]
@@ -72,13 +73,24 @@ def may_pass(error: object) -> bool:
 
 
 class Wire:
-    """Sends commands to the server, or in a cluster to the node, that holds a key."""
+    """Sends commands to the server, or in a cluster to the node, that holds a key.
 
-    def __init__(self, client: Any) -> None:
-        _refuse_unless_usable(client)
+    With a client of `redis.asyncio`, where it is allowed, it waits by `conquiet.bridge`.
+    """
+
+    def __init__(self, client: Any, *, allows_async: bool = False) -> None:
+        self.is_async = allows_async and is_async(client)
+        if not self.is_async:
+            _refuse_unless_usable(client)
+        self.given = client
         self.is_cluster = isinstance(client, redis.RedisCluster)
-        self.client = client if self.is_cluster else _with_timeout(client)
-        self._is_own = self.client is not client
+        self.client = client
+        self._is_own = False
+        if self.is_async:
+            self.client = LoopClient(client)
+        elif not self.is_cluster:
+            self.client = _with_timeout(client)
+            self._is_own = self.client is not client
         if self._is_own:  # a caller that forgets to close must not leak sockets
             weakref.finalize(self, self.client.connection_pool.disconnect).atexit = False
 
@@ -140,11 +152,7 @@ class Wire:
                 # Packed here: a connection with redis-py's client-side cache would otherwise
                 # answer some commands by itself.
                 connection.send_packed_command(_pack_all(connection, commands))
-                for _ in commands:
-                    try:
-                        replies.append(read_reply(connection, wait))
-                    except redis.ResponseError as error:
-                        replies.append(error)
+                read_replies(connection, len(commands), replies, wait)
             except BaseException as error:
                 # A late reply must not be taken for the reply of a later command.
                 connection.disconnect()
@@ -277,16 +285,28 @@ def _pack_all(connection: Any, commands: Sequence[Command]) -> list[bytes]:
     return pieces
 
 
-def read_reply(connection: Any, wait: float = 0.0) -> Any:
-    """Read the next reply, as bytes; the server may hold it back for `wait` seconds."""
+def read_replies(connection: Any, count: int, replies: list[Any], wait: float = 0.0) -> None:
+    """Append replies as bytes, or errors; the server may hold each back for `wait` seconds."""
     own = getattr(connection, "socket_timeout", None)
-    if own is not None and not wait:
-        return connection.read_response(disable_decoding=True)
     limit = wait + max(REPLY_SECONDS if own is None else own, _LEAST_SLACK_SECONDS)
+    if isinstance(connection, LoopConnection):
+        connection.read_replies(count, replies, limit)
+        return
+    for _ in range(count):
+        try:
+            if own is not None and not wait:
+                replies.append(connection.read_response(disable_decoding=True))
+            else:
+                replies.append(_read_late_reply(connection, limit))
+        except redis.ResponseError as error:
+            replies.append(error)
+
+
+def _read_late_reply(connection: Any, seconds: float) -> Any:
     if _takes_timeout:
-        return connection.read_response(disable_decoding=True, timeout=limit)
-    if not connection.can_read(limit):
-        raise redis.TimeoutError(f"no reply within {limit:g} s")
+        return connection.read_response(disable_decoding=True, timeout=seconds)
+    if not connection.can_read(seconds):
+        raise redis.TimeoutError(f"no reply within {seconds:g} s")
     return connection.read_response(disable_decoding=True)
 
 
@@ -297,7 +317,7 @@ def _refuse_unless_usable(client: object) -> None:
     elif isinstance(client, (redis.Redis, redis.RedisCluster)):
         return
     elif kind.startswith("redis.asyncio."):
-        why = "it is an asyncio client, and a worker is synchronous"
+        why = "it is an asyncio client"
     else:
         why = "it is not a client of redis-py"
     raise ConfigError(f"{kind} cannot be used: {why}; give a redis.Redis or redis.RedisCluster")

@@ -136,19 +136,23 @@ def test_another_thread_that_writes_outside_the_transaction_is_logged_once(
     assert "copy_context" in line
 
 
-def test_an_asyncio_client_inside_a_transaction_is_refused_with_the_advice(
+def test_an_asyncio_client_joins_a_transaction_of_the_same_address(
     redis_client, redis_url, transaction
 ):
     async def write():
         async with redis.asyncio.Redis.from_url(redis_url) as client:
             assert commands(client) is client
-            with transaction.scope(()), pytest.raises(HandlerError, match=r"needs a redis\.Redis"):
+            with transaction.scope(()):
+                await commands(client).watch("k")
                 await commands(client).set("k", 1)
+                with pytest.raises(HandlerError, match=r"read with commands\(client\)\.reader"):
+                    await commands(client).get("k")
+                assert await client.get("k") is None
             with transaction.scope(()), pytest.raises(HandlerError, match="without await"):
                 await commands(redis_client).set("awaited", 1)
 
     asyncio.run(write())
-    assert redis_client.keys() == [b"awaited"]
+    assert sorted(redis_client.keys()) == [b"awaited", b"k"]
 
 
 @pytest.mark.parametrize(
