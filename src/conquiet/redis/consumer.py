@@ -493,10 +493,24 @@ class Consumer:
     def release(self) -> None:
         """Let other consumers claim all held entries at once; the delivery costs no attempt."""
         held = [item for entries in self._held.values() for item in list(entries.values())]
+        if self._stale.has_lost_reply:
+            held += self._find_lost(len(held) + _SPARE)
         self.uncount(held, b"IDLE", self._lease_ms)
         for entries in self._held.values():
             entries.clear()
         self._taken.report(self._stale.stream)
+
+    def _find_lost(self, count: int) -> list[Delivery]:
+        """Find entries that are pending under our name, and whose delivery we did not receive."""
+        found: list[Delivery] = []
+        try:
+            for stream in self.streams:
+                rows = stream.list_pending(FIRST, LAST, count, stream.consumer)
+                lost = (row for row in rows if row.id not in self._held[stream])
+                found += [Delivery(stream, row.id, [], row.deliveries, 0.0) for row in lost]
+        except (redis.RedisError, OSError) as error:
+            logger.debug("entries of a lost reply wait for the end of their lease: %r", error)
+        return found
 
     def remove_name(self) -> None:
         """Remove the consumer's name from its groups, where nothing is pending under it."""
@@ -538,7 +552,8 @@ class _StaleScan:
         self._from = FIRST
         """Where in the pending list of the current stream the scan goes on."""
         self._can_read_leases = True
-        self._has_lost_reply = False
+        self.has_lost_reply = False
+        """Whether entries may be pending under our name that no read has returned."""
 
     @property
     def stream(self) -> GroupStream:
@@ -549,7 +564,7 @@ class _StaleScan:
 
     def restart(self) -> None:
         """Scan from the start, now, and also for entries that we hold without knowing it."""
-        self._has_lost_reply = True
+        self.has_lost_reply = True
         self._at = 0
         self._from = FIRST
         self.next_scan = time.monotonic()
@@ -560,7 +575,7 @@ class _StaleScan:
             return False
         self._at = (self._at + 1) % len(self._streams)
         if self._at == 0:
-            self._has_lost_reply = False
+            self.has_lost_reply = False
             self.next_scan = time.monotonic() + self._interval
         return True
 
@@ -588,7 +603,7 @@ class _StaleScan:
         return found
 
     def _terms(self, row: Pending, leases: dict[bytes, int]) -> _ClaimTerms | None:
-        if self._has_lost_reply and row.consumer == self.stream.consumer:
+        if self.has_lost_reply and row.consumer == self.stream.consumer:
             return _ClaimTerms(0, row.deliveries)
         lease_ms = leases.get(row.consumer, self._lease_ms)
         return _ClaimTerms(lease_ms, None) if row.idle_ms >= lease_ms else None

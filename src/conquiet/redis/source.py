@@ -184,6 +184,9 @@ class StreamSource:
             self._collect(found, limit - len(again), end, bool(again))
         except (redis.RedisError, OSError) as error:
             self._recover(error, has_some=bool(again or found))
+        except BaseException:  # a cancelled task: Redis may have delivered entries
+            self._consumer.rescan()
+            raise
         messages = self._decode(again) if again else []
         if found:
             messages += self._redelivery.hold_back(self._decode(found))

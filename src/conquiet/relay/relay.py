@@ -72,6 +72,8 @@ class Relay:
     ) -> None:
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
             raise ConfigError(f"batch_size={batch_size!r}: must be a whole number from 1 on")
+        if getattr(source, "is_async", False) or getattr(sink, "is_async", False):
+            raise ConfigError("a relay runs in a thread: give its source and sink a redis.Redis")
         self.source = source
         self.sink = sink
         self.batch_size = batch_size

@@ -14,7 +14,16 @@ from tests.integration.redis.conftest import numbered
 from conquiet import bridge
 from conquiet.errors import ConfigError, HandlerError
 from conquiet.message import Message
-from conquiet.redis import Inbox, Outbox, StreamSink, StreamSource, Transaction, commands
+from conquiet.redis import (
+    Inbox,
+    Outbox,
+    OutboxSource,
+    StreamSink,
+    StreamSource,
+    Transaction,
+    commands,
+)
+from conquiet.relay import Relay
 from conquiet.router import Router
 from conquiet.worker import Worker
 
@@ -265,7 +274,7 @@ def test_a_cancellation_at_any_await_loses_and_doubles_nothing(
             redis_client.flushall()
             StreamSink(redis_client, "orders").publish(numbered(2))
             router = chain(client, counts(client))
-            settings = {"backoff": 0.0, "lease": 0.1, "claim_interval": 0.01}
+            settings = {"backoff": 0.0, "claim_interval": 0.01}
             source = StreamSource(client, "orders", "billing", **settings)
             left = at
             monkeypatch.setattr(bridge, "wait_for", cancel_the_last)
@@ -442,6 +451,8 @@ def test_async_clients_in_a_worker_of_threads_are_refused(run, redis_client):
         ):
             with pytest.raises(ConfigError, match=r"await worker\.run_async\(\)"):
                 await asyncio.to_thread(start, *parts)
+        with pytest.raises(ConfigError, match="a relay runs in a thread"):
+            Relay(OutboxSource(client, "outbox"), StreamSink(redis_client))
         source.close()
 
     run(test)
