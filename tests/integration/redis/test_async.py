@@ -246,6 +246,28 @@ def test_several_streams_and_few_free_lanes(run, redis_client, publish, pending)
     assert counted(redis_client) == once(20)
 
 
+def test_the_inbox_of_setnx_takes_a_client_of_the_loop(run, redis_client, publish, pending):
+    publish(5)
+    publish(5)  # with the same ids
+
+    async def test(client):
+        router = Router()
+        router.use(Inbox("billing", mode="setnx", client=client), Transaction(client))
+
+        @router.raw(name="handler")
+        async def handle(item: Message[bytes]) -> None:
+            await commands(client).hincrby("count", item.id, 1)
+
+        assert not router.blocks
+        async with working(client, router, batch_size=1):
+            await until(lambda: counted(redis_client))  # the group exists
+            await until(lambda: redis_client.xinfo_groups("orders")[0]["lag"] == 0)
+            await until(lambda: not pending())
+
+    run(test)
+    assert counted(redis_client) == once(5)
+
+
 # --- cancellation ---------------------------------------------------------------------------
 
 
