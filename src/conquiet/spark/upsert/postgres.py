@@ -21,11 +21,14 @@ from conquiet.spark.upsert.target import (
     UnfitRows,
     UpsertFailed,
     UpsertOptions,
-    create_table,
+    advance_fence,
+    check_columns,
+    create_fences,
     describe_duplicate,
-    listed,
+    insert_into,
+    list_names,
     on_conflict,
-    quoted,
+    quote,
     staging_columns,
 )
 from conquiet.sql.schema import split_name
@@ -48,31 +51,22 @@ class PostgresTarget:
     # --- checks -------------------------------------------------------------------------------
 
     def check(self, schema: StructType) -> None:
-        staged = staging_columns(schema, postgresql=True)
         with self._connection() as connection:
             types = self._types(connection)
-            if not types:
-                raise ConfigError(
-                    f"{self.database.shown} has no table {self.options.table}; make it:"
-                    f" {create_table(self.options, schema, postgresql=True)}"
-                )
-            missing = [name for name in staged if name not in types]
-            if missing:
-                raise ConfigError(
-                    f"{self.options.table} has no column {', '.join(missing)}; it has"
-                    f" {', '.join(types)}. Drop it from the frame, or ALTER TABLE"
-                    f" {self.options.table} ADD COLUMN {quoted(missing[0])} {staged[missing[0]]}"
-                )
+            staged = check_columns(
+                self.options, self.database.shown, schema, list(types), postgresql=True
+            )
             names = list(staged)
             values = ", ".join(f"NULL::{kind}::{types[name]}" for name, kind in staged.items())
             try:
                 connection.execute(
-                    f"EXPLAIN {self._insert(names)} SELECT {values} {self._conflict(names)}"
+                    f"EXPLAIN {insert_into(self.options, names)} SELECT {values}"
+                    f" {on_conflict(self.options, names)}"
                 )
             except errors.InvalidColumnReference:
                 raise ConfigError(
                     f"{self.options.table} has no unique index on its keys: CREATE UNIQUE INDEX"
-                    f" ON {self.options.table} ({listed(self.options.keys)})"
+                    f" ON {self.options.table} ({list_names(self.options.keys)})"
                 ) from None
             except errors.Error as error:
                 raise ConfigError(
@@ -85,7 +79,7 @@ class PostgresTarget:
         first = next(batches)
         name = f"{_PREFIX}_{marked}_{int(time.time()):x}_{secrets.token_hex(4)}"
         columns = ", ".join(
-            f"{quoted(column)} {kind}"
+            f"{quote(column)} {kind}"
             for column, kind in staging_columns(first.schema, postgresql=True).items()
         )
 
@@ -118,7 +112,7 @@ class PostgresTarget:
         columns: Sequence[str],
         batch: QueryBatch | None,
     ) -> bool:
-        fresh = batch is None or self._advance_fence(connection, batch)
+        fresh = batch is None or self._pass_fence(connection, batch)
         if fresh and stages:
             try:
                 self._write(connection, stages, columns)
@@ -130,64 +124,49 @@ class PostgresTarget:
         self._drop(connection, stages)
         return fresh
 
-    def _advance_fence(self, connection: psycopg.Connection, batch: QueryBatch) -> bool:
-        """Advance the fence; a second writer of the batch waits here, and returns False."""
+    def _pass_fence(self, connection: psycopg.Connection, batch: QueryBatch) -> bool:
         fences = f"{self._prefix}{FENCES}"
         if connection.execute("SELECT to_regclass(%s)", [fences]).fetchone() == (None,):
             connection.execute("SELECT pg_advisory_xact_lock(hashtext(%s))", [FENCES])
-            connection.execute(
-                f"CREATE TABLE IF NOT EXISTS {fences} (query text, target text, batch bigint"
-                " NOT NULL, applied_at timestamptz NOT NULL DEFAULT now(),"
-                " PRIMARY KEY (query, target))"
-            )
-        moved = connection.execute(
-            f"INSERT INTO {fences} AS f (query, target, batch) VALUES (%s, %s, %s)"
-            " ON CONFLICT (query, target) DO UPDATE SET batch = excluded.batch, applied_at = now()"
-            " WHERE f.batch < excluded.batch RETURNING 1",
-            [batch.query, self.options.table, batch.number],
-        )
-        return moved.fetchone() is not None
+            connection.execute(create_fences(fences, postgresql=True))
+        table = self.options.table
+        return advance_fence(connection.execute, fences, table, batch, parameter="%s")
 
     def _write(
         self, connection: psycopg.Connection, stages: Sequence[str], columns: Sequence[str]
     ) -> None:
-        insert = f"{self._insert(columns)} {self._staged(connection, stages, columns)}"
+        rows = self._select_staged(connection, stages, columns)
+        insert = f"{insert_into(self.options, columns)} {rows}"
         if self._is_empty(connection):
             # Looking for a row before inserting it costs nearly twice as much. If a key is there
             # twice after all, in the batch or by another writer, the upsert below does it.
             with contextlib.suppress(errors.UniqueViolation), connection.transaction():
                 connection.execute(insert)
                 return
-        connection.execute(f"{insert} {self._conflict(columns)}")
+        connection.execute(f"{insert} {on_conflict(self.options, columns)}")
 
     def _is_empty(self, connection: psycopg.Connection) -> bool:
         found = connection.execute(f"SELECT FROM {self.options.table} LIMIT 1")
         return found.fetchone() is None
 
-    def _staged(
+    def _select_staged(
         self, connection: psycopg.Connection, stages: Sequence[str], columns: Sequence[str]
     ) -> str:
         types = self._types(connection)
-        values = ", ".join(f"{quoted(name)}::{types[name]}" for name in columns)
-        keys, order = listed(self.options.keys), self.options.order_by
-        ranked = ", ".join(f"{quoted(name)} DESC" for name in order)
+        values = ", ".join(f"{quote(name)}::{types[name]}" for name in columns)
+        keys, order = list_names(self.options.keys), self.options.order_by
+        ranked = ", ".join(f"{quote(name)} DESC" for name in order)
         return (
             f"SELECT {f'DISTINCT ON ({keys}) ' if order else ''}{values}"
             f" FROM ({self._union(stages)}) AS staged"
             f"{f' ORDER BY {keys}, {ranked}' if order else ''}"
         )
 
-    def _insert(self, columns: Sequence[str]) -> str:
-        return f"INSERT INTO {self.options.table} AS t ({listed(columns)})"
-
-    def _conflict(self, columns: Sequence[str]) -> str:
-        return on_conflict(self.options, columns, "t")
-
     def _union(self, stages: Sequence[str]) -> str:
         return " UNION ALL ".join(f"SELECT * FROM {self._prefix}{name}" for name in stages)
 
     def _duplicate(self, connection: psycopg.Connection, stages: Sequence[str]) -> str:
-        keys = listed(self.options.keys)
+        keys = list_names(self.options.keys)
         found = connection.execute(
             f"SELECT {keys}, count(*) FROM ({self._union(stages)}) AS staged"
             f" GROUP BY {keys} HAVING count(*) > 1 LIMIT 1"
@@ -213,7 +192,7 @@ class PostgresTarget:
                 [f"{_PREFIX}\\_{marked}\\_%", self._schema],
             ).fetchall()
             border = time.time() - (older_than or 0)
-            old = [name for (name,) in found if older_than is None or _made(name) < border]
+            old = [name for (name,) in found if older_than is None or _read_time(name) < border]
             self._drop(connection, old)
 
     # --- the database ---------------------------------------------------------------------------
@@ -247,5 +226,5 @@ def _one_line(error: psycopg.Error) -> str:
     return add_advice(" ".join(str(error).split()))
 
 
-def _made(name: str) -> int:
+def _read_time(name: str) -> int:
     return int(name.split("_")[-2], 16)

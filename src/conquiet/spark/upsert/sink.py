@@ -48,13 +48,13 @@ class UpsertSink(DataSource):
         return _FORMAT
 
     def writer(self, schema: StructType, overwrite: bool) -> UpsertWriter:
-        options = self._checked(schema, overwrite)
+        options = self._check(schema, overwrite)
         return UpsertWriter(options, schema.names)
 
     def streamWriter(  # noqa: N802 - Spark's
         self, schema: StructType, overwrite: bool
     ) -> UpsertStreamWriter:
-        options = self._checked(schema, overwrite)
+        options = self._check(schema, overwrite)
         if options.query is not None:
             # With a new checkpoint batches begin at 0: under an old name they count as written.
             raise ConfigError(
@@ -63,7 +63,7 @@ class UpsertSink(DataSource):
             )
         return UpsertStreamWriter(options, schema.names)
 
-    def _checked(self, schema: StructType, overwrite: bool) -> UpsertOptions:
+    def _check(self, schema: StructType, overwrite: bool) -> UpsertOptions:
         if overwrite:
             raise ConfigError(
                 "conquiet-upsert replaces rows by key, never a table; use mode('append')"

@@ -28,12 +28,14 @@ from conquiet.spark.upsert.target import (
     UnfitRows,
     UpsertFailed,
     UpsertOptions,
-    create_table,
+    advance_fence,
+    check_columns,
+    create_fences,
     describe_duplicate,
-    listed,
+    insert_into,
+    list_names,
     on_conflict,
-    quoted,
-    staging_columns,
+    quote,
 )
 
 BUSY_SECONDS = 60.0
@@ -52,37 +54,30 @@ class SqliteTarget:
     # --- checks -------------------------------------------------------------------------------
 
     def check(self, schema: StructType) -> None:
-        staged = staging_columns(schema, postgresql=False)
         with self._connection() as connection:
-            there = self._columns(connection)
-            if not there:
-                raise ConfigError(
-                    f"{self.database.shown} has no table {self.options.table}; make it:"
-                    f" {create_table(self.options, schema, postgresql=False)}"
-                )
-            missing = [name for name in staged if name not in there]
-            if missing:
-                raise ConfigError(
-                    f"{self.options.table} has no column {', '.join(missing)}; it has"
-                    f" {', '.join(there)}. Drop it from the frame, or ALTER TABLE"
-                    f" {self.options.table} ADD COLUMN {quoted(missing[0])} {staged[missing[0]]}"
-                )
+            staged = check_columns(
+                self.options,
+                self.database.shown,
+                schema,
+                self._columns(connection),
+                postgresql=False,
+            )
             values = ", ".join("NULL" for _ in staged)
             try:
                 connection.execute(
-                    f"EXPLAIN {self._insert(list(staged))} SELECT {values} WHERE true"
-                    f" {self._conflict(list(staged))}"
+                    f"EXPLAIN {insert_into(self.options, list(staged))} SELECT {values} WHERE true"
+                    f" {on_conflict(self.options, list(staged))}"
                 ).close()
             except sqlite3.OperationalError as error:
                 raise ConfigError(
                     f"{self.options.table} has no unique index on its keys ({error}): CREATE"
-                    f" UNIQUE INDEX … ON {self.options.table} ({listed(self.options.keys)})"
+                    f" UNIQUE INDEX … ON {self.options.table} ({list_names(self.options.keys)})"
                 ) from error
 
     # --- tasks --------------------------------------------------------------------------------
 
     def stage(self, batches: Iterator[pa.RecordBatch], marked: str) -> str:
-        rows = map(stored, batches)
+        rows = map(convert_rows, batches)
         first = next(rows)
         path = f"{self._file}-stage-{marked}-{secrets.token_hex(4)}"
         module = driver(self.database)
@@ -116,7 +111,7 @@ class SqliteTarget:
                 self._collect(connection, path, columns)
             connection.execute("BEGIN IMMEDIATE")
             try:
-                fresh = batch is None or self._advance_fence(connection, batch)
+                fresh = batch is None or self._pass_fence(connection, batch)
                 if fresh and stages:
                     self._refuse_duplicates(connection)
                     connection.execute(self._upsert(columns))
@@ -131,28 +126,20 @@ class SqliteTarget:
         connection.execute(
             f"CREATE TEMP TABLE IF NOT EXISTS {_ROWS} AS SELECT * FROM stage.{_ROWS} WHERE false"
         )
-        names = listed(columns)
+        names = list_names(columns)
         connection.execute(f"INSERT INTO temp.{_ROWS} ({names}) SELECT {names} FROM stage.{_ROWS}")
         connection.execute("DETACH stage")
 
-    def _advance_fence(self, connection: sqlite3.Connection, batch: QueryBatch) -> bool:
-        connection.execute(
-            f"CREATE TABLE IF NOT EXISTS {FENCES} (query TEXT, target TEXT, batch INTEGER NOT NULL,"
-            " applied_at TEXT NOT NULL DEFAULT CURRENT_TIMESTAMP, PRIMARY KEY (query, target))"
-        )
-        moved = connection.execute(
-            f"INSERT INTO {FENCES} (query, target, batch) VALUES (?, ?, ?)"
-            " ON CONFLICT (query, target) DO UPDATE SET batch = excluded.batch,"
-            f" applied_at = CURRENT_TIMESTAMP WHERE {FENCES}.batch < excluded.batch",
-            [batch.query, self.options.table, batch.number],
-        )
-        return moved.rowcount > 0
+    def _pass_fence(self, connection: sqlite3.Connection, batch: QueryBatch) -> bool:
+        connection.execute(create_fences(FENCES, postgresql=False))
+        table = self.options.table
+        return advance_fence(connection.execute, FENCES, table, batch, parameter="?")
 
     def _refuse_duplicates(self, connection: sqlite3.Connection) -> None:
         """Raise for a key that is there twice: SQLite would keep either row."""
         if self.options.order_by:
             return
-        keys = listed(self.options.keys)
+        keys = list_names(self.options.keys)
         found = connection.execute(
             f"SELECT {keys}, count(*) FROM temp.{_ROWS} GROUP BY {keys} HAVING count(*) > 1 LIMIT 1"
         ).fetchone()
@@ -160,24 +147,18 @@ class SqliteTarget:
             raise UnfitRows(describe_duplicate(self.options, found))
 
     def _upsert(self, columns: Sequence[str]) -> str:
-        names, rows = listed(columns), f"temp.{_ROWS}"
+        names, rows = list_names(columns), f"temp.{_ROWS}"
         if self.options.order_by:
-            ranked = ", ".join(f"{quoted(name)} DESC" for name in self.options.order_by)
+            ranked = ", ".join(f"{quote(name)} DESC" for name in self.options.order_by)
             rows = (
-                f"(SELECT *, row_number() OVER (PARTITION BY {listed(self.options.keys)}"
-                f" ORDER BY {ranked}) AS {quoted(':rank')} FROM temp.{_ROWS})"
+                f"(SELECT *, row_number() OVER (PARTITION BY {list_names(self.options.keys)}"
+                f" ORDER BY {ranked}) AS {quote(':rank')} FROM temp.{_ROWS})"
             )
-        first = f"{quoted(':rank')} = 1" if self.options.order_by else "true"
+        first = f"{quote(':rank')} = 1" if self.options.order_by else "true"
         return (
-            f"{self._insert(columns)} SELECT {names} FROM {rows} WHERE {first}"
-            f" {self._conflict(columns)}"
+            f"{insert_into(self.options, columns)} SELECT {names} FROM {rows} WHERE {first}"
+            f" {on_conflict(self.options, columns)}"
         )
-
-    def _insert(self, columns: Sequence[str]) -> str:
-        return f"INSERT INTO {self.options.table} AS t ({listed(columns)})"
-
-    def _conflict(self, columns: Sequence[str]) -> str:
-        return on_conflict(self.options, columns, "t")
 
     # --- leftovers ----------------------------------------------------------------------------
 
@@ -216,14 +197,14 @@ class SqliteTarget:
             connection.close()  # rolls back what was not committed
 
 
-def stored(batch: pa.RecordBatch) -> pa.RecordBatch:
+def convert_rows(batch: pa.RecordBatch) -> pa.RecordBatch:
     """Convert values as SQLAlchemy stores them in SQLite: times and decimals as text."""
     return pa.RecordBatch.from_arrays(
-        [_stored(column) for column in batch.columns], names=batch.schema.names
+        [_convert(column) for column in batch.columns], names=batch.schema.names
     )
 
 
-def _stored(column: pa.Array) -> pa.Array:
+def _convert(column: pa.Array) -> pa.Array:
     kind = column.type
     if pa.types.is_boolean(kind):
         return column.cast(pa.int64())

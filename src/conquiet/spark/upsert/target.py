@@ -11,9 +11,9 @@ that writes the rows, so a batch is in the table and counted, or neither.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import pyarrow as pa
 from pyspark.sql.types import StructType
@@ -165,28 +165,67 @@ def check_rows(
         yield batch
 
 
+# --- the fence ------------------------------------------------------------------------------
+
+
+def create_fences(fences: str, *, postgresql: bool) -> str:
+    """Return the statement that creates the table of fences."""
+    time = "timestamptz" if postgresql else "TEXT"
+    return (
+        f"CREATE TABLE IF NOT EXISTS {fences} (query text, target text, batch bigint NOT NULL,"
+        f" applied_at {time} NOT NULL DEFAULT CURRENT_TIMESTAMP, PRIMARY KEY (query, target))"
+    )
+
+
+def advance_fence(
+    execute: Callable[[str, Sequence[Any]], Any],
+    fences: str,
+    table: str,
+    batch: QueryBatch,
+    *,
+    parameter: str,
+) -> bool:
+    """Advance the fence of a query; a second writer of the batch waits here, and returns False.
+
+    `parameter` is how the driver of the database writes one.
+    """
+    values = ", ".join([parameter] * 3)
+    found = execute(
+        f"INSERT INTO {fences} AS f (query, target, batch) VALUES ({values})"
+        " ON CONFLICT (query, target) DO UPDATE SET batch = excluded.batch,"
+        " applied_at = CURRENT_TIMESTAMP WHERE f.batch < excluded.batch RETURNING 1",
+        [batch.query, table, batch.number],
+    )
+    return bool(found.fetchall())
+
+
 # --- SQL ------------------------------------------------------------------------------------
 
 
-def quoted(name: str) -> str:
+def quote(name: str) -> str:
     """Return any text as a name of SQL."""
     return '"' + name.replace('"', '""') + '"'
 
 
-def listed(names: Sequence[str], prefix: str = "") -> str:
-    return ", ".join(prefix + quoted(name) for name in names)
+def list_names(names: Sequence[str], prefix: str = "") -> str:
+    return ", ".join(prefix + quote(name) for name in names)
 
 
-def on_conflict(options: UpsertOptions, columns: Sequence[str], table: str) -> str:
-    """Return the clause that replaces a row with the same key, unless that row is higher."""
+def insert_into(options: UpsertOptions, columns: Sequence[str]) -> str:
+    return f"INSERT INTO {options.table} AS t ({list_names(columns)})"
+
+
+def on_conflict(options: UpsertOptions, columns: Sequence[str]) -> str:
+    """Return the clause of `insert_into` that replaces a row with the same key, unless that row is
+    higher."""
     others = [name for name in columns if name not in options.keys]
     if not others:
-        return f"ON CONFLICT ({listed(options.keys)}) DO NOTHING"
-    changes = ", ".join(f"{quoted(name)} = excluded.{quoted(name)}" for name in others)
-    clause = f"ON CONFLICT ({listed(options.keys)}) DO UPDATE SET {changes}"
+        return f"ON CONFLICT ({list_names(options.keys)}) DO NOTHING"
+    changes = ", ".join(f"{quote(name)} = excluded.{quote(name)}" for name in others)
+    clause = f"ON CONFLICT ({list_names(options.keys)}) DO UPDATE SET {changes}"
     if not options.order_by:
         return clause
-    there, new = listed(options.order_by, f"{table}."), listed(options.order_by, "excluded.")
+    there, new = list_names(options.order_by, "t."), list_names(options.order_by, "excluded.")
     # A row in the table with NULL there was not written by an upsert, and is replaced.
     return f"{clause} WHERE (({there}) <= ({new})) IS NOT FALSE"
 
@@ -241,6 +280,31 @@ def _type(field: pa.Field, postgresql: bool) -> str:
     )
 
 
+def check_columns(
+    options: UpsertOptions,
+    place: str,
+    schema: StructType,
+    there: Sequence[str],
+    *,
+    postgresql: bool,
+) -> dict[str, str]:
+    """Return the staged columns of a frame; raise if the table or one of its columns is missing."""
+    staged = staging_columns(schema, postgresql=postgresql)
+    if not there:
+        raise ConfigError(
+            f"{place} has no table {options.table}; make it:"
+            f" {create_table(options, schema, postgresql=postgresql)}"
+        )
+    missing = [name for name in staged if name not in there]
+    if missing:
+        raise ConfigError(
+            f"{options.table} has no column {', '.join(missing)}; it has {', '.join(there)}. Drop"
+            f" it from the frame, or ALTER TABLE {options.table} ADD COLUMN {quote(missing[0])}"
+            f" {staged[missing[0]]}"
+        )
+    return staged
+
+
 def create_table(options: UpsertOptions, schema: StructType, *, postgresql: bool) -> str:
     """Return the statement that creates a table for a frame."""
     columns = staging_columns(schema, postgresql=postgresql)
@@ -251,4 +315,4 @@ def create_table(options: UpsertOptions, schema: StructType, *, postgresql: bool
 
 def _name(name: str) -> str:
     plain = name.isidentifier() and name.islower() and name.isascii()
-    return name if plain else quoted(name)
+    return name if plain else quote(name)
