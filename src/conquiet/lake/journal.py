@@ -23,6 +23,7 @@ import pyarrow as pa
 
 from conquiet.errors import ConfigError, ConquietError
 from conquiet.lake.tables import DataFile, Files
+from conquiet.lease import LeaseKeeper
 
 if TYPE_CHECKING:
     from deltalake import DeltaTable
@@ -31,6 +32,7 @@ logger = logging.getLogger("conquiet.lake")
 
 FOLDER = "_pipeline"
 _LEASE_SECONDS = 60.0
+_RENEW_SECONDS = _LEASE_SECONDS / 4
 _KEPT_LEASES = "interval 1 hours"
 
 
@@ -222,14 +224,25 @@ class Lease(Lock):
         super().__init__(files)
         self._owner = uuid.uuid4().hex
         self._until = 0.0
-        self._released = threading.Event()
-        self._renewal: threading.Thread | None = None
+        self._is_held = False
+        self._one_commit = threading.Lock()  # of two at once, the store would refuse one
+        self._keeper = LeaseKeeper("conquiet-lake")
+
+    def __repr__(self) -> str:
+        return f"the lease of {self._files.root}"
 
     def acquire(self) -> None:
         self._commit(_LEASE_SECONDS)
-        self._released.clear()
-        self._renewal = threading.Thread(target=self._renew, daemon=True)
-        self._renewal.start()
+        self._is_held = True
+        self._keeper.add(self, _RENEW_SECONDS)
+
+    def renew(self) -> float | None:
+        """Renew it, as its keeper asks; if none succeeds until it ends, `check` ends the driver."""
+        with self._one_commit:
+            if not self._is_held:
+                return None
+            self._commit(_LEASE_SECONDS)
+        return _RENEW_SECONDS
 
     def _commit(self, seconds: float) -> None:
         from deltalake import CommitProperties, Transaction
@@ -278,13 +291,6 @@ class Lease(Lock):
             )
         return DeltaTable(uri, storage_options=options)
 
-    def _renew(self) -> None:
-        while not self._released.wait(_LEASE_SECONDS / 4):
-            try:
-                self._commit(_LEASE_SECONDS)
-            except Exception as error:  # noqa: BLE001 - `check` ends the driver if none succeeds
-                logger.error("could not renew the lease of %s: %s", self._files.root, error)
-
     def check(self) -> None:
         """Raise if the lease has ended: another driver may have it."""
         if time.time() > self._until:
@@ -294,12 +300,12 @@ class Lease(Lock):
             )
 
     def release(self) -> None:
-        self._released.set()
-        if self._renewal is not None:
-            self._renewal.join()  # its commit would refuse ours
+        self._keeper.remove(self)
         try:
-            if time.time() < self._until:
-                self._commit(0.0)
+            with self._one_commit:
+                self._is_held = False
+                if time.time() < self._until:
+                    self._commit(0.0)
         except Exception as error:  # noqa: BLE001 - the batches are committed
             logger.warning(
                 "could not release the lease of %s, which ends in %.0f s: %s",

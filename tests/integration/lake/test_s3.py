@@ -124,8 +124,9 @@ def test_of_two_drivers_that_take_the_lease_at_once_one_is_refused(lake, monkeyp
         said = sorted(pool.map(take, leases), key=len)
     assert said[0] == "taken"
     assert "was taken by another driver at this moment" in said[1]
+    monkeypatch.undo()
     for one in leases:
-        one._released.set()
+        one.release()
 
 
 def test_a_driver_that_lost_its_lease_stops_before_the_next_step(lake):

@@ -15,9 +15,10 @@ from tests import zygote
 from tests.unit.lake.payments import CATALOG, Captured, entries, entry, pipeline
 
 from conquiet.errors import ConfigError
-from conquiet.lake import ExpectationFailed, Pipeline
+from conquiet.lake import ExpectationFailed, Pipeline, journal
 from conquiet.lake.facts import FactFailed
 from conquiet.lake.tables import Files
+from conquiet.testing import eventually
 
 
 @pytest.fixture
@@ -484,6 +485,21 @@ def test_optimize_removes_what_killed_tasks_have_left(lake):
 def test_one_driver_per_lake(lake):
     with lake.driver(), pytest.raises(ConfigError, match="in use by process"):
         lake.refresh()
+
+
+def test_a_lease_is_renewed_until_it_is_released(tmp_path, monkeypatch):
+    monkeypatch.setattr(journal, "_RENEW_SECONDS", 0.01)
+    files = Files(str(tmp_path / "lake"))
+    lease, other = journal.Lease(files), journal.Lease(files)
+    lease.acquire()
+    until = lease._until
+    eventually(lambda: lease._until > until, message="a renewal")
+    with pytest.raises(ConfigError, match="in use by another driver"):
+        other.acquire()
+    lease.release()
+    other.acquire()
+    other.release()
+    assert lease.renew() is None
 
 
 def test_without_event_types_there_is_bronze_alone(tmp_path):
