@@ -1,10 +1,12 @@
-"""Measure the house: files, lines, modules with one importer, and the walk of one message.
+"""Measure the house: files, lines, modules with one importer, names, and the walk of one message.
 
     .venv/bin/python scripts/house.py                 the tree that this script is in
+    .venv/bin/python scripts/house.py --counts        without the walks, which start servers
     PYTHONPATH=OTHER/src .venv/bin/python scripts/house.py --source OTHER/src
 
 A walk counts the files of conquiet that one message passes, and how often the call stack moves
-from one file to another, on a path that is already warm. Servers are private.
+from one file to another, on a path that is already warm: of a worker, from the handler of one
+message to that of the next. Servers are private.
 """
 
 from __future__ import annotations
@@ -25,6 +27,11 @@ from typing import Any
 
 _HERE = Path(__file__).resolve().parent.parent
 _GERUND = re.compile(r"(^|_)[a-z]{3,}ing$")
+_PARTICIPLE = re.compile(
+    r"(?!feed|need|seed|speed|embed|exceed|proceed|succeed|breed|bleed)[a-z]{2,}ed|bound|broken|"
+    r"brought|built|chosen|done|drawn|found|frozen|given|gone|grown|held|hidden|kept|known|lost|"
+    r"made|meant|met|paid|seen|sent|shown|sold|spent|stuck|taken|thrown|told|written"
+)
 _TIMEOUT_SECONDS = 20.0
 
 
@@ -32,7 +39,7 @@ _TIMEOUT_SECONDS = 20.0
 
 
 def count(source: Path) -> dict[str, str]:
-    """Count files, lines, modules with one importer and modules named by a gerund."""
+    """Count files, lines, modules with one importer, and names that are no nouns or verbs."""
     files = sorted(source.rglob("*.py"))
     modules = {_module(source, file): file for file in files}
     importers: dict[str, set[str]] = {name: set() for name in modules}
@@ -48,10 +55,37 @@ def count(source: Path) -> dict[str, str]:
         "lines": f"{sum(len(file.read_text().splitlines()) for file in files):,}",
         "modules with one importer": f"{len(lonely)} ({len(lonely) / len(plain):.0%})",
         "modules named by a gerund": str(len(gerunds)),
+        "functions named by a participle": _count_participles(files),
+        "class names twice in a room": str(_count_twins(source, files)),
     }
 
 
 _NO_CONCEPT = ("__init__.py", "__main__.py")
+
+
+def _count_participles(files: list[Path]) -> str:
+    """Count functions whose whole name is a participle; properties are adjectives."""
+    names = [
+        node.name.strip("_")
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and not node.name.startswith("__")
+        and not any(isinstance(d, ast.Name) and d.id == "property" for d in node.decorator_list)
+    ]
+    found = [name for name in names if _PARTICIPLE.fullmatch(name)]
+    return f"{len(found)} ({len(found) / max(1, len(names)):.1%})"
+
+
+def _count_twins(source: Path, files: list[Path]) -> int:
+    """Count class names that two modules of one room define."""
+    homes: dict[tuple[str, ...], set[Path]] = {}
+    for file in files:
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                room = file.relative_to(source).parts[1:-1][:1]
+                homes.setdefault((*room, node.name), set()).add(file)
+    return sum(len(found) > 1 for found in homes.values())
 
 
 def _module(source: Path, file: Path) -> str:
@@ -76,7 +110,7 @@ def _imports(tree: ast.AST, known: set[str]) -> Iterator[str]:
 
 
 class Walk:
-    """Records which files of the package are entered, in which order, in all threads."""
+    """Records which files of the package are entered, in which order."""
 
     def __init__(self, package: Path) -> None:
         self._package = str(package)
@@ -87,14 +121,20 @@ class Walk:
 
     @contextmanager
     def record(self) -> Iterator[None]:
-        threading.setprofile_all_threads(self._note) if sys.version_info >= (3, 12) else None
-        threading.setprofile(self._note)
-        sys.setprofile(self._note)
+        self.begin()
         try:
             yield
         finally:
-            sys.setprofile(None)
-            threading.setprofile(None)  # type: ignore[arg-type]  # accepted, and not in the stubs
+            self.end()
+
+    def begin(self) -> None:
+        """Record the calls of this thread, and of threads that are started from now on."""
+        threading.setprofile(self._note)
+        sys.setprofile(self._note)
+
+    def end(self) -> None:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]  # accepted, and not in the stubs
 
     def _note(self, frame: FrameType, event: str, _: Any) -> None:
         if event != "call":
@@ -140,7 +180,11 @@ def _message() -> Any:
     return Message(msgspec.json.encode({"id": "o-1"}), attributes)
 
 
-def _router(*middlewares: Any) -> tuple[Any, list[str]]:
+_WARM = 3
+"""Messages that a worker handles before the one that is walked."""
+
+
+def _router(walk: Walk, *middlewares: Any) -> tuple[Any, list[str]]:
     import msgspec
 
     from conquiet import Router
@@ -159,6 +203,10 @@ def _router(*middlewares: Any) -> tuple[Any, list[str]]:
     @router.command(source="/orders")
     def place_order(order: PlaceOrder) -> list[OrderPlaced]:
         handled.append(order.id)
+        if len(handled) == _WARM:
+            walk.begin()
+        elif len(handled) > _WARM:
+            walk.end()
         return [OrderPlaced(order.id)]
 
     return router, handled
@@ -174,19 +222,15 @@ def _walk_redis(walk: Walk) -> None:
         sink = room.StreamSink(client, "commands")
         source = room.StreamSource(client, "commands", group="house")
         router, handled = _router(
-            room.Transaction(client), room.Inbox("house"), room.Outbox("events")
+            walk, room.Transaction(client), room.Inbox("house"), room.Outbox("events")
         )
-        sink.publish([_message()])
-        _run(Worker(source, router), handled, 1)  # warm
-        source = room.StreamSource(client, "commands", group="house")
-        sink.publish([_message()])
-        with walk.record():
-            _run(Worker(source, router), handled, 2)
+        sink.publish([_message() for _ in range(_WARM + 1)])
+        _run(Worker(source, router, batch_size=1), handled)
 
 
-def _run(worker: Any, handled: list[str], expected: int) -> None:
+def _run(worker: Any, handled: list[str]) -> None:
     worker.start()
-    _wait(lambda: len(handled) >= expected, "a handled message")
+    _wait(lambda: len(handled) > _WARM, "a handled message")
     worker.stop()
 
 
@@ -196,13 +240,11 @@ def _walk_sql(walk: Walk) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         engine = _outbox_engine(f"sqlite:///{folder}/house.sqlite")
-        router, handled = _router(sql.Transaction(engine), sql.Inbox("house"), sql.Outbox("events"))
+        chain = (sql.Transaction(engine), sql.Inbox("house"), sql.Outbox("events"))
+        router, handled = _router(walk, *chain)
         log = Log()
-        log.sink("commands").publish([_message()])
-        _run(Worker(log.source(group="house"), router), handled, 1)
-        log.sink("commands").publish([_message()])
-        with walk.record():
-            _run(Worker(log.source(group="house"), router), handled, 2)
+        log.sink("commands").publish([_message() for _ in range(_WARM + 1)])
+        _run(Worker(log.source(group="house"), router, batch_size=1), handled)
         engine.dispose()
 
 
@@ -326,12 +368,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
     parser.add_argument("--source", type=Path, default=_HERE / "src", metavar="DIR")
     parser.add_argument("--verbose", action="store_true", help="list the files of each walk")
+    parser.add_argument("--counts", action="store_true", help="no walks, and so no servers")
     chosen = parser.parse_args()
     source = chosen.source.resolve()
     rows = count(source)
-    rows |= walks(source / "conquiet", chosen.verbose)
+    if not chosen.counts:
+        rows |= walks(source / "conquiet", chosen.verbose)
     for name, value in rows.items():
-        print(f"{name:<28} {value:>24}")
+        print(f"{name:<32} {value:>24}")
 
 
 if __name__ == "__main__":
