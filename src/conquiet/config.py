@@ -27,6 +27,8 @@ DATABASE_VARIABLE = "CONQUIET_DATABASE_URL"
 BROKER_VARIABLE = "CONQUIET_BROKER_URL"
 LOCAL_BROKER = "redis://localhost:6379/0"
 DATABASES = ("postgresql", "postgres", "sqlite")
+EVENTS_TABLE = "outbox_events"
+"""The name, in any schema, of a table with the locked layout of domain events."""
 TABLE_NAME = re.compile(r"(?:[a-z_][a-z0-9_]{0,47}\.)?[a-z_][a-z0-9_]{0,47}")
 """A table, with its schema if it has one; a name that needs no quotes."""
 
@@ -361,6 +363,11 @@ def _read_table(text: str) -> str:
     if not TABLE_NAME.fullmatch(text):
         raise ValueError
     return text
+
+
+def has_events_layout(table: str) -> bool:
+    """Return whether a table has the locked layout of domain events, by its name."""
+    return table.rpartition(".")[2] == EVENTS_TABLE
 
 
 # --- settings that several commands share ---------------------------------------------------

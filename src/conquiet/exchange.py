@@ -7,11 +7,12 @@ their own socket.
 
 from __future__ import annotations
 
+import http.client
 import io
 import socket
 import ssl
 import time
-from typing import Any
+from typing import Any, cast
 
 
 class TooMuchReceived(OSError):
@@ -58,6 +59,19 @@ def _left(until: float) -> float:
     if left <= 0:
         raise TimeoutError("timed out")
     return left
+
+
+def open_http(
+    host: str, port: int, seconds: float, context: ssl.SSLContext | None, *, max_bytes: int
+) -> http.client.HTTPConnection:
+    """Open a connection whose socket is an `ExchangeSocket`: call its `begin` for each request."""
+    connected = connect(host, port, seconds, context)
+    if context is None:
+        opened = http.client.HTTPConnection(host, port)
+    else:
+        opened = http.client.HTTPSConnection(host, port, context=context)
+    opened.sock = cast("Any", ExchangeSocket(connected, max_bytes=max_bytes))
+    return opened
 
 
 class ExchangeSocket:

@@ -62,7 +62,7 @@ class TestLogSink(SinkContract):
         self.made.append(self.log.sink())
         return self.made[-1]
 
-    def published(self) -> list[Message[Any]]:
+    def list_published(self) -> list[Message[Any]]:
         return list(self.log.replay())
 
     @contextmanager
@@ -89,7 +89,7 @@ class InStore:
     def note(self, key: str) -> None:
         self.store.add(key)
 
-    def noted(self, key: str) -> int:
+    def read_note(self, key: str) -> int:
         return self.store.get(key, 0)
 
     @contextmanager

@@ -42,7 +42,7 @@ class OverRedis:
     def note(self, key: str) -> None:
         commands(self.client).incr(f"count:{key}")
 
-    def noted(self, key: str) -> int:
+    def read_note(self, key: str) -> int:
         return int(self.direct.get(f"count:{key}") or 0)
 
     def handle(self) -> Callable[[], object]:

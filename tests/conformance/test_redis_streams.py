@@ -63,7 +63,7 @@ class TestStreamSink(SinkContract):
     def open(self) -> StreamSink:
         return StreamSink(self.client, "orders", **self.settings)
 
-    def published(self) -> Sequence[Message[Any]]:
+    def list_published(self) -> Sequence[Message[Any]]:
         source = StreamSource(self.direct, "orders", "published")
         try:
             return list(source.replay())

@@ -39,7 +39,7 @@ class OverDatabase:
         with connection(self.engine) as found:
             found.execute(self.count_up, {"key": key, "value": 1})
 
-    def noted(self, key: str) -> int:
+    def read_note(self, key: str) -> int:
         with connection(self.engine) as found:
             return found.execute(select(COUNTS.c.value).where(COUNTS.c.key == key)).scalar() or 0
 

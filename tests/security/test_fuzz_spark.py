@@ -14,7 +14,7 @@ from tests.security.hostile import HURTING, damaged, fuzzed, values
 
 from conquiet.spark.columns import MALFORMED
 from conquiet.spark.log.decoder import RowBuilder
-from conquiet.spark.outbox.rows import attributes, published, times
+from conquiet.spark.outbox.rows import attributes, render_payloads, times
 from conquiet.spark.payload import RAW, Payload, as_text
 
 GOOD = b'{"whole": 1}'
@@ -123,7 +123,7 @@ bad = st.text(max_size=20) | st.sampled_from(["[" * 5_000, "[1", "2],3", "", '"'
 def test_payloads_of_domain_events(before, between, after) -> None:
     """PostgreSQL takes nothing but JSON; what somebody wrote into SQLite may be anything."""
     found = [*before, between, *after]
-    made, flaws = published(pa.array(found, pa.string()))
+    made, flaws = render_payloads(pa.array(found, pa.string()))
     assert len(made) == len(flaws) == len(found)
     for text, flaw in zip(found, flaws.to_pylist(), strict=True):
         try:

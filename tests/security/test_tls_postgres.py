@@ -18,7 +18,7 @@ from tests.security.certificates import certificate
 from conquiet import Message, cli, embedded
 from conquiet.cli.doctor import _check_verification
 from conquiet.errors import ConfigError, ConquietError, StoreError
-from conquiet.spark.database import Database, connected
+from conquiet.spark.database import Database, begin
 from conquiet.spark.upsert.postgres import PostgresTarget
 from conquiet.spark.upsert.target import UpsertOptions
 from conquiet.sql import Outbox, OutboxLog, engine, schema
@@ -78,7 +78,7 @@ def test_a_certificate_that_nobody_vouches_for_is_refused_by_every_door(
     url, _ = secure_postgres
     with pytest.raises(ConquietError, match=f"{REFUSED}.*{ADVICE}"):
         read(url)
-    with pytest.raises(StoreError, match=f"{REFUSED}.*{ADVICE}"), connected(Database.at(url)):
+    with pytest.raises(StoreError, match=f"{REFUSED}.*{ADVICE}"), begin(Database.at(url)):
         pass
     options = UpsertOptions.of({"url": url, "table": "orders", "keys": "id"}, ["id"])
     with pytest.raises(StoreError, match=f"{REFUSED}.*{ADVICE}"):
@@ -106,7 +106,7 @@ def test_with_its_authority_it_is_taken_by_every_door(secure_postgres) -> None:
         )
     made.dispose()
     assert len(read(known)) == 1
-    with connected(Database.at(known)) as connection, connection.cursor() as cursor:
+    with begin(Database.at(known)) as connection, connection.cursor() as cursor:
         cursor.execute("SELECT ssl FROM pg_stat_ssl WHERE pid = pg_backend_pid()")
         assert cursor.fetchone() == (True,)
     with _own_schema(known) as inside, psycopg.connect(inside) as connection:
@@ -120,7 +120,7 @@ def test_a_certificate_of_another_name_is_refused(secure_postgres) -> None:
         read(elsewhere)
     with (
         pytest.raises(StoreError, match="does not match host name"),
-        connected(Database.at(elsewhere)),
+        begin(Database.at(elsewhere)),
     ):
         pass
 

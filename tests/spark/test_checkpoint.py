@@ -8,7 +8,7 @@ import pytest
 
 from conquiet.errors import ConfigError
 from conquiet.spark import start_query
-from conquiet.spark.checkpoint import held
+from conquiet.spark.checkpoint import lock_checkpoint
 
 
 def numbers(spark):
@@ -30,7 +30,7 @@ def test_a_query_holds_its_checkpoint_until_it_ends(spark, tmp_path: Path) -> No
     finally:
         query.stop()
     write().stop()  # at once: nobody has to wait for the lock
-    with held(str(place)):
+    with lock_checkpoint(str(place)):
         pass
 
 
@@ -46,9 +46,9 @@ def test_a_query_that_fails_or_never_starts_lets_go_of_its_checkpoint(
     query = start_query(numbers(spark).writeStream.foreachBatch(fail), place)
     with pytest.raises(Exception, match="as it may happen"):
         query.awaitTermination(60)
-    with held(place):
+    with lock_checkpoint(place):
         pass
     with pytest.raises(Exception, match="nowhere"):
         start_query(numbers(spark).writeStream.format("nowhere"), place)
-    with held(place):
+    with lock_checkpoint(place):
         pass

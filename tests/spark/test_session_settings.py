@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from conquiet.errors import ConfigError
-from conquiet.spark.checkpoint import held, local_directory
+from conquiet.spark.checkpoint import local_directory, lock_checkpoint
 from conquiet.spark.columns import CORES_VARIABLE
 from conquiet.spark.formats import executor_cores
 from conquiet.spark.log import tasks
-from conquiet.spark.settings import DriverPython, _choose_python, is_local, recommended, session
+from conquiet.spark.settings import DriverPython, _choose_python, is_local, recommend, session
 
 _TRY = """
 import json, logging, os, sys
@@ -202,8 +202,8 @@ def test_planners_get_the_cores_of_the_session(spark) -> None:
 
 
 def test_a_cluster_gets_nothing_that_is_right_for_one_machine_only() -> None:
-    there = recommended("spark://host:7077")
-    here = recommended("local[3]")
+    there = recommend("spark://host:7077")
+    here = recommend("local[3]")
     assert set(there) < set(here)
     assert "spark.sql.streaming.checkpointFileManagerClass" not in there
     assert here["spark.sql.shuffle.partitions"] == "3"
@@ -217,14 +217,18 @@ def test_a_master_and_a_server_exclude_each_other() -> None:
 
 def test_a_number_of_cores_that_is_none_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"write local\[2\]"):
-        recommended("local[two]")
+        recommend("local[two]")
 
 
 def test_a_checkpoint_is_held_by_one_query_at_a_time(tmp_path: Path) -> None:
     place = f"file://{tmp_path}/checkpoint"
-    with held(place), pytest.raises(ConfigError, match="is in use by process"), held(place):
+    with (
+        lock_checkpoint(place),
+        pytest.raises(ConfigError, match="is in use by process"),
+        lock_checkpoint(place),
+    ):
         pass
-    with held(place):
+    with lock_checkpoint(place):
         pass
 
 
@@ -232,5 +236,5 @@ def test_only_a_local_checkpoint_has_a_lock() -> None:
     assert local_directory("hdfs://host/checkpoint") is None
     assert local_directory("relative/path") == Path("relative/path")
     assert local_directory("file:///a/b") == Path("/a/b")
-    with held("s3a://bucket/checkpoint"):
+    with lock_checkpoint("s3a://bucket/checkpoint"):
         pass

@@ -68,7 +68,7 @@ def _run(options: Namespace) -> int:
     names = [setting.name for setting in SETTINGS]
     settings = load({name: getattr(options, name) for name in names if hasattr(options, name)})
     if options.print_settings:
-        shown = settings.shown()
+        shown = settings.describe()
         if options.json:
             print_json(shown)
         else:
@@ -100,7 +100,7 @@ def _run(options: Namespace) -> int:
     token = getattr(access, "token", "") if is_new else ""
 
     def announce(port: int) -> None:
-        _print_address(settings, port, token, app.stores.shown(), options.json)
+        _print_address(settings, port, token, app.stores.describe(), options.json)
 
     serve(app, settings.host, settings.port, settings.public_url, announce)
     return OK

@@ -131,7 +131,7 @@ def _show(options: Namespace) -> int:
 def _replay(options: Namespace) -> int:
     from conquiet.operations import dead_letters
 
-    wanted = _chosen(options)
+    wanted = _require_filter(options)
     is_file = options.place.startswith("file:")
     with _letters(options) as letters, Progress("replaying") as progress:
         outcome = dead_letters.replay(
@@ -148,7 +148,7 @@ def _replay(options: Namespace) -> int:
 def _drop(options: Namespace) -> int:
     from conquiet.operations import dead_letters
 
-    wanted = _chosen(options)
+    wanted = _require_filter(options)
     with _letters(options) as letters:
         going = dead_letters.drop(letters, wanted, limit=options.limit, dry_run=True)
         if options.dry_run or not going.done:
@@ -192,7 +192,7 @@ def _filter_of(options: Namespace) -> Any:
     )
 
 
-def _chosen(options: Namespace) -> Any:
+def _require_filter(options: Namespace) -> Any:
     """Return the filter; all letters only with --all."""
     from conquiet.operations.dead_letters import Filter
 

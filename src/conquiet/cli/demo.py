@@ -75,7 +75,7 @@ def _run(options: Namespace) -> int:
     if options.no_spark:
         progress.note("without Spark: no tables, no quarantine, and no revenue by Spark to compare")
 
-    def done(story: Any, servers: Any) -> None:
+    def print_story(story: Any, servers: Any) -> None:
         progress.clear()
         if options.json:
             print_json({**story.as_json(), "report": str(options.to / "report.html")})
@@ -87,7 +87,7 @@ def _run(options: Namespace) -> int:
     try:
         story = start(
             progress,
-            done,
+            print_story,
             orders=options.orders,
             seed=options.seed,
             folder=options.to,

@@ -363,8 +363,7 @@ def _check_tables(engine: Any) -> Iterator[Check]:
     """Compare the tables with what this version needs."""
     from sqlalchemy import inspect
 
-    from conquiet.config import TABLE, read
-    from conquiet.relay.settings import has_events_layout
+    from conquiet.config import TABLE, has_events_layout, read
     from conquiet.sql import schema
     from conquiet.sql.schema import split_name
 

@@ -131,7 +131,7 @@ def _print_missing(named: Sequence[str], known: Collection[str], prefix: str) ->
     return missing
 
 
-def _stuck(info: Any) -> int:
+def _count_stuck(info: Any) -> int:
     """Count messages in flight with dead consumers; a live consumer takes them over."""
     return sum(consumer.pending for consumer in info.consumers if not consumer.alive)
 
@@ -161,12 +161,12 @@ def _print_queues(chosen: Sequence[Any], letters: dict[str, list[Any]]) -> None:
     for queue, some in letters.items():
         for letter in some:
             print(red(in_one_row(f"{queue} {letter.id}"), sys.stdout), one_line(letter.reason))
-    if any(_stuck(info) for info in chosen):
+    if any(_count_stuck(info) for info in chosen):
         print("conquiet kombu clean gives back the messages of dead consumers", file=sys.stderr)
 
 
 def _is_in_trouble(info: Any) -> bool:
-    return bool(info.dead_letters or _stuck(info))
+    return bool(info.dead_letters or _count_stuck(info))
 
 
 def _clean(options: Namespace) -> int:

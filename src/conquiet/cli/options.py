@@ -6,7 +6,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -85,6 +87,12 @@ class _Switch(BooleanOptionalAction):
     ) -> None:
         is_on = option_string is not None and not option_string.startswith("--no-")
         setattr(namespace, self.dest, str(is_on).lower())
+
+
+def search_here() -> None:
+    """Let MODULE:NAME name modules of the current directory."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
 
 
 # --- values ---------------------------------------------------------------------------------
@@ -230,13 +238,8 @@ def is_broker_given(given: str | None) -> bool:
     return _find(BROKER, given)[1] != "default"
 
 
-def broker_url(given: str | None) -> str:
-    """Return the URL of the broker; raise if none is given."""
-    return _broker(given)[0]
-
-
 def _broker(given: str | None) -> tuple[str, str]:
-    """Return the URL, and the flag or variable that named it."""
+    """Return the URL of the broker, and the flag or variable that named it; raise if none did."""
     url, origin = _find(BROKER, given)
     if origin == "default":
         raise ConfigError(f"no broker given: use --broker, or set {BROKER_VARIABLE}")

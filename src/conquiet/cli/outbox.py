@@ -22,6 +22,7 @@ from conquiet.cli.options import (
     count,
     database_at,
     database_url,
+    search_here,
 )
 from conquiet.cli.progress import Progress
 from conquiet.cli.terminal import (
@@ -200,8 +201,7 @@ def _migrate(options: Namespace) -> int:
 
 def _tables_of(options: Namespace) -> _Tables:
     """Return the operations on the tables that the options name."""
-    from conquiet.config import TABLE, missing_extra, read
-    from conquiet.relay.settings import has_events_layout
+    from conquiet.config import TABLE, has_events_layout, missing_extra, read
 
     table = options.table or read(TABLE)
     try:
@@ -253,8 +253,7 @@ def _catalog(options: Namespace) -> Any:
             "the enums of outbox_events are those of a catalog: name yours with --catalog"
             f" module:NAME or {CATALOG_VARIABLE}, such as shop.events:CATALOG"
         )
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    search_here()
     found = resolve(name)
     if not isinstance(found, Catalog):
         raise ConfigError(f"{name} is a {type(found).__name__}, not a conquiet.events.Catalog")

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterable
@@ -20,6 +19,7 @@ from conquiet.cli.options import (
     add_group,
     add_verb,
     count,
+    search_here,
     seconds,
 )
 from conquiet.cli.terminal import FAILED, OK, in_one_row, print_json, print_table
@@ -313,8 +313,7 @@ def find_pipeline(target: str | None, lake: str | None) -> Pipeline:
 
     if target is None:
         return Pipeline(lake=lake or "lake")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    search_here()
     found = resolve(target)
     if not isinstance(found, Pipeline):
         raise ConfigError(f"{target} is {found!r:.80}, not a conquiet.lake.Pipeline")
@@ -329,7 +328,7 @@ def find_pipeline(target: str | None, lake: str | None) -> Pipeline:
 def _run(options: Namespace) -> int:
     from conquiet.cli.pipeline_run import run
 
-    return run(options)
+    return run(options, lambda: find_pipeline(options.pipeline, options.to))
 
 
 def _show(options: Namespace) -> int:

@@ -8,13 +8,13 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from conquiet.cli.logs import set_up_logs
-from conquiet.cli.pipeline import find_pipeline
 from conquiet.cli.terminal import FAILED, OK, has_colour, one_line, print_json, red
+from conquiet.config import has_events_layout
 from conquiet.errors import ConfigError, ConquietError
 
 if TYPE_CHECKING:
@@ -32,7 +32,8 @@ _BEHIND = ("=== Streaming Query ===", "JVM stacktrace:")
 """What Spark writes behind the text of an error."""
 
 
-def run(options: Namespace) -> int:
+def run(options: Namespace, find_pipeline: Callable[[], Pipeline]) -> int:
+    """Run the pipeline, which is imported when the options are known to be right."""
     debug = getattr(options, "debug", False)
     source = source_options(options)
     config = spark_settings(options, debug)
@@ -49,7 +50,7 @@ def run(options: Namespace) -> int:
     except ImportError as error:
         raise ConfigError(f"{error}: pip install 'conquiet[spark]'") from error
     _check_source(options, source, streaming=not is_whole)
-    pipeline = find_pipeline(options.pipeline, options.to)
+    pipeline = find_pipeline()
     set_up_logs("info" if debug else "warning")
     # Spark does not count rows that it does not read itself.
     progress = BatchProgress(options.json, by_steps=is_whole or options.origin == "files")
@@ -59,7 +60,7 @@ def run(options: Namespace) -> int:
         if options.metrics is not None:
             stack.enter_context(serve_metrics(pipeline, *options.metrics))
         try:
-            with nullcontext() if log is None else log.redirected():
+            with nullcontext() if log is None else log.redirect():
                 spark = _session(options, config)
             stack.callback(spark.stop)
             stopped = pipeline.run(
@@ -115,7 +116,7 @@ class SparkLog:
             os.remove(self.path)
 
     @contextmanager
-    def redirected(self) -> Iterator[None]:
+    def redirect(self) -> Iterator[None]:
         """Let processes that are started meanwhile write to the file, as long as they live."""
         sys.stderr.flush()
         stderr = os.dup(2)
@@ -180,10 +181,8 @@ def is_whole_table(origin: str, options: Mapping[str, str]) -> bool:
     """Return whether the events are in a table that is not a log: it is read as a whole."""
     if origin != "outbox":
         return False
-    from conquiet.events.table import EVENTS_TABLE
-
     given = {name.lower(): value for name, value in options.items()}
-    return given.get("table", "").rpartition(".")[2] == EVENTS_TABLE
+    return has_events_layout(given.get("table", ""))
 
 
 def _check_whole(options: Namespace) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
@@ -17,6 +16,7 @@ from conquiet.cli.options import (
     add_setting,
     count,
     positive_seconds,
+    search_here,
     seconds,
 )
 from conquiet.cli.terminal import FAILED, OK, has_colour, print_json, red
@@ -139,7 +139,7 @@ def _run(options: Namespace) -> int:
         if value is not None and name not in left_out
     }
     logs = _logs_of(options)
-    _search_here()
+    search_here()
     if options.processes:
         from conquiet.processes import run_processes
 
@@ -161,11 +161,6 @@ def make_in_child(options: dict[str, Any], logs: dict[str, str]) -> Worker:
     """Build the worker of one of several processes."""
     _set_up_logs(logs)
     return _make(options, ExitStack(), shared=True)
-
-
-def _search_here() -> None:
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
 
 
 def _make(options: dict[str, Any], files: ExitStack, shared: bool = False) -> Worker:

@@ -19,11 +19,12 @@ from sqlalchemy import Connection, Insert, Table, insert
 from sqlalchemy.orm import Session
 
 from conquiet import outbox
+from conquiet.config import EVENTS_TABLE
 from conquiet.errors import ConfigError, HandlerError
 from conquiet.events.catalog import Catalog, Event
 from conquiet.events.check import MAX_PAYLOAD_BYTES, check
 from conquiet.events.source import TOPIC
-from conquiet.events.table import EVENTS_TABLE, events_table
+from conquiet.events.table import events_table
 from conquiet.message import Message, describe
 from conquiet.sql import handle
 from conquiet.sql.notification import notify_after_commit

@@ -32,12 +32,12 @@ from sqlalchemy.dialects import registry
 from sqlalchemy.dialects.postgresql import CreateEnumType
 from sqlalchemy.schema import CreateIndex, CreateTable
 
+from conquiet.config import EVENTS_TABLE
 from conquiet.errors import ConfigError
 from conquiet.events.catalog import Catalog
 from conquiet.events.table import (
     AGGREGATE_TYPE_ENUM,
     EVENT_TYPE_ENUM,
-    EVENTS_TABLE,
     aggregate_types,
     create_trigger_statements,
     event_types,

@@ -15,9 +15,10 @@ from sqlalchemy import JSON, URL, Column, DateTime, Engine, Integer, MetaData, T
 
 from conquiet.acking import Acking
 from conquiet.codec import SPEC_VERSION
+from conquiet.config import EVENTS_TABLE
 from conquiet.errors import InvalidMessage
 from conquiet.events.check import canonical
-from conquiet.events.table import EVENTS_TABLE, UuidText
+from conquiet.events.table import UuidText
 from conquiet.message import Attributes, Message
 from conquiet.sql import dialect
 from conquiet.sql.claim import Layout

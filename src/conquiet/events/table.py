@@ -34,12 +34,12 @@ from sqlalchemy.orm import registry
 from sqlalchemy.sql.expression import FunctionElement
 from sqlalchemy.types import TypeDecorator, TypeEngine
 
+from conquiet.config import EVENTS_TABLE
 from conquiet.errors import ConquietError
 from conquiet.events.catalog import Catalog
 from conquiet.sql.claim import SQLITE_NOW
 from conquiet.sql.schema import split_name
 
-EVENTS_TABLE = "outbox_events"
 EVENT_TYPE_ENUM = "event_type_enum"
 AGGREGATE_TYPE_ENUM = "aggregate_type_enum"
 MUTABLE = ("published_at", "attempt_count", "last_error")

@@ -35,9 +35,9 @@ from conquiet.kombu.connection import (
     UNREACHABLE,
     Commands,
     background_client,
-    bound,
     close_idle,
     is_replica,
+    limit_waits,
 )
 from conquiet.kombu.consumer import Consumer
 from conquiet.kombu.layout import Keys, place_of
@@ -90,7 +90,7 @@ class QoS(lists.QoS):  # type: ignore[misc]  # Kombu has no types
             self.channel.settle(delivery_tag)
         self._quick_ack(delivery_tag)
 
-    def unacked(self) -> list[str]:
+    def list_unacked(self) -> list[str]:
         """List the tags of the messages that were handed over and not settled."""
         return [tag for tag in list(self._delivered) if tag not in self._dirty]
 
@@ -253,7 +253,7 @@ class Channel(lists.Channel):  # type: ignore[misc]  # Kombu has no types
         if wants_tls and not isinstance(conninfo.ssl, dict):
             conninfo.ssl = {"ssl_cert_reqs": ssl.CERT_REQUIRED}
         params: dict[str, Any] = super()._connparams(asynchronous=asynchronous)
-        bound(params)
+        limit_waits(params)
         return params
 
     def _disconnect_pools(self) -> None:

@@ -75,7 +75,7 @@ def close_idle(pool: Any) -> None:
         close_idle(sentinel.connection_pool)
 
 
-def bound(params: dict[str, Any], longest: float = math.inf) -> None:
+def limit_waits(params: dict[str, Any], longest: float = math.inf) -> None:
     """Limit how long connections with these parameters wait for a reply, and for the server."""
     for name in ("socket_timeout", "socket_connect_timeout"):
         if name in params:  # a unix socket has no second one
@@ -84,7 +84,7 @@ def bound(params: dict[str, Any], longest: float = math.inf) -> None:
 
 def background_client(pool: Any, lease_seconds: float) -> Any:
     """Create a client for leases; it outlives the channel."""
-    bound(pool.connection_kwargs, max(min(_BACKGROUND_TIMEOUT, lease_seconds / 10), 0.5))
+    limit_waits(pool.connection_kwargs, max(min(_BACKGROUND_TIMEOUT, lease_seconds / 10), 0.5))
     return redis.Redis(connection_pool=pool)
 
 

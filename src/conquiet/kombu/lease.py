@@ -96,7 +96,7 @@ class Pulse:
         if threading.get_ident() == self._thread:
             self.end()
 
-    def blocked(self) -> float:
+    def blocked_seconds(self) -> float:
         """Return the seconds since the last turn; 0 while none is expected."""
         turned = self._turned
         return 0.0 if turned is None or self._busy else time.monotonic() - turned
@@ -261,7 +261,7 @@ class Lease:
         self._leaves = ()
 
     def _is_blocked(self) -> bool:
-        blocked = self._pulse.blocked() if self.serves_loop else 0.0
+        blocked = self._pulse.blocked_seconds() if self.serves_loop else 0.0
         if blocked > self._patience and not self._is_withheld:
             logger.error(
                 "%s: the event loop has been blocked for %.0f seconds; its lease is not renewed, "

@@ -227,7 +227,7 @@ class Reader:
 
     def find_strays(self, execute: Callable[..., Any]) -> None:
         """Give back the entries of a lost reply, which the server counts as ours."""
-        self._settlement.give_back_strays(execute, self._consumer.streams, self._held())
+        self._settlement.give_back_strays(execute, self._consumer.streams, self._list_held())
         self.has_strays = False
 
     def drop_taken(self) -> int:
@@ -236,7 +236,7 @@ class Reader:
         Return how many of those that were handed over they have, which cannot be taken back.
         """
         qos = self._qos()
-        handed = {tag: place for tag in qos.unacked() if (place := place_of(tag))[0]}
+        handed = {tag: place for tag in qos.list_unacked() if (place := place_of(tag))[0]}
         places = [entry.place for entry in self._buffer if entry.stream]
         taken = self._settlement.find_taken(self._commands.client, [*places, *handed.values()])
         kept = deque(entry for entry in self._buffer if entry.place not in taken)
@@ -252,7 +252,7 @@ class Reader:
         )
         return len(lost)
 
-    def _held(self) -> Iterator[Place]:
+    def _list_held(self) -> Iterator[Place]:
         yield from self._settlement.places()
         yield from (entry.place for entry in self._buffer)
         yield from (place_of(tag) for tag in list(self._qos()._delivered))

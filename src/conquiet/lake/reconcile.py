@@ -69,14 +69,14 @@ class Outbox:
 
     def _read(self, database: Database, columns: str, rest: str) -> None:
         from conquiet.spark.database import Database as Address
-        from conquiet.spark.database import connected
+        from conquiet.spark.database import begin
 
         if not _table_name.fullmatch(self.table):
             raise ConfigError(f"{self.table!r:.60} is not the name of a table")
         address = Address.at(self.url)
         names = _POSTGRESQL if address.is_postgresql else _SQLITE
         sql = f"SELECT {columns} FROM {self.table} {rest}".format_map(names)
-        with connected(address) as connection, connection.cursor() as cursor:
+        with begin(address) as connection, connection.cursor() as cursor:
             cursor.execute(sql)
             database.connection.register("outbox_found", cursor.fetch_arrow_table())
 

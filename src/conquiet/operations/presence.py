@@ -12,10 +12,10 @@ import ssl
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
-from conquiet.exchange import ExchangeSocket, connect
+from conquiet.exchange import ExchangeSocket, open_http
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
@@ -143,15 +143,9 @@ def _get(url: str, timeout: float) -> tuple[int, bytes]:
     parts = urlsplit(url)
     context = ssl.create_default_context() if parts.scheme == "https" else None
     place = parts.hostname or "", parts.port or (80 if context is None else 443)
-    connected = connect(*place, timeout, context)
-    if context is None:
-        connection = http.client.HTTPConnection(*place)
-    else:
-        connection = http.client.HTTPSConnection(*place, context=context)
+    connection = open_http(*place, timeout, context, max_bytes=_MOST_BYTES)
     try:
-        bounded: Any = ExchangeSocket(connected, max_bytes=_MOST_BYTES)
-        connection.sock = bounded
-        bounded.begin(until - time.monotonic())
+        cast("ExchangeSocket", connection.sock).begin(until - time.monotonic())
         connection.request("GET", parts.path)
         with connection.getresponse() as reply:
             return reply.status, reply.read(_MOST_BYTES)

@@ -160,7 +160,9 @@ def resolve(target: str) -> Any:
         try:
             found = getattr(found, name)
         except AttributeError:
-            raise ConfigError(f"{module_name} has no {path!r}{_known(name, dir(found))}") from None
+            raise ConfigError(
+                f"{module_name} has no {path!r}{_suggest(name, dir(found))}"
+            ) from None
     return found
 
 
@@ -188,7 +190,7 @@ def _similar(name: str, known: list[str]) -> str:
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
-def _known(name: str, known: list[str]) -> str:
+def _suggest(name: str, known: list[str]) -> str:
     public = ", ".join(item for item in known if not item.startswith("_"))
     return _similar(name, known) or (f"; there are: {public[:200]}" if public else "")
 

@@ -113,12 +113,44 @@ class _Child:
 
 
 class _Slot:
-    """The place of one child: the running child, or the time of the next start."""
+    """The place of one child: the running child, or the time of the next start, or neither."""
 
     def __init__(self) -> None:
         self.child: _Child | None = None
-        self.next_start: float | None = 0.0
-        self.backoff = Backoff(first=0.1, cap=30.0)
+        self._next_start: float | None = 0.0
+        self._backoff = Backoff(first=0.1, cap=30.0)
+
+    @property
+    def is_busy(self) -> bool:
+        return self.child is not None or self._next_start is not None
+
+    def is_due(self, now: float) -> bool:
+        return self._next_start is not None and now >= self._next_start
+
+    def start(self, name: str, settings: bytes, now: float) -> None:
+        self._next_start = None
+        try:
+            self.child = _Child(name, settings)
+        except OSError as error:  # no memory, no process left: treated like a death
+            self.start_later(now)
+            logger.error("no process could be started: %s", error)
+
+    def start_later(self, now: float, *, was_healthy: bool = False) -> float:
+        """Start another child after a pause, which grows while children die young; return it."""
+        if was_healthy:
+            self._backoff.reset()
+        wait = self._backoff.next()
+        self._next_start = now + wait
+        return wait
+
+    def start_no_more(self) -> None:
+        self._next_start = None
+
+    def end_child(self) -> None:
+        """Release a child that has ended."""
+        if self.child is not None:
+            self.child.close()
+            self.child = None
 
 
 class _Supervisor:
@@ -145,11 +177,11 @@ class _Supervisor:
                 for slot in self._slots:
                     if slot.child is not None:
                         slot.child.kill()
-                        slot.child.close()
+                        slot.end_child()
         return self._code
 
     def _busy(self) -> bool:
-        return any(slot.child or slot.next_start is not None for slot in self._slots)
+        return any(slot.is_busy for slot in self._slots)
 
     def _obey(self, signals: int, now: float) -> None:
         if signals and self._deadline is None:
@@ -164,7 +196,7 @@ class _Supervisor:
     def _stop(self, now: float) -> None:
         self._deadline = now + self._grace + _SLACK_SECONDS
         for slot in self._slots:
-            slot.next_start = None
+            slot.start_no_more()
         self._send_all(b"stop\n")
 
     def _send_all(self, words: bytes) -> None:
@@ -175,8 +207,8 @@ class _Supervisor:
     def _look_after(self, slot: _Slot, now: float) -> None:
         child = slot.child
         if child is None:
-            if slot.next_start is not None and now >= slot.next_start and self._may_start():
-                self._start(slot, now)
+            if slot.is_due(now) and self._may_start():
+                slot.start(self._name, self._settings, now)
             return
         child.listen()
         self._some_ran = self._some_ran or child.ran
@@ -185,21 +217,12 @@ class _Supervisor:
             child.kill()
         code = child.process.poll()
         if code is not None:
-            child.close()
-            slot.child = None
+            slot.end_child()
             self._note_end(slot, child, code, now)
 
     def _may_start(self) -> bool:
         """Return whether a child may start: the first goes ahead, to report a common fault once."""
         return self._some_ran or not any(slot.child for slot in self._slots)
-
-    def _start(self, slot: _Slot, now: float) -> None:
-        slot.next_start = None
-        try:
-            slot.child = _Child(self._name, self._settings)
-        except OSError as error:  # no memory, no process left: treated like a death
-            slot.next_start = now + slot.backoff.next()
-            logger.error("no process could be started: %s", error)
 
     def _note_end(self, slot: _Slot, child: _Child, code: int, now: float) -> None:
         if self._deadline is not None:
@@ -208,9 +231,7 @@ class _Supervisor:
             self._code = CANNOT_WORK
             self._stop(now)
         elif code != FINISHED:
-            if now - child.born > _HEALTHY_SECONDS:
-                slot.backoff.reset()
-            wait = slot.backoff.next()
-            slot.next_start = now + wait
+            was_healthy = now - child.born > _HEALTHY_SECONDS
+            wait = slot.start_later(now, was_healthy=was_healthy)
             how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
             logger.error("process %d %s; the next in %.1f s", child.process.pid, how, wait)

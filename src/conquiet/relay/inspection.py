@@ -34,9 +34,9 @@ from sqlalchemy import (
 )
 from sqlalchemy.exc import SQLAlchemyError
 
+from conquiet.config import has_events_layout
 from conquiet.errors import ConfigError
 from conquiet.events.table import UuidText
-from conquiet.relay.settings import has_events_layout
 from conquiet.sql import Cleanup, dialect
 from conquiet.sql.schema import split_name
 

@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 from conquiet.acking import Error
 from conquiet.backoff import Backoff
-from conquiet.config import Url, is_loopback, missing_extra, require
+from conquiet.config import Url, has_events_layout, is_loopback, missing_extra, require
 from conquiet.errors import Blameless, ConfigError
 from conquiet.message import Message
 from conquiet.registry import SinkOptions, connect_sink, open_database, sink_scheme
 from conquiet.relay.health import Check, Health, HealthServer
 from conquiet.relay.relay import Outcome, Relay, log_fields
-from conquiet.relay.settings import Settings, has_events_layout
+from conquiet.relay.settings import Settings
 from conquiet.shutdown import Signals
 from conquiet.sink import Sink
 from conquiet.source import EndOfSource, Source
@@ -79,7 +79,7 @@ class WatchedRelay(Relay):
         self._unmarked: dict[str, None] = {}
         """Ids that were published and could not be marked: the next publication is a duplicate."""
         self._busy_since: float | None = None
-        self._wait(poll)
+        self.read_seconds = poll
 
     @property
     def busy_seconds(self) -> float:
@@ -97,7 +97,7 @@ class WatchedRelay(Relay):
             self._metrics.outages.inc()
             self._remember_unmarked(outcome.outage)
         if outcome == Outcome():
-            self._wait(self._idle.next())
+            self.read_seconds = self._idle.next()
         else:
             self._idle.reset()
         return outcome
@@ -107,11 +107,6 @@ class WatchedRelay(Relay):
         messages = super()._read(timeout)
         self._busy_since = time.monotonic()
         return messages
-
-    def _wait(self, seconds: float) -> None:
-        self.read_seconds = seconds
-        if hasattr(self.source, "poll"):  # an outbox table; reads of a stream block by themselves
-            self.source.poll = seconds
 
     def _observe_batch(
         self,
@@ -303,7 +298,7 @@ def _may_name_details(settings: Settings) -> bool:
 
 def sink_options(settings: Settings, closing: ExitStack) -> SinkOptions:
     return SinkOptions(
-        topic_of(settings),
+        default_topic(settings),
         settings.publish_timeout_seconds,
         settings.check_timeout_seconds,
         ordered=settings.ordered,
@@ -313,7 +308,7 @@ def sink_options(settings: Settings, closing: ExitStack) -> SinkOptions:
     )
 
 
-def topic_of(settings: Settings) -> str:
+def default_topic(settings: Settings) -> str:
     """Return the default topic: of the sink's URL, else of the setting."""
     if sink_scheme(settings.sink) not in ("pubsub", "kafka"):
         return settings.topic
@@ -335,7 +330,8 @@ def _open_engine(settings: Settings, **options: Any) -> Engine:
 def _open_source(settings: Settings, engine: Engine, *, cloudevents: bool) -> Source:
     options: dict[str, Any] = {
         "max_attempts": settings.max_attempts,
-        "poll": settings.poll_ms / 1000,
+        # The relay lets a read take as long as it pauses; within it, there is no need to poll.
+        "poll": _IDLE_FACTOR * settings.poll_ms / 1000,
         "wakeup": settings.wakeup,
         "ordered": settings.ordered,
     }
@@ -345,7 +341,7 @@ def _open_source(settings: Settings, engine: Engine, *, cloudevents: bool) -> So
         return OutboxSource(engine, settings.table, **options)
     events: Any = require("conquiet.events.source", "sql")
     return events.EventSource(  # type: ignore[no-any-return]
-        engine, settings.table, topic=topic_of(settings), cloudevents=cloudevents, **options
+        engine, settings.table, topic=default_topic(settings), cloudevents=cloudevents, **options
     )
 
 

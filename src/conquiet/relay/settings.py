@@ -13,13 +13,6 @@ from conquiet.errors import ConfigError
 from conquiet.events.ttl import MAX_TTL_HOURS, TTL_HOURS, TTL_VARIABLE
 from conquiet.registry import SINK_SCHEMES, sink_scheme
 
-EVENTS_TABLE = "outbox_events"
-"""The name, in any schema, of a table with the locked layout of domain events."""
-
-
-def has_events_layout(table: str) -> bool:
-    return table.rpartition(".")[2] == EVENTS_TABLE
-
 
 def _read_sink(text: str) -> str:
     sink_scheme(text)

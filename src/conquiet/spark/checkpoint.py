@@ -21,10 +21,10 @@ _LETTING_GO_SECONDS = 1.0
 
 
 @contextmanager
-def held(checkpoint: str) -> Iterator[None]:
+def lock_checkpoint(checkpoint: str) -> Iterator[None]:
     """Hold the checkpoint's lock; a checkpoint that is not a local directory has none.
 
-    >>> with held("checkpoint"):
+    >>> with lock_checkpoint("checkpoint"):
     ...     print("one query at a time")
     one query at a time
     """

@@ -86,7 +86,7 @@ def _close_all() -> None:
 
 
 @contextlib.contextmanager
-def connected(database: Database) -> Iterator[Any]:
+def begin(database: Database) -> Iterator[Any]:
     """Yield a connection in a transaction, which is rolled back unless the caller commits."""
     key = os.getpid(), database.url  # by process: Spark forks its workers
     connection = _idle.pop(key, None)

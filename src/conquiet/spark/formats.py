@@ -62,10 +62,10 @@ def executor_cores(context: SparkContext) -> int:
         return int(conf["spark.cores.max"])
     if per_executor and executors.isdecimal():
         return per_executor * int(executors)
-    return _registered_cores(context)
+    return _count_registered_cores(context)
 
 
-def _registered_cores(context: SparkContext) -> int:
+def _count_registered_cores(context: SparkContext) -> int:
     """Wait until executors have registered and their number is stable; return their cores."""
     end = time.monotonic() + _REGISTRATION_SECONDS
     stable_since, executors = time.monotonic(), 0

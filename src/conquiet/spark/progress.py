@@ -49,12 +49,12 @@ def losses_before(progress: Any) -> dict[str, Lost]:
 def _losses(offsets: Iterable[str | None]) -> dict[str, Lost]:
     found: dict[str, Lost] = {}
     for text in offsets:
-        found |= _lost_rows(text)
+        found |= _read_lost_rows(text)
         found |= {name: at.lost for name, at in _offsets(text).items() if at.lost != NOTHING}
     return found
 
 
-def _lost_rows(text: str | None) -> dict[str, Lost]:
+def _read_lost_rows(text: str | None) -> dict[str, Lost]:
     """Read the losses in an offset of an outbox."""
     try:
         return {"outbox": Lost(*json.loads(text or "{}")["lost"])}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from conquiet.errors import ConquietError
 from conquiet.shutdown import Signals
-from conquiet.spark.checkpoint import held
+from conquiet.spark.checkpoint import lock_checkpoint
 
 if TYPE_CHECKING:
     from pyspark.sql.streaming.query import StreamingQuery
@@ -45,7 +45,7 @@ def start_query(writing: DataStreamWriter, checkpoint: str | os.PathLike[str]) -
     if is_remote():
         return writing.start()
     with ExitStack() as lock:
-        lock.enter_context(held(place))
+        lock.enter_context(lock_checkpoint(place))
         query = writing.start()
         Thread(target=_let_go, args=(query, lock.pop_all()), daemon=True).start()
     return query

@@ -50,9 +50,9 @@ def session(
     chosen = {name: _text(value) for name, value in (config or {}).items()}
     ours: Settings = {}
     if remote is not None:
-        spark = _connected(app, remote, chosen)
+        spark = _connect(app, remote, chosen)
     else:
-        spark, ours = _started(app, master, chosen)
+        spark, ours = _start(app, master, chosen)
     from conquiet.spark.formats import register
 
     register(spark)
@@ -61,7 +61,7 @@ def session(
     return spark
 
 
-def _connected(app: str, remote: str, chosen: Settings) -> SparkSession:
+def _connect(app: str, remote: str, chosen: Settings) -> SparkSession:
     from pyspark.sql import SparkSession
 
     try:
@@ -77,7 +77,7 @@ def _connected(app: str, remote: str, chosen: Settings) -> SparkSession:
     return spark
 
 
-def _started(app: str, master: str | None, chosen: Settings) -> tuple[SparkSession, Settings]:
+def _start(app: str, master: str | None, chosen: Settings) -> tuple[SparkSession, Settings]:
     from pyspark.sql import SparkSession
 
     running = SparkSession.getActiveSession() or SparkSession._instantiatedSession
@@ -91,9 +91,9 @@ def _started(app: str, master: str | None, chosen: Settings) -> tuple[SparkSessi
     with DriverPython() as python:
         # Java starts a Python of its own to look for data sources: this one, not that on the PATH.
         os.environ.setdefault("PYSPARK_DRIVER_PYTHON", python.command)
-        known = _known(master, chosen)
+        known = _read_known(master, chosen)
     where = known.get("spark.master", "local[*]")
-    ours = recommended(where) | _choose_python(known, where, python)
+    ours = recommend(where) | _choose_python(known, where, python)
     ours = {name: value for name, value in ours.items() if name not in known}
     builder = SparkSession.builder.master(where).config(map={**ours, **chosen})
     if "spark.app.name" not in known:
@@ -190,7 +190,7 @@ def _choose_python(known: Settings, where: str, python: DriverPython) -> Setting
     return settings
 
 
-def _known(master: str | None, chosen: Settings) -> Settings:
+def _read_known(master: str | None, chosen: Settings) -> Settings:
     """Return the settings of the caller, of files, of spark-submit and of the environment."""
     from pyspark import SparkConf, SparkContext
 
@@ -204,7 +204,7 @@ def _known(master: str | None, chosen: Settings) -> Settings:
     return {**dict(SparkConf().getAll()), **asked}
 
 
-def recommended(master: str) -> Settings:
+def recommend(master: str) -> Settings:
     """Return the settings for a master: those that are safe anywhere, and those of one machine."""
     settings = {
         "spark.sql.session.timeZone": "UTC",
@@ -220,7 +220,7 @@ def recommended(master: str) -> Settings:
             "spark.driver.bindAddress": "127.0.0.1",
             "spark.sql.shuffle.partitions": str(_cores(master)),
             # Its rename is not atomic, as it need not be where one process writes a checkpoint:
-            # `conquiet.spark.checkpoint.held` sees to that.
+            # `conquiet.spark.checkpoint.lock_checkpoint` sees to that.
             "spark.sql.streaming.checkpointFileManagerClass": (
                 f"{_EXECUTION}.checkpointing.FileSystemBasedCheckpointFileManager"
             ),

@@ -193,7 +193,7 @@ def _http(request: Request, error: Exception) -> Response:
     return _page(request, error.status_code, title, text, "")
 
 
-def _unexpected(request: Request, error: Exception) -> Response:
+def _internal_error(request: Request, error: Exception) -> Response:
     return _page(
         request,
         500,
@@ -213,5 +213,5 @@ def _error_handlers() -> Mapping[Any, Any]:
         ConfigError: _wrong,
         NotFound: _not_found,
         HTTPException: _http,
-        Exception: _unexpected,
+        Exception: _internal_error,
     }

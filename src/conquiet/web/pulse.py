@@ -45,14 +45,14 @@ class Sample:
     def groups(self) -> list[tuple[StreamInfo, GroupInfo]]:
         return [(stream, group) for stream in self.streams or () for group in stream.groups]
 
-    def added(self) -> dict[Hashable, int]:
+    def count_added(self) -> dict[Hashable, int]:
         """Return the entries ever added; before Redis 7, the present length."""
         found = self.streams or ()
         return {one.name: one.length if one.added is None else one.added for one in found}
 
-    def handled(self) -> dict[Hashable, int]:
+    def count_handled(self) -> dict[Hashable, int]:
         """Return the entries that were delivered and acked, up to a constant of each group."""
-        added = self.added()
+        added = self.count_added()
         return {
             (stream.name, group.name): added[stream.name] - group.lag - group.pending
             for stream, group in self.groups()
@@ -153,8 +153,8 @@ def _point(sample: Sample, before: Sample | None) -> Point:
     known = sample.streams is not None
     return Point(
         sample.at,
-        _rate(sample, before, Sample.added) if known else None,
-        _rate(sample, before, Sample.handled) if known else None,
+        _rate(sample, before, Sample.count_added) if known else None,
+        _rate(sample, before, Sample.count_handled) if known else None,
         sum(group.lag for _, group in groups) if known else None,
         sum(group.pending for _, group in groups) if known else None,
         sample.outbox.pending if sample.outbox is not None else None,

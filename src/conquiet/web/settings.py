@@ -125,13 +125,13 @@ class Settings:
     secret: str
     """From the environment; empty if it is not set."""
 
-    def shown(self) -> dict[str, str]:
+    def describe(self) -> dict[str, str]:
         """Return each variable and its value, without secrets."""
-        found = {setting.variable: _shown(setting, self) for setting in SETTINGS}
+        found = {setting.variable: _describe(setting, self) for setting in SETTINGS}
         return {**found, TOKEN_VARIABLE: "set" if self.secret else ""}
 
 
-def _shown(setting: Setting, settings: Settings) -> str:
+def _describe(setting: Setting, settings: Settings) -> str:
     value = getattr(settings, setting.name)
     if isinstance(value, bool):
         return str(value).lower()

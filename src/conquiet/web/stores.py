@@ -152,7 +152,7 @@ class Stores:
                     found[name] = int(wire.call(name.encode(), b"XLEN", name))
         return {name: count for name, count in sorted(found.items()) if count}
 
-    def shown(self) -> list[tuple[str, str]]:
+    def describe(self) -> list[tuple[str, str]]:
         """Return names and addresses, without passwords."""
         found: list[tuple[str, str]] = []
         if self._broker is not None:

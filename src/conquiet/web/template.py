@@ -97,7 +97,7 @@ def page(
         at=at,
         pages=PAGES,
         note=note,
-        stores=app.stores.shown() if is_in else (),
+        stores=app.stores.describe() if is_in else (),
         can_sign_out=app.can_sign_out and is_in,
         version=our_version(),
         **context,

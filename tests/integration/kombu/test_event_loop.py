@@ -190,14 +190,14 @@ def test_a_task_in_the_thread_of_the_loop_does_not_block_it():
 
     pulse, hub = Pulse(), Hub()
     pulse.watch(hub)
-    eventually(lambda: pulse.blocked() > 0.01)
+    eventually(lambda: pulse.blocked_seconds() > 0.01)
     task_prerun.send(sender=None)  # a task with an ETA on the solo pool, say
-    assert pulse.blocked() == 0
+    assert pulse.blocked_seconds() == 0
     elsewhere = threading.Thread(target=lambda: task_postrun.send(sender=None))
     elsewhere.start()
     elsewhere.join()
-    assert pulse.blocked() == 0
+    assert pulse.blocked_seconds() == 0
     task_postrun.send(sender=None)
-    eventually(lambda: pulse.blocked() > 0.01)
+    eventually(lambda: pulse.blocked_seconds() > 0.01)
     hub.close()
-    assert pulse.blocked() == 0
+    assert pulse.blocked_seconds() == 0

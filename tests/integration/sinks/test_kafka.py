@@ -17,7 +17,7 @@ from conquiet.errors import SinkUnavailable
 from conquiet.message import Message
 from conquiet.relay.sinks import KafkaSink, Refused
 from conquiet.testing.contracts import SinkContract
-from conquiet.testing.contracts.samples import ids, numbered
+from conquiet.testing.contracts.samples import ids, make_messages
 
 QUIET = {"log_level": 0}
 
@@ -87,7 +87,7 @@ class TestKafkaSink(SinkContract):
     def open(self) -> KafkaSink:
         return KafkaSink(self.cluster.servers, "orders", timeout=3, settings=QUIET)
 
-    def published(self) -> Sequence[Message[Any]]:
+    def list_published(self) -> Sequence[Message[Any]]:
         return published(self.cluster)
 
     def outage(self) -> AbstractContextManager[object]:
@@ -96,7 +96,9 @@ class TestKafkaSink(SinkContract):
 
 def test_the_key_of_a_message_picks_its_partition(cluster: Cluster, sink: KafkaSink) -> None:
     messages = [
-        message for key in ("a", "b", "c", "d") for message in numbered(5, key, partitionkey=key)
+        message
+        for key in ("a", "b", "c", "d")
+        for message in make_messages(5, key, partitionkey=key)
     ]
     for message in messages:
         message.topic = "many"
@@ -132,7 +134,7 @@ def test_what_passes_by_itself_is_tried_again_and_arrives_once(
     cluster: Cluster, sink: KafkaSink, code: int
 ) -> None:
     cluster.answer(code, code)
-    messages = numbered(5)
+    messages = make_messages(5)
     assert list(sink.publish_each(messages)) == [None] * 5
     assert ids(published(cluster)) == ids(messages)
 
@@ -140,18 +142,18 @@ def test_what_passes_by_itself_is_tried_again_and_arrives_once(
 def test_what_a_broker_refuses_as_a_whole_is_sent_one_by_one(cluster: Cluster) -> None:
     together = {**QUIET, "linger.ms": 200}
     sink = KafkaSink(cluster.servers, "orders", settings=together)
-    assert list(sink.publish_each(numbered(1, "first"))) == [None]
+    assert list(sink.publish_each(make_messages(1, "first"))) == [None]
     # The request with all three; then each alone, of which the second is to blame.
     bad = KafkaError.INVALID_RECORD
     cluster.answer(bad, 0, bad, 0)
-    answers = sink.publish_each(numbered(3))
+    answers = sink.publish_each(make_messages(3))
     sink.close()
     assert [type(answer) for answer in answers] == [type(None), Refused, type(None)]
     assert ids(published(cluster)) == ["first-0", "m-0", "m-2"]
 
 
 def test_a_message_that_is_too_large_fails_alone(cluster: Cluster, sink: KafkaSink) -> None:
-    first, large, last = numbered(3)
+    first, large, last = make_messages(3)
     large.data = bytes(2_000_000)
     answers = sink.publish_each([first, large, last])
     assert [type(answer) for answer in answers] == [type(None), Refused, type(None)]
@@ -163,25 +165,25 @@ def test_no_right_to_write_blames_no_message_and_is_asked_for_again(
 ) -> None:
     cluster.answer(KafkaError.TOPIC_AUTHORIZATION_FAILED)
     with pytest.raises(SinkUnavailable, match="authorization"):
-        sink.publish(numbered(1))
-    assert list(sink.publish_each(numbered(1))) == [None]
+        sink.publish(make_messages(1))
+    assert list(sink.publish_each(make_messages(1))) == [None]
 
 
 def test_a_producer_that_broke_for_good_is_replaced(cluster: Cluster, sink: KafkaSink) -> None:
-    assert list(sink.publish_each(numbered(2, "first"))) == [None, None]
+    assert list(sink.publish_each(make_messages(2, "first"))) == [None, None]
     cluster.answer(KafkaError.OUT_OF_ORDER_SEQUENCE_NUMBER)
     with pytest.raises(SinkUnavailable):
-        sink.publish(numbered(1))
-    assert list(sink.publish_each(numbered(2))) == [None, None]
+        sink.publish(make_messages(1))
+    assert list(sink.publish_each(make_messages(2))) == [None, None]
     assert ids(published(cluster)) == ["first-0", "first-1", "m-0", "m-1"]
 
 
 def test_brokers_that_do_not_answer_in_time_are_an_outage(cluster: Cluster) -> None:
     sink = KafkaSink(cluster.servers, "orders", timeout=3, settings=QUIET)
-    assert list(sink.publish_each(numbered(1, "first"))) == [None]
+    assert list(sink.publish_each(make_messages(1, "first"))) == [None]
     began = time.monotonic()
     with cluster.slow(20_000), pytest.raises(SinkUnavailable):
-        sink.publish(numbered(3))
+        sink.publish(make_messages(3))
     assert time.monotonic() - began < 10
     sink.close()
 
@@ -192,7 +194,7 @@ def test_an_outage_writes_nothing_to_stderr_by_itself(
     caplog.set_level(logging.INFO)
     sink = KafkaSink("127.0.0.1:1", "orders", timeout=0.5)
     with pytest.raises(SinkUnavailable):
-        sink.publish(numbered(1))
+        sink.publish(make_messages(1))
     sink.close()
     assert capfd.readouterr().err == ""
     assert caplog.records == []
@@ -209,5 +211,5 @@ def test_a_check_tells_whether_a_broker_answers(cluster: Cluster) -> None:
 def test_a_server_that_nobody_runs_is_an_outage() -> None:
     sink = KafkaSink("127.0.0.1:1", "orders", timeout=2, settings=QUIET)
     with pytest.raises(SinkUnavailable):
-        sink.publish(numbered(2))
+        sink.publish(make_messages(2))
     sink.close()

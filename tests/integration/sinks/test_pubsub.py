@@ -16,7 +16,7 @@ from conquiet.errors import ConfigError, GivenBack, InvalidMessage, SinkUnavaila
 from conquiet.message import Message
 from conquiet.relay.sinks import PubSubSink, Refused
 from conquiet.testing.contracts import SinkContract
-from conquiet.testing.contracts.samples import ids, numbered
+from conquiet.testing.contracts.samples import ids, make_messages
 
 BAD = grpc.StatusCode.INVALID_ARGUMENT
 
@@ -58,7 +58,7 @@ class TestPubSubSink(SinkContract):
     def open(self) -> PubSubSink:
         return PubSubSink("shop", "orders", timeout=5)
 
-    def published(self) -> Sequence[Message[Any]]:
+    def list_published(self) -> Sequence[Message[Any]]:
         return self.server.messages
 
     def outage(self) -> AbstractContextManager[object]:
@@ -71,7 +71,7 @@ class TestOrderedPubSubSink(TestPubSubSink):
 
 
 def test_a_batch_is_one_request_for_each_topic(server: PubSubServer, sink: PubSubSink) -> None:
-    messages = numbered(100)
+    messages = make_messages(100)
     messages[50].topic = "projects/shop/topics/other"
     assert list(sink.publish_each(messages)) == [None] * 100
     assert sorted(len(request.messages) for request in server.requests) == [1, 99]
@@ -91,14 +91,14 @@ def test_a_message_that_pubsub_refuses_fails_alone(
     server: PubSubServer, sink: PubSubSink, code: grpc.StatusCode
 ) -> None:
     server.faults["m-1"] = code
-    assert kinds(sink.publish_each(numbered(4))) == [NONE, Refused, NONE, NONE]
+    assert kinds(sink.publish_each(make_messages(4))) == [NONE, Refused, NONE, NONE]
     assert ids(server.messages) == ["m-0", "m-2", "m-3"]
 
 
 def test_a_topic_that_does_not_exist_fails_its_messages_alone(
     server: PubSubServer, sink: PubSubSink
 ) -> None:
-    messages = numbered(3)
+    messages = make_messages(3)
     messages[1].topic = "nowhere"
     assert kinds(sink.publish_each(messages)) == [NONE, Refused, NONE]
 
@@ -120,16 +120,16 @@ def test_what_is_not_the_fault_of_a_message_is_an_outage(
 ) -> None:
     server.faults["m-1"] = code
     with pytest.raises(SinkUnavailable):
-        sink.publish(numbered(3))
+        sink.publish(make_messages(3))
     assert len(server.requests) == 1
     server.faults.clear()
-    assert list(sink.publish_each(numbered(3))) == [None] * 3
+    assert list(sink.publish_each(make_messages(3))) == [None] * 3
 
 
 def test_the_outage_of_one_topic_does_not_fail_the_others(
     server: PubSubServer, sink: PubSubSink
 ) -> None:
-    messages = numbered(3)
+    messages = make_messages(3)
     messages[1].topic = "other"
     server.faults["m-1"] = grpc.StatusCode.UNAVAILABLE
     assert kinds(sink.publish_each(messages)) == [NONE, SinkUnavailable, NONE]
@@ -137,7 +137,7 @@ def test_the_outage_of_one_topic_does_not_fail_the_others(
 
 def test_a_delayed_answer_is_waited_for(server: PubSubServer, sink: PubSubSink) -> None:
     server.faults["m-1"] = 0.5
-    assert list(sink.publish_each(numbered(2))) == [None, None]
+    assert list(sink.publish_each(make_messages(2))) == [None, None]
 
 
 def test_an_answer_that_never_comes_is_an_outage_after_the_deadline(
@@ -145,7 +145,7 @@ def test_an_answer_that_never_comes_is_an_outage_after_the_deadline(
 ) -> None:
     sink = PubSubSink("shop", "orders", timeout=0.5)
     server.faults["m-1"] = DROP
-    messages = numbered(3)
+    messages = make_messages(3)
     messages[2].topic = "other"
     began = time.monotonic()
     assert kinds(sink.publish_each(messages)) == [SinkUnavailable, SinkUnavailable, NONE]
@@ -156,14 +156,16 @@ def test_an_answer_that_never_comes_is_an_outage_after_the_deadline(
 def test_an_outage_ends_the_sending_one_by_one(server: PubSubServer, sink: PubSubSink) -> None:
     server.faults["m-2"] = grpc.StatusCode.UNAVAILABLE
     server.faults["m-1"] = BAD
-    answers = sink.publish_each(numbered(20))
+    answers = sink.publish_each(make_messages(20))
     assert kinds(answers) == [NONE, Refused, *[SinkUnavailable] * 18]
     assert len(server.requests) == 4
 
 
 def test_however_many_keys_hang_the_deadline_is_one_for_all(server: PubSubServer) -> None:
     sink = PubSubSink("shop", "orders", timeout=0.5, ordered=True)
-    messages = [message for key in range(40) for message in numbered(1, f"{key}", subject=f"{key}")]
+    messages = [
+        message for key in range(40) for message in make_messages(1, f"{key}", subject=f"{key}")
+    ]
     server.faults.update({message.id: DROP for message in messages})
     began = time.monotonic()
     with pytest.raises(SinkUnavailable):
@@ -176,9 +178,9 @@ def test_messages_of_a_key_go_out_in_order_with_it_as_ordering_key(
     server: PubSubServer, ordered: PubSubSink
 ) -> None:
     messages = [
-        *numbered(3, "a", partitionkey="a"),
-        *numbered(3, "b", subject="b"),
-        *numbered(3, "none"),
+        *make_messages(3, "a", partitionkey="a"),
+        *make_messages(3, "b", subject="b"),
+        *make_messages(3, "none"),
     ]
     assert list(ordered.publish_each(messages)) == [None] * 9
     for key in ("a", "b"):
@@ -190,7 +192,7 @@ def test_what_follows_a_message_that_failed_waits_if_it_has_its_key(
     server: PubSubServer, ordered: PubSubSink
 ) -> None:
     server.faults["a-1"] = BAD
-    messages = numbered(4, "a", partitionkey="a") + numbered(2, "b", partitionkey="b")
+    messages = make_messages(4, "a", partitionkey="a") + make_messages(2, "b", partitionkey="b")
     answers = ordered.publish_each(messages)
     assert kinds(answers) == [NONE, Refused, GivenBack, GivenBack, NONE, NONE]
     assert sorted(ids(server.messages)) == ["a-0", "b-0", "b-1"]
@@ -199,7 +201,7 @@ def test_what_follows_a_message_that_failed_waits_if_it_has_its_key(
 def test_what_follows_a_message_that_cannot_be_sent_waits_too(
     server: PubSubServer, ordered: PubSubSink
 ) -> None:
-    messages = numbered(3, "a", partitionkey="a") + numbered(1, "b", partitionkey="b")
+    messages = make_messages(3, "a", partitionkey="a") + make_messages(1, "b", partitionkey="b")
     messages[1].data = object()
     messages[1].attributes["datacontenttype"] = "text/plain"
     answers = ordered.publish_each(messages)
@@ -210,7 +212,7 @@ def test_what_follows_a_message_that_cannot_be_sent_waits_too(
 def test_more_than_a_request_may_hold_goes_out_in_several(
     server: PubSubServer, ordered: PubSubSink
 ) -> None:
-    messages = numbered(2100, partitionkey="a")
+    messages = make_messages(2100, partitionkey="a")
     assert list(ordered.publish_each(messages)) == [None] * 2100
     assert [len(request.messages) for request in server.requests] == [1000, 1000, 100]
     assert ids(server.messages) == ids(messages)
@@ -222,7 +224,7 @@ def test_requests_that_there_is_no_time_for_are_given_back(
     monkeypatch.setattr("conquiet.relay.sinks.pubsub._MAX_MESSAGES", 1)
     sink = PubSubSink("shop", "orders", timeout=1, ordered=True)
     server.faults.update({f"m-{number}": 0.4 for number in range(8)})
-    answers = sink.publish_each(numbered(8, partitionkey="a"))
+    answers = sink.publish_each(make_messages(8, partitionkey="a"))
     sink.close()
     went = ids(server.messages)
     assert 1 <= len(went) < 8
@@ -232,7 +234,7 @@ def test_requests_that_there_is_no_time_for_are_given_back(
 def test_requests_stay_below_the_size_that_pubsub_takes(
     server: PubSubServer, sink: PubSubSink
 ) -> None:
-    messages = numbered(5)
+    messages = make_messages(5)
     for message in messages:
         message.data = bytes(3_500_000)
     server.topics.discard("projects/shop/topics/orders")  # it refuses, and holds no megabytes
@@ -243,13 +245,13 @@ def test_requests_stay_below_the_size_that_pubsub_takes(
 def test_attributes_that_pubsub_cannot_hold_fail_alone(
     server: PubSubServer, sink: PubSubSink
 ) -> None:
-    messages = numbered(3)
+    messages = make_messages(3)
     messages[1].attributes["long"] = "x" * 1025
     assert kinds(sink.publish_each(messages)) == [NONE, InvalidMessage, NONE]
 
 
 def test_a_name_that_is_no_topic_fails_alone(sink: PubSubSink) -> None:
-    messages = numbered(2)
+    messages = make_messages(2)
     messages[1].topic = "a/b"
     assert kinds(sink.publish_each(messages)) == [NONE, ConfigError]
 
@@ -274,7 +276,7 @@ def test_no_credentials_are_an_outage_that_says_what_to_set(
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/nowhere/at/all.json")
     sink = PubSubSink("shop", "orders")
     with pytest.raises(SinkUnavailable, match="GOOGLE_APPLICATION_CREDENTIALS"):
-        sink.publish(numbered(1))
+        sink.publish(make_messages(1))
     sink.close()
 
 

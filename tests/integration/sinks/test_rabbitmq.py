@@ -17,7 +17,7 @@ from conquiet.message import Message
 from conquiet.relay.sinks import KombuSink, Refused
 from conquiet.testing import eventually
 from conquiet.testing.contracts import SinkContract
-from conquiet.testing.contracts.samples import ids, numbered
+from conquiet.testing.contracts.samples import ids, make_messages
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ class TestKombuSinkOnRabbitMQ(SinkContract):
         url = f"amqp://guest:guest@127.0.0.1:{self.proxy.port}//"
         return KombuSink(url, "orders", queues=["events"], timeout=5)
 
-    def published(self) -> Sequence[Message[Any]]:
+    def list_published(self) -> Sequence[Message[Any]]:
         return published(self.rabbitmq)
 
     def outage(self) -> AbstractContextManager[object]:
@@ -119,7 +119,7 @@ def test_a_message_that_no_queue_takes_is_refused_and_not_lost(rabbitmq: RabbitM
     with kombu.Connection(rabbitmq.url) as connection:
         exchange = kombu.Exchange("orders", "topic", durable=True)
         kombu.Queue("sold", exchange, routing_key="sold")(connection.channel()).declare()
-    first, lost, last = numbered(3, type="sold")
+    first, lost, last = make_messages(3, type="sold")
     lost.attributes["type"] = "returned"
     answers = sink.publish_each([first, lost, last])
     assert [type(answer) for answer in answers] == [type(None), Refused, type(None)]
@@ -130,29 +130,29 @@ def test_a_message_that_no_queue_takes_is_refused_and_not_lost(rabbitmq: RabbitM
 
 def test_a_message_that_no_queue_takes_is_dropped_if_so_wished(rabbitmq: RabbitMQ) -> None:
     sink = KombuSink(rabbitmq.url, "orders", mandatory=False)
-    assert list(sink.publish_each(numbered(2))) == [None, None]
+    assert list(sink.publish_each(make_messages(2))) == [None, None]
     sink.close()
 
 
 def test_a_message_counts_again_once_a_queue_is_bound(rabbitmq: RabbitMQ) -> None:
     sink = KombuSink(rabbitmq.url, "orders")
-    assert [type(answer) for answer in sink.publish_each(numbered(1))] == [Refused]
+    assert [type(answer) for answer in sink.publish_each(make_messages(1))] == [Refused]
     with kombu.Connection(rabbitmq.url) as connection:
         exchange = kombu.Exchange("orders", "topic", durable=True)
         kombu.Queue("sold", exchange, routing_key="#")(connection.channel()).declare()
-    assert list(sink.publish_each(numbered(1))) == [None]
+    assert list(sink.publish_each(make_messages(1))) == [None]
     sink.close()
 
 
 def test_a_message_that_is_too_large_fails_alone(rabbitmq: RabbitMQ, sink: KombuSink) -> None:
-    first, large, last = numbered(3)
+    first, large, last = make_messages(3)
     large.data = bytes(MAX_MESSAGE_BYTES + 1)
     answers = sink.publish_each([first, large, last])
     assert [type(answer) for answer in answers] == [type(None), Refused, type(None)]
     # The broker closes the channel over it, so that those before it may come twice.
     arrived = ids(published(rabbitmq))
     assert set(arrived) == {"m-0", "m-2"}
-    assert list(sink.publish_each(numbered(2))) == [None, None]
+    assert list(sink.publish_each(make_messages(2))) == [None, None]
 
 
 def test_a_full_queue_blames_nobody(rabbitmq: RabbitMQ) -> None:
@@ -163,15 +163,15 @@ def test_a_full_queue_blames_nobody(rabbitmq: RabbitMQ) -> None:
         queue = kombu.Queue("small", exchange, routing_key="#", queue_arguments=limits)
         queue(channel).declare()
     sink = KombuSink(rabbitmq.url, "orders")
-    answers = [sink.publish_each([message])[0] for message in numbered(2)]
+    answers = [sink.publish_each([message])[0] for message in make_messages(2)]
     assert answers == [None, None]
     with pytest.raises(SinkUnavailable, match="full"):
-        sink.publish(numbered(3, "more"))
+        sink.publish(make_messages(3, "more"))
     sink.close()
 
 
 def test_names_that_amqp_cannot_hold_fail_alone(sink: KombuSink) -> None:
-    first, long, last = numbered(3)
+    first, long, last = make_messages(3)
     long.attributes["type"] = "x" * 256
     answers = sink.publish_each([first, long, last])
     assert [type(answer) for answer in answers] == [type(None), InvalidMessage, type(None)]
@@ -182,30 +182,30 @@ def test_an_exchange_of_another_kind_blames_no_message(rabbitmq: RabbitMQ) -> No
         kombu.Exchange("other", "fanout")(connection.channel()).declare()
     sink = KombuSink(rabbitmq.url, "other")
     with pytest.raises(SinkUnavailable, match="other"):
-        sink.publish(numbered(2))
+        sink.publish(make_messages(2))
     sink.close()
 
 
 def test_an_exchange_that_is_not_there_blames_no_message(rabbitmq: RabbitMQ) -> None:
     sink = KombuSink(rabbitmq.url, "orders", declare=False)
     with pytest.raises(SinkUnavailable, match="orders"):
-        sink.publish(numbered(2))
+        sink.publish(make_messages(2))
     sink.close()
 
 
 def test_an_exchange_that_was_deleted_is_declared_again(
     rabbitmq: RabbitMQ, sink: KombuSink
 ) -> None:
-    assert list(sink.publish_each(numbered(1, "first"))) == [None]
+    assert list(sink.publish_each(make_messages(1, "first"))) == [None]
     with kombu.Connection(rabbitmq.url) as connection:
         connection.channel().exchange_delete("orders")
-    assert list(sink.publish_each(numbered(2))) == [None, None]
+    assert list(sink.publish_each(make_messages(2))) == [None, None]
 
 
 def test_wrong_credentials_are_an_outage(rabbitmq: RabbitMQ) -> None:
     sink = KombuSink(rabbitmq.url.replace("guest:guest", "guest:wrong"), "orders")
     with pytest.raises(SinkUnavailable):
-        sink.publish(numbered(1))
+        sink.publish(make_messages(1))
     with pytest.raises(SinkUnavailable):
         sink.check()
     sink.close()
@@ -215,11 +215,11 @@ def test_a_broker_that_does_not_confirm_in_time_is_an_outage(rabbitmq: RabbitMQ)
     with Proxy(rabbitmq.port) as proxy:
         url = f"amqp://guest:guest@127.0.0.1:{proxy.port}//"
         sink = KombuSink(url, "orders", queues=["events"], timeout=1)
-        assert list(sink.publish_each(numbered(1))) == [None]
+        assert list(sink.publish_each(make_messages(1))) == [None]
         proxy.mute()
         began = time.monotonic()
         with pytest.raises(SinkUnavailable):
-            sink.publish(numbered(3))
+            sink.publish(make_messages(3))
         assert time.monotonic() - began < 10
         sink.close()
 
@@ -235,16 +235,16 @@ def test_a_check_tells_whether_the_broker_answers(rabbitmq: RabbitMQ, sink: Komb
 def test_what_was_confirmed_outlives_the_crash_of_the_broker() -> None:
     with RabbitMQ() as rabbitmq:
         sink = KombuSink(rabbitmq.url, "orders", queues=["events"], timeout=5)
-        messages = numbered(50)
+        messages = make_messages(50)
         assert list(sink.publish_each(messages)) == [None] * 50
         rabbitmq.kill()
         with pytest.raises(SinkUnavailable):
-            sink.publish(numbered(1, "lost"))
+            sink.publish(make_messages(1, "lost"))
         rabbitmq.start()
 
         def again() -> bool:
             try:
-                return list(sink.publish_each(numbered(1, "again"))) == [None]
+                return list(sink.publish_each(make_messages(1, "again"))) == [None]
             except SinkUnavailable:
                 return False
 

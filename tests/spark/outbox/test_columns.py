@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conquiet.spark.outbox.rows import attributes, plain_maps, published, times
+from conquiet.spark.outbox.rows import attributes, plain_maps, render_payloads, times
 
 names = st.text("abcdefghijklmnopqrstuvwxyz0123456789", min_size=1, max_size=8)
 texts = st.text(max_size=12)
@@ -91,7 +91,7 @@ def test_times_of_every_form_are_read_and_others_are_null():
     [['{"x": [1', "2]}, 3"], ["1, 2", ""], ['"a', 'b", 1'], ['{"b": 1, "a": 2}', "{"], ["", "1"]],
 )
 def test_documents_that_fit_together_are_malformed_each_by_itself(payloads):
-    data, wrong = published(pa.array(payloads, pa.string()))
+    data, wrong = render_payloads(pa.array(payloads, pa.string()))
     for payload, written, why in zip(payloads, data.to_pylist(), wrong.to_pylist(), strict=True):
         try:
             whole = json.loads(payload)

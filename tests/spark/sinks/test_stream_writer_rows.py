@@ -54,7 +54,7 @@ def commands_of(encoder: RowEncoder, batch: pa.RecordBatch) -> list[list[bytes]]
     reader = hiredis.Reader()
     found = []
     for entries in encoder.encode(batch):
-        reader.feed(bytes(entries.packed()))
+        reader.feed(bytes(entries.pack()))
         found += [reader.gets() for _ in range(len(entries))]
     assert reader.gets() is False
     return found
@@ -171,7 +171,7 @@ def test_pieces_have_few_enough_rows_and_bytes() -> None:
     options = WriteOptions.of(URL | {"topic": "orders"})
     [entries] = RowEncoder(batch.schema.names, options).encode(batch)
     assert [len(piece) for piece in entries.slices(8, 10**6)] == [8, 8, 4]
-    assert all(len(piece.packed()) <= 5000 for piece in entries.slices(20, 5000))
+    assert all(len(piece.pack()) <= 5000 for piece in entries.slices(20, 5000))
     assert [len(piece) for piece in entries.slices(20, 10)] == [1] * 20
 
 

@@ -6,10 +6,11 @@ from contextlib import ExitStack
 
 import pytest
 
+from conquiet.config import has_events_layout
 from conquiet.errors import ConfigError, SinkUnavailable
 from conquiet.registry import SINKS, OpenSink, connect_sink, open_database
-from conquiet.relay.process import sink_options, topic_of
-from conquiet.relay.settings import Settings, has_events_layout, load
+from conquiet.relay.process import default_topic, sink_options
+from conquiet.relay.settings import Settings, load
 
 
 def settings(sink: str, **more: str) -> Settings:
@@ -125,15 +126,15 @@ def test_what_is_wrong_with_a_url_is_told_without_its_password(sink) -> None:
 
 @pytest.mark.parametrize("sink", ["kafka://127.0.0.1:1/sales", "pubsub://shop/sales"])
 def test_a_topic_in_the_url_of_the_sink_is_the_topic(sink) -> None:
-    assert topic_of(settings(sink)) == "sales"
-    assert topic_of(settings(sink, topic="sales")) == "sales"
+    assert default_topic(settings(sink)) == "sales"
+    assert default_topic(settings(sink, topic="sales")) == "sales"
     with pytest.raises(ConfigError, match="two topics: 'sales' in --sink, 'other' by --topic"):
-        topic_of(settings(sink, topic="other"))
+        default_topic(settings(sink, topic="other"))
 
 
 def test_a_path_that_is_no_topic_is_none() -> None:
-    assert topic_of(settings("amqp://h/vhost")) == "domain-events"
-    assert topic_of(settings("kafka://h")) == "domain-events"
+    assert default_topic(settings("amqp://h/vhost")) == "domain-events"
+    assert default_topic(settings("kafka://h")) == "domain-events"
 
 
 def test_every_scheme_of_the_message_is_known() -> None:

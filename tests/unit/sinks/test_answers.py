@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from conquiet.errors import GivenBack
 from conquiet.relay.sinks.answers import Answers
-from conquiet.testing.contracts.samples import numbered
+from conquiet.testing.contracts.samples import make_messages
 
 
 def test_sending_one_by_one_ends_when_the_time_of_the_batch_is_over() -> None:
-    answers = Answers(numbered(3), 60)
+    answers = Answers(make_messages(3), 60)
     packed = answers.pack_all(lambda message, envelope: None)
     sent: list[int] = []
 

@@ -28,7 +28,7 @@ from conquiet.errors import GivenBack, InvalidMessage, SinkUnavailable
 from conquiet.message import Message
 from conquiet.relay.sinks import HttpSink, Refused, Rejected
 from conquiet.testing.contracts import SinkContract
-from conquiet.testing.contracts.samples import ids, numbered
+from conquiet.testing.contracts.samples import ids, make_messages
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ class TestHttpSink(SinkContract):
     def open(self) -> HttpSink:
         return HttpSink(self.receiver.url, timeout=5)
 
-    def published(self) -> Sequence[Message[Any]]:
+    def list_published(self) -> Sequence[Message[Any]]:
         return self.receiver.arrived
 
     def outage(self) -> AbstractContextManager[object]:
@@ -64,7 +64,7 @@ def test_a_message_that_is_rejected_fails_alone_for_good(
     receiver: Receiver, sink: HttpSink, status: int
 ) -> None:
     receiver.answers["m-1"] = [status]
-    answers = sink.publish_each(numbered(3))
+    answers = sink.publish_each(make_messages(3))
     assert [type(answer) for answer in answers] == [type(None), Rejected, type(None)]
     assert f"{status}" in str(answers[1])
     assert "said" in str(answers[1])
@@ -76,7 +76,7 @@ def test_a_receiver_that_fails_at_a_message_costs_it_an_attempt(
     receiver: Receiver, sink: HttpSink, status: int
 ) -> None:
     receiver.answers["m-1"] = [status]
-    answers = sink.publish_each(numbered(3))
+    answers = sink.publish_each(make_messages(3))
     assert [type(answer) for answer in answers] == [type(None), Refused, type(None)]
 
 
@@ -85,11 +85,11 @@ def test_a_busy_receiver_is_left_alone_and_blames_nobody(
     receiver: Receiver, sink: HttpSink, status: int
 ) -> None:
     receiver.answers["m-1"] = [status, 204]
-    answers = sink.publish_each(numbered(4))
+    answers = sink.publish_each(make_messages(4))
     assert [type(answer) is type(None) for answer in answers] == [True, False, False, False]
     assert all(isinstance(answer, SinkUnavailable) for answer in answers[1:])
     assert [asked for asked, _, _ in receiver.requests] == ["m-0", "m-1"]
-    assert list(sink.publish_each(numbered(4)[1:])) == [None] * 3
+    assert list(sink.publish_each(make_messages(4)[1:])) == [None] * 3
 
 
 def test_a_receiver_that_says_for_how_long_is_not_asked_before(
@@ -99,10 +99,10 @@ def test_a_receiver_that_says_for_how_long_is_not_asked_before(
     receiver.headers["retry-after"] = "1"
     began = time.monotonic()
     with pytest.raises(SinkUnavailable):
-        sink.publish(numbered(1))
+        sink.publish(make_messages(1))
     while True:
         try:
-            assert list(sink.publish_each(numbered(1))) == [None]
+            assert list(sink.publish_each(make_messages(1))) == [None]
             break
         except SinkUnavailable:
             assert len(receiver.requests) == 1
@@ -119,7 +119,7 @@ def test_a_receiver_that_wants_to_be_left_alone_for_a_day_is_asked_sooner(
 
     def goes_out() -> bool:
         with suppress(SinkUnavailable):
-            return list(sink.publish_each(numbered(1))) == [None]
+            return list(sink.publish_each(make_messages(1))) == [None]
         return False
 
     assert not goes_out()
@@ -130,7 +130,7 @@ def test_a_receiver_that_wants_to_be_left_alone_for_a_day_is_asked_sooner(
 def test_a_wrong_address_blames_no_message(receiver: Receiver, sink: HttpSink, status: int) -> None:
     receiver.answers["*"] = [status]
     with pytest.raises(SinkUnavailable, match=f"{status}.*correct the URL"):
-        sink.publish(numbered(2))
+        sink.publish(make_messages(2))
     assert len(receiver.requests) == 1
 
 
@@ -138,7 +138,7 @@ def test_a_message_that_the_receiver_hangs_up_on_fails_alone(
     receiver: Receiver, sink: HttpSink
 ) -> None:
     receiver.answers["m-1"] = [HANG_UP]
-    answers = sink.publish_each(numbered(3))
+    answers = sink.publish_each(make_messages(3))
     assert [type(answer) for answer in answers] == [type(None), Refused, type(None)]
     assert ids(receiver.arrived) == ["m-0", "m-2"]
 
@@ -147,14 +147,14 @@ def test_a_connection_that_the_receiver_closed_while_idle_costs_nothing(
     receiver: Receiver, sink: HttpSink
 ) -> None:
     receiver.answers["*"] = [GRACEFUL_CLOSE]
-    assert list(sink.publish_each(numbered(3))) == [None] * 3
-    assert list(sink.publish_each(numbered(3))) == [None] * 3
+    assert list(sink.publish_each(make_messages(3))) == [None] * 3
+    assert list(sink.publish_each(make_messages(3))) == [None] * 3
 
 
 def test_a_message_that_hangs_fails_alone_if_later_ones_go_through(receiver: Receiver) -> None:
     sink = HttpSink(receiver.url, timeout=0.2)
     receiver.answers["m-1"] = [HANG]
-    answers = sink.publish_each(numbered(3))
+    answers = sink.publish_each(make_messages(3))
     assert [type(answer) for answer in answers] == [type(None), Refused, type(None)]
     sink.close()
 
@@ -165,7 +165,7 @@ def test_a_receiver_that_hangs_is_an_outage_and_not_waited_for_by_every_message(
     sink = HttpSink(receiver.url, timeout=0.1)
     receiver.answers["*"] = [HANG]
     with pytest.raises(SinkUnavailable, match="in time"):
-        sink.publish(numbered(50))
+        sink.publish(make_messages(50))
     assert len(receiver.requests) <= 2
     sink.close()
 
@@ -181,10 +181,10 @@ def test_an_answer_without_end_costs_its_message_an_attempt_and_the_relay_the_ti
     sink = HttpSink(receiver.url, timeout=0.3, context=context)
     receiver.answers["m-0"] = [answer]
     began = time.monotonic()
-    [refused] = sink.publish_each(numbered(1))
+    [refused] = sink.publish_each(make_messages(1))
     assert isinstance(refused, Refused)
     assert time.monotonic() - began < 5  # the receiver would go on until the end of the test
-    assert sink.publish_each(numbered(2)[1:]) == [None]
+    assert sink.publish_each(make_messages(2)[1:]) == [None]
     sink.close()
 
 
@@ -206,7 +206,7 @@ def test_addresses_that_do_not_answer_share_the_timeout(
         monkeypatch.setattr(socket, "getaddrinfo", resolve_to_many)
         sink = HttpSink(receiver.url, timeout=1)
         began = time.monotonic()
-        assert sink.publish_each(numbered(1)) == [None]
+        assert sink.publish_each(make_messages(1)) == [None]
         assert time.monotonic() - began < 5  # each of them for a second would be 9
         sink.close()
 
@@ -215,7 +215,7 @@ def test_what_a_slow_receiver_leaves_no_time_for_is_given_back(receiver: Receive
     """So that what went out is marked, and not sent again for ever by a batch that never ends."""
     sink = HttpSink(receiver.url, timeout=1)
     receiver.delay = 0.2
-    answers = sink.publish_each(numbered(20))
+    answers = sink.publish_each(make_messages(20))
     sink.close()
     went = [answer for answer in answers if answer is None]
     assert 1 <= len(went) < 20
@@ -230,7 +230,7 @@ def test_credentials_of_the_url_go_into_a_header(
     receiver: Receiver, user: str, header: str
 ) -> None:
     sink = HttpSink.from_url(receiver.url.replace("://", f"://{user}@"))
-    assert sink.publish_each(numbered(1)) == [None]
+    assert sink.publish_each(make_messages(1)) == [None]
     sink.close()
     [(_, _, headers)] = receiver.requests
     assert headers["authorization"] == header
@@ -267,7 +267,7 @@ def test_what_consumers_filter_by_goes_along_with_hyphens(
 
 def test_own_headers_go_along(receiver: Receiver) -> None:
     sink = HttpSink(receiver.url, headers={"authorization": "Bearer x"})
-    assert list(sink.publish_each(numbered(1))) == [None]
+    assert list(sink.publish_each(make_messages(1))) == [None]
     assert receiver.requests[0][2]["authorization"] == "Bearer x"
     sink.close()
 
@@ -286,7 +286,7 @@ def test_a_check_tells_whether_somebody_listens(receiver: Receiver, sink: HttpSi
 
 def test_a_name_that_does_not_resolve_is_an_outage() -> None:
     with pytest.raises(SinkUnavailable):
-        HttpSink("http://nowhere.invalid/").publish(numbered(1))
+        HttpSink("http://nowhere.invalid/").publish(make_messages(1))
 
 
 def test_a_receiver_that_takes_no_connection_in_time_is_an_outage() -> None:
@@ -297,7 +297,7 @@ def test_a_receiver_that_takes_no_connection_in_time_is_an_outage() -> None:
                 waiting.enter_context(socket.create_connection(("127.0.0.1", port), 0.2))
         sink = HttpSink(f"http://127.0.0.1:{port}/", timeout=0.2)
         with pytest.raises(SinkUnavailable, match="cannot be reached"):
-            sink.publish(numbered(3))
+            sink.publish(make_messages(3))
 
 
 def test_a_message_without_an_id_is_invalid(sink: HttpSink) -> None:
@@ -315,7 +315,7 @@ def secure(certificate: Path) -> Iterator[Receiver]:
 
 def test_a_certificate_that_nobody_vouches_for_is_not_trusted(secure: Receiver) -> None:
     with pytest.raises(SinkUnavailable, match="CERTIFICATE_VERIFY_FAILED"):
-        HttpSink(secure.url).publish(numbered(1))
+        HttpSink(secure.url).publish(make_messages(1))
     assert secure.requests == []
 
 
@@ -323,5 +323,5 @@ def test_a_private_certificate_authority_is_trusted_if_given(
     secure: Receiver, certificate: Path
 ) -> None:
     sink = HttpSink(secure.url, context=ssl.create_default_context(cafile=certificate))
-    assert list(sink.publish_each(numbered(2))) == [None, None]
+    assert list(sink.publish_each(make_messages(2))) == [None, None]
     sink.close()

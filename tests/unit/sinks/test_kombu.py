@@ -19,7 +19,7 @@ from conquiet.message import Message
 from conquiet.registry import open_sink
 from conquiet.relay.sinks import KombuSink
 from conquiet.testing.contracts import SinkContract
-from conquiet.testing.contracts.samples import numbered
+from conquiet.testing.contracts.samples import make_messages
 
 
 def message_of(delivery: Any) -> Message[bytes]:
@@ -44,7 +44,7 @@ class TestKombuSinkInMemory(SinkContract):
     def open(self) -> KombuSink:
         return KombuSink("memory://", "orders", queues=[self.queue])
 
-    def published(self) -> Sequence[Message[Any]]:
+    def list_published(self) -> Sequence[Message[Any]]:
         channel = self.connection.channel()
         while (delivery := channel.basic_get(self.queue, no_ack=True)) is not None:
             self.got.append(message_of(channel.message_to_python(delivery)))
@@ -60,7 +60,7 @@ class TestKombuSinkInMemory(SinkContract):
 
 def test_what_there_is_no_time_for_is_given_back() -> None:
     sink = KombuSink("memory://", "orders", queues=["late"], timeout=1e-9)
-    assert {type(answer) for answer in sink.publish_each(numbered(3))} == {GivenBack}
+    assert {type(answer) for answer in sink.publish_each(make_messages(3))} == {GivenBack}
     sink.close()
 
 
@@ -69,7 +69,7 @@ def test_a_directory_serves_as_a_broker(tmp_path: Path, monkeypatch: pytest.Monk
     for name in ("data_in", "data_out", "control"):
         (tmp_path / name).mkdir()
     sink = open_sink("kombu+filesystem://?queues=events", topic="orders")
-    assert list(sink.publish_each(numbered(3))) == [None] * 3
+    assert list(sink.publish_each(make_messages(3))) == [None] * 3
     sink.close()
     assert len(list((tmp_path / "data_out").iterdir())) == 3
 
@@ -114,5 +114,5 @@ def test_the_certificate_of_a_broker_is_verified(
     tls = {"ca_certs": str(certificate)} if trusted else None
     sink = KombuSink(f"amqps://guest:guest@{host}:{tls_port}//", "orders", timeout=5, tls=tls)
     with pytest.raises(SinkUnavailable, match=says):
-        sink.publish(numbered(1))
+        sink.publish(make_messages(1))
     sink.close()

@@ -22,7 +22,7 @@ from urllib.parse import quote, unquote, urlsplit
 from conquiet.acking import Error
 from conquiet.config import check_timeout, explain
 from conquiet.errors import ConfigError, PermanentError, Refused, SinkUnavailable
-from conquiet.exchange import ExchangeSocket, TooMuchReceived, connect
+from conquiet.exchange import ExchangeSocket, TooMuchReceived, connect, open_http
 from conquiet.message import Message, describe
 from conquiet.relay.sinks.answers import Answers, not_tried
 from conquiet.relay.sinks.envelope import Envelope
@@ -147,16 +147,6 @@ class HttpSink(Sink):
         if connection is not None:
             connection.close()
 
-    def _open(self, seconds: float) -> http.client.HTTPConnection:
-        place, context = (self._host, self._port), self._context
-        connected = connect(*place, seconds, context)
-        if context is None:
-            opened = http.client.HTTPConnection(*place)
-        else:
-            opened = http.client.HTTPSConnection(*place, context=context)
-        opened.sock = cast("Any", ExchangeSocket(connected, max_bytes=_MAX_RECEIVED_BYTES))
-        return opened
-
     def _answer(self, message: Message[Any], envelope: Envelope) -> Error:
         left = self._paused_until - time.monotonic()
         if left > 0:
@@ -179,7 +169,10 @@ class HttpSink(Sink):
             except (ConnectionError, http.client.BadStatusLine):
                 self.close()  # the receiver may close an idle connection at any time
         try:
-            self._connection = self._open(_left(until))
+            self._connection = open_http(
+                *(self._host, self._port, _left(until), self._context),
+                max_bytes=_MAX_RECEIVED_BYTES,
+            )
         except OSError as error:
             return SinkUnavailable(f"{self._place} cannot be reached: {error!r:.200}")
         try:

@@ -74,7 +74,7 @@ class Entries:
         columns = (self.commands, self.identities, self.counts)
         return Entries(self.stream, *(column.take(chosen) for column in columns))
 
-    def packed(self, start: int = 0, end: int | None = None) -> memoryview:
+    def pack(self, start: int = 0, end: int | None = None) -> memoryview:
         """Return the commands one after another, as they go over the wire."""
         part = self.commands.slice(start, None if end is None else end - start)
         if not len(part):
@@ -118,7 +118,7 @@ class RowEncoder:
 
     def encode(self, batch: pa.RecordBatch) -> Iterator[Entries]:
         """Yield the commands of a batch, stream by stream."""
-        batch = self._completed(batch)
+        batch = self._complete(batch)
         self._rows += batch.num_rows
         if not batch.num_rows:
             return
@@ -128,12 +128,12 @@ class RowEncoder:
 
     # --- defaults ---------------------------------------------------------------------------
 
-    def _completed(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+    def _complete(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         columns = {name: batch.column(name) for name in batch.schema.names}
         size = batch.num_rows
         if self.makes_ids:
             numbers = pa.array(range(self._rows, self._rows + size), pa.int64())
-            columns["event_id"] = _joined(self._prefix.encode(), _decimal(numbers))
+            columns["event_id"] = _join(self._prefix.encode(), _decimal(numbers))
         for name in ("type", "source"):
             given = getattr(self._options, name)
             if name not in columns:
@@ -210,11 +210,9 @@ class RowEncoder:
         if not isinstance(counts, pa.Array):
             counts = pa.repeat(counts, batch.num_rows)
         name, entry_id = stream.encode(), self._options.entry_id
-        head = b"\r\n$4\r\nXADD\r\n" + _bulk(name) + _bulk(entry_id)
-        commands = _joined(b"*", _decimal(pc.add(counts, 3)), head, *parts)
-        identities = _joined(
-            _binary(batch.column("source")), b" ", _binary(batch.column("event_id"))
-        )
+        head = b"\r\n$4\r\nXADD\r\n" + encode_bulk(name) + encode_bulk(entry_id)
+        commands = _join(b"*", _decimal(pc.add(counts, 3)), head, *parts)
+        identities = _join(_binary(batch.column("source")), b" ", _binary(batch.column("event_id")))
         return Entries(stream, commands, identities, counts)
 
 
@@ -255,22 +253,22 @@ def _value(column: str, batch: pa.RecordBatch) -> Any:
 def time_text(value: Any) -> Any:
     """Return times in RFC 3339 and UTC, as CloudEvents writes them."""
     text = value.cast(pa.timestamp("us")).cast(pa.string()).cast(pa.binary())
-    return _joined(pc.binary_replace_slice(text, start=10, stop=11, replacement=b"T"), b"Z")
+    return _join(pc.binary_replace_slice(text, start=10, stop=11, replacement=b"T"), b"Z")
 
 
 def _append(parts: list[Any], name: str, value: Any) -> Any:
     """Add one field to the parts of a command; return how many strings that is, row by row."""
     two = pa.scalar(2, pa.int64())
-    head = _bulk(name.encode()) + b"$"
+    head = encode_bulk(name.encode()) + b"$"
     if isinstance(value, pa.Scalar):
-        parts.append(_scalar(head + _bulk(value.as_py())[1:]))
+        parts.append(_scalar(head + encode_bulk(value.as_py())[1:]))
         return two
     value = _binary(value)
     strings = (_scalar(head), _decimal(pc.binary_length(value)), _scalar(b"\r\n"), value)
     if not value.null_count:
         parts += (*strings, _scalar(b"\r\n"))
         return two
-    parts.append(pc.fill_null(_joined(*strings, b"\r\n"), b""))
+    parts.append(pc.fill_null(_join(*strings, b"\r\n"), b""))
     return pc.if_else(pc.is_valid(value), two, pa.scalar(0, pa.int64()))
 
 
@@ -290,7 +288,7 @@ def _extensions(column: Any, *, has_key: bool) -> tuple[Any, Any]:
                 " attribute that has a column of its own belongs there"
             )
     names, values = _binary(names), _binary(values)
-    fields = _joined(
+    fields = _join(
         b"$", _decimal(pc.binary_length(names)), b"\r\n", names,
         b"\r\n$", _decimal(pc.binary_length(values)), b"\r\n", values, b"\r\n",
     )  # fmt: skip
@@ -322,10 +320,10 @@ def _decimal(value: Any) -> Any:
     return value.cast(pa.string()).cast(pa.binary())
 
 
-def _joined(*parts: Any) -> Any:
+def _join(*parts: Any) -> Any:
     given = [_scalar(part) if isinstance(part, bytes) else part for part in parts]
     return pc.binary_join_element_wise(*given, _scalar(b""))
 
 
-def _bulk(value: bytes) -> bytes:
+def encode_bulk(value: bytes) -> bytes:
     return b"$%d\r\n%b\r\n" % (len(value), value)

@@ -191,7 +191,7 @@ class RangeReader:
                 if asked > 1:
                     self._first_count = max(1, asked // _SHRINK)
                     raise
-                oversized = _oversized(reply, line)
+                oversized = _skip_oversized(reply, line)
                 got += 1
                 last_id = oversized.id.decode()
                 yield oversized, last_id, got
@@ -269,7 +269,7 @@ class RangeReader:
         return page[0][0] if page else ids.MAX
 
 
-def _oversized(reply: ReplyTooLarge, line: Line) -> Oversized:
+def _skip_oversized(reply: ReplyTooLarge, line: Line) -> Oversized:
     """Return the one entry of a reply that is too large, and receive the rest of it."""
     found = _first_entry.match(reply.head)
     if found is None:

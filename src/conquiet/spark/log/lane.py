@@ -27,10 +27,11 @@ import redis
 from hiredis import Reader
 
 from conquiet.errors import ConquietError, StoreError
+from conquiet.redis import ids
 from conquiet.redis.connection import Connection, Database, pack
 from conquiet.redis.topic import beside
 from conquiet.redis.wire import TROUBLE
-from conquiet.spark.log.encoder import Entries
+from conquiet.spark.log.encoder import Entries, encode_bulk
 from conquiet.spark.log.options import WriteOptions
 
 _PAGE_ENTRIES = 1_000
@@ -89,7 +90,7 @@ class Mark:
     checksum: int = 0
 
     def after(self, entries: Entries, count: int) -> Mark:
-        return Mark(self.rows + count, zlib.crc32(entries.packed(0, count), self.checksum))
+        return Mark(self.rows + count, zlib.crc32(entries.pack(0, count), self.checksum))
 
 
 class Lane:
@@ -210,7 +211,7 @@ class Lane:
         begin = (b"EVAL", _BEGIN, 1, self._plan, attempt.batch, attempt.run, start, seconds)
         [(state, about)] = self._exchange([begin])
         if state < 0:
-            raise self._superseded(f"batch {about.decode()}")
+            raise self._late_error(f"batch {about.decode()}")
         if state:
             self._known = {}
             self._seen_upto = about
@@ -227,7 +228,7 @@ class Lane:
         )
         mine = (str(self._attempt.batch).encode(), self._attempt.run.encode())
         if (batch, run) != mine:
-            raise self._superseded(
+            raise self._late_error(
                 f"batch {(batch or b'?').decode()}, run {(run or b'?').decode()}"
             )
         return fence or b""
@@ -242,7 +243,7 @@ class Lane:
         count = len(arguments) + missing.counts[last].as_py()
         script = b"*%d\r\n" % count + pack(arguments).split(b"\r\n", 1)[1]
         self._sent = len(missing)
-        wholes = (pack((b"MULTI",)), missing.packed(0, last), script, fields, pack((b"EXEC",)))
+        wholes = (pack((b"MULTI",)), missing.pack(0, last), script, fields, pack((b"EXEC",)))
         try:
             self._connection.send(wholes)  # type: ignore[arg-type]
         except TROUBLE as error:
@@ -268,28 +269,28 @@ class Lane:
         """Read the entries added since the batch began, by this query and by others."""
         assert self._known is not None
         while True:
-            start = _next_id(self._seen_upto)
+            start = ids.next_after(self._seen_upto)
             [page] = self._exchange([(b"XRANGE", self._key, start, b"+", b"COUNT", _PAGE_ENTRIES)])
             for entry_id, fields in page:
                 self._seen_upto = entry_id
                 named = dict(zip(fields[::2], fields[1::2], strict=True))
                 identity = b"%b %b" % (named.get(b"source", b""), named.get(b"id", b""))
-                self._known[identity] = zlib.crc32(b"".join(_bulk(item) for item in fields))
+                self._known[identity] = zlib.crc32(b"".join(encode_bulk(item) for item in fields))
             if len(page) < _PAGE_ENTRIES:
                 return
 
     def _fields(self, entries: Entries, place: int) -> memoryview:
         """Return the names and values of a command, without the words before them."""
         count = b"*%d\r\n" % (entries.counts[place].as_py() + 3)
-        head = _bulk(b"XADD") + _bulk(self._key) + _bulk(self._options.entry_id)
-        return entries.packed(place, place + 1)[len(count) + len(head) :]
+        head = encode_bulk(b"XADD") + encode_bulk(self._key) + encode_bulk(self._options.entry_id)
+        return entries.pack(place, place + 1)[len(count) + len(head) :]
 
     def _value(self, mark: Mark) -> bytes:
         attempt = self._attempt
         text = f"{attempt.run} {attempt.batch} {mark.rows} {mark.checksum} {attempt.task}"
         return text.encode()
 
-    def _superseded(self, by: str) -> Superseded:
+    def _late_error(self, by: str) -> Superseded:
         return Superseded(
             f"stream {self.stream!r}: {by} of query {self._attempt.query} is being written; this"
             f" late attempt of batch {self._attempt.batch}, run {self._attempt.run}, adds nothing"
@@ -305,15 +306,6 @@ def _mark(fence: bytes, attempt: Attempt) -> Mark:
     if (run, batch) != (attempt.run, str(attempt.batch)):
         return Mark()
     return Mark(int(rows), int(checksum))
-
-
-def _bulk(value: bytes) -> bytes:
-    return b"$%d\r\n%b\r\n" % (len(value), value)
-
-
-def _next_id(entry_id: bytes) -> bytes:
-    time, _, number = entry_id.partition(b"-")
-    return b"%b-%d" % (time, int(number) + 1)
 
 
 def connect_to(database: Database, stream: str) -> Connection:

@@ -107,12 +107,12 @@ class Bounds:
         {'orders': '1700000000000-0'}
         """
         if not text.lstrip().startswith("{"):
-            return cls(_bound(option, text))
+            return cls(_read_bound(option, text))
         try:
             given = loads(text)
         except JSONDecodeError as error:
             raise ConfigError(f"{option} is not JSON: {error}") from error
-        return cls(others, {name: _bound(option, value) for name, value in given.items()})
+        return cls(others, {name: _read_bound(option, value) for name, value in given.items()})
 
     def position(self, stream: str, state: StreamState) -> Position:
         """Return the last position before the bound."""
@@ -131,7 +131,7 @@ class Bounds:
         return found
 
 
-def _bound(option: str, value: object) -> str:
+def _read_bound(option: str, value: object) -> str:
     text = str(value).strip()
     if text.lower() in (EARLIEST, LATEST):
         return text.lower()

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
+from conquiet.config import EVENTS_TABLE, has_events_layout
 from conquiet.errors import ConfigError
 from conquiet.events.source import TOPIC
-from conquiet.events.table import EVENTS_TABLE
 from conquiet.spark.options import (
     DATABASE,
     SET_BY_SPARK,
@@ -95,8 +95,8 @@ class OutboxOptions:
 
     @property
     def has_domain_events(self) -> bool:
-        """Return whether the table has the layout of `outbox_events`, by its name as in relays."""
-        return self.table.rpartition(".")[2] == EVENTS_TABLE
+        """Return whether the table has the layout of `outbox_events`."""
+        return has_events_layout(self.table)
 
     @property
     def filters(self) -> bool:

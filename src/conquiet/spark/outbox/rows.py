@@ -16,7 +16,7 @@ from pyspark.sql.types import StructType
 from conquiet.errors import StoreError
 from conquiet.events.check import canonical
 from conquiet.spark.columns import ARROW_SCHEMA, MALFORMED
-from conquiet.spark.database import Database, connected, one_line
+from conquiet.spark.database import Database, begin, one_line
 from conquiet.spark.outbox.options import OutboxOptions
 from conquiet.spark.outbox.statement import DOMAIN_SOURCE, RowRange, statement
 from conquiet.spark.outbox.survey import report_lost
@@ -37,14 +37,14 @@ def fetch_rows(
     for answer in _answers(database, query):
         rows += answer.num_rows
         if answer.num_rows:
-            found = events(answer, options)
+            found = to_events(answer, options)
             yield finish(dict(zip(found.schema.names, found.columns, strict=True)))
     if row_range.rows is not None and not options.filters and rows < row_range.rows:
         report_lost(options, row_range.after, row_range.upto, row_range.rows - rows)
 
 
 def _answers(database: Database, query: str) -> Iterator[pa.RecordBatch]:
-    with connected(database) as connection, connection.cursor() as cursor:
+    with begin(database) as connection, connection.cursor() as cursor:
         if not database.is_postgresql:
             cursor.adbc_statement.set_options(**{"adbc.sqlite.query.batch_rows": str(BATCH_ROWS)})
         cursor.execute(query)
@@ -76,7 +76,7 @@ _TOKEN = secrets.token_hex(8)  # that no document can hold on purpose
 _SEAM = f'"{_TOKEN}",'
 
 
-def events(answer: pa.RecordBatch, options: OutboxOptions) -> pa.RecordBatch:
+def to_events(answer: pa.RecordBatch, options: OutboxOptions) -> pa.RecordBatch:
     """Convert the rows of a `statement` to events."""
     given = {name: answer.column(name) for name in answer.schema.names}
     columns = _domain(given, options) if options.has_domain_events else _generic(given)
@@ -94,14 +94,14 @@ def _generic(given: dict[str, pa.Array]) -> dict[str, pa.Array]:
     optional = ("key", "source", "subject", "content_type")
     return {
         **{name: given[name] for name in names},
-        **{name: _nulled(given[name]) for name in optional},
-        "time": times(_nulled(given["time"])),
+        **{name: _empty_to_null(given[name]) for name in optional},
+        "time": times(_empty_to_null(given["time"])),
     }
 
 
 def _domain(given: dict[str, pa.Array], options: OutboxOptions) -> dict[str, pa.Array]:
     rows = len(given["entry_id"])
-    data, malformed = published(given["data"])
+    data, malformed = render_payloads(given["data"])
     return {
         "stream": pa.repeat(options.stream, rows),
         "entry_id": given["entry_id"],
@@ -123,7 +123,7 @@ def _as(column: pa.Array | None, field: pa.Field, rows: int) -> pa.Array:
     return column if column.type == field.type else column.cast(field.type)
 
 
-def _nulled(column: pa.Array) -> pa.Array:
+def _empty_to_null(column: pa.Array) -> pa.Array:
     """Replace empty texts, which mean no value, by null."""
     column = column if column.type == pa.string() else column.cast(pa.string())
     empty = pc.equal(column, "")
@@ -137,7 +137,7 @@ def times(column: pa.Array) -> pa.Array:
     """Convert times of the database or of attributes to UTC; an invalid time is null."""
     if not pa.types.is_string(column.type):
         return column.cast(_TIME)
-    for read in (_zoned, _unzoned):
+    for read in (_read_zoned, _read_utc):
         try:
             return read(column)
         except pa.ArrowInvalid:
@@ -145,11 +145,11 @@ def times(column: pa.Array) -> pa.Array:
     return pa.array([_time(text) for text in column.to_pylist()], _TIME)
 
 
-def _zoned(column: pa.Array) -> pa.Array:
+def _read_zoned(column: pa.Array) -> pa.Array:
     return column.cast(_TIME)
 
 
-def _unzoned(column: pa.Array) -> pa.Array:
+def _read_utc(column: pa.Array) -> pa.Array:
     """Convert times of SQLite, which are in UTC without a zone."""
     return pc.assume_timezone(column.cast(pa.timestamp("us")), "UTC")
 
@@ -166,7 +166,7 @@ def _time(text: str | None) -> datetime | None:
 def attributes(column: pa.Array) -> pa.Array:
     """Convert JSON objects to maps of texts."""
     found = plain_maps(column)
-    return _parsed_maps(column) if found is None else found
+    return _parse_maps(column) if found is None else found
 
 
 def _of_aggregates(types: pa.Array) -> pa.Array:
@@ -211,11 +211,11 @@ def plain_maps(column: pa.Array) -> pa.Array | None:
     return pa.MapArray.from_arrays(pa.array(counts // 4), names, values)
 
 
-def _parsed_maps(column: pa.Array) -> pa.Array:
+def _parse_maps(column: pa.Array) -> pa.Array:
     names: list[str] = []
     values: list[str] = []
     offsets = [0]
-    for joined in _joined(column):
+    for joined in _join_documents(column):
         for one in _attributes(joined):
             names.extend(one)
             values.extend(one.values())
@@ -240,23 +240,27 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else str(value)
 
 
-def published(column: pa.Array) -> tuple[pa.Array, pa.Array]:
+def render_payloads(column: pa.Array) -> tuple[pa.Array, pa.Array]:
     """Return payloads byte for byte as the relay publishes them, and the errors of the others."""
     rows = len(column)
     try:
-        data = [canonical(one) for joined in _joined(column, _SEAM) for one in _whole_ones(joined)]
+        data = [
+            canonical(one)
+            for joined in _join_documents(column, _SEAM)
+            for one in _whole_ones(joined)
+        ]
         if len(data) == rows:
             return pa.array(data, pa.binary()), pa.nulls(rows, pa.string())
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         pass
-    made = [_published(text) for text in column.to_pylist()]
+    made = [_render_payload(text) for text in column.to_pylist()]
     return (
         pa.array([data for data, _ in made], pa.binary()),
         pa.array([wrong for _, wrong in made], pa.string()),
     )
 
 
-def _published(text: str) -> tuple[bytes, str | None]:
+def _render_payload(text: str) -> tuple[bytes, str | None]:
     try:
         return canonical(_value.decode(text)), None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -269,7 +273,7 @@ def _whole_ones(joined: bytes) -> list[Any]:
     return values[::2] if all(seam == _TOKEN for seam in values[1::2]) else []
 
 
-def _joined(column: pa.Array, seam: str = "") -> Iterator[bytes]:
+def _join_documents(column: pa.Array, seam: str = "") -> Iterator[bytes]:
     """Yield the documents of a column as arrays of JSON, for few calls of the parser.
 
     Not as one array: thousands of objects at a time keep Python's garbage collector busy.

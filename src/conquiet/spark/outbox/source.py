@@ -150,18 +150,18 @@ class OutboxStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         after = _position(start)
         rows = limit.max_rows if isinstance(limit, ReadMaxRows) else None
         if self._target is not None and after >= self._target:
-            return self._counted(start, start)
+            return self._with_losses(start, start)
         ranges = self.survey.cut(after, self._target, rows)
         if not ranges:
             self._check_place(after)
-            return self._counted(start, start)
+            return self._with_losses(start, start)
         count = sum(one.rows or 0 for one in ranges)
         assert ranges[-1].upto is not None
-        end = self._counted(_offset(ranges[-1].upto, start["rows"] + count), start)
+        end = self._with_losses(_offset(ranges[-1].upto, start["rows"] + count), start)
         self._planned = start, end, ranges
         return end
 
-    def _counted(self, end: Offset, start: Offset) -> Offset:
+    def _with_losses(self, end: Offset, start: Offset) -> Offset:
         """Return an offset with all rows that the query has lost up to it."""
         times, rows = start.get("lost", (0, 0))
         if self._late:
@@ -195,7 +195,7 @@ class OutboxStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return ranges
 
     def _check_place(self, position: Position) -> None:
-        reached = self.survey.reached()
+        reached = self.survey.find_bound()
         if position > reached:
             report_ahead(self.options, position, reached)
 

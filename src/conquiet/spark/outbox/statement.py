@@ -148,15 +148,15 @@ def _beyond(position: Position, sign: str, postgresql: bool) -> str:
 
 
 def _id(value: str, options: OutboxOptions) -> str:
-    return quoted(value) if options.has_domain_events else f"{int(value):d}"
+    return quote_text(value) if options.has_domain_events else f"{int(value):d}"
 
 
 def _filters(options: OutboxOptions, postgresql: bool) -> list[str]:
     where = []
     if options.topic is not None and not options.has_domain_events:
-        where.append(f"o.topic = {quoted(options.topic)}")
+        where.append(f"o.topic = {quote_text(options.topic)}")
     if options.types:
-        kinds = ", ".join(map(quoted, options.types))
+        kinds = ", ".join(map(quote_text, options.types))
         where.append(f"o.event_type{'::text' if postgresql else ''} IN ({kinds})")
     if options.since is not None:
         where.append(f"o.created_at >= {_moment(options.since, postgresql)}")
@@ -173,6 +173,6 @@ def _moment(moment: datetime, postgresql: bool) -> str:
     return f"'{seconds}.{moment.microsecond:06d}'" if moment.microsecond else f"'{seconds}'"
 
 
-def quoted(text: str) -> str:
+def quote_text(text: str) -> str:
     """Return a literal of SQL; COPY takes no parameters."""
     return "'" + text.replace("\0", "").replace("'", "''") + "'"

@@ -58,7 +58,7 @@ class Survey:
         found = self._rows(query.format(table=self._name), {})
         return Position(int(found[0].xid), found[0].id) if found else Position()
 
-    def reached(self) -> Position:
+    def find_bound(self) -> Position:
         """Return a position past all rows, by which a wrong or restored database is noticed."""
         query = _REACHED if self._postgresql else _SQLITE_REACHED
         found = self._rows(query, {"table": self._name.rpartition(".")[2]})

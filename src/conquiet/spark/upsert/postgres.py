@@ -14,7 +14,7 @@ from psycopg import errors
 from pyspark.sql.types import StructType
 
 from conquiet.errors import ConfigError, StoreError
-from conquiet.spark.database import Database, connected, ingest
+from conquiet.spark.database import Database, begin, ingest
 from conquiet.spark.upsert.target import (
     FENCES,
     QueryBatch,
@@ -22,13 +22,13 @@ from conquiet.spark.upsert.target import (
     UpsertFailed,
     UpsertOptions,
     advance_fence,
-    check_columns,
     create_fences,
     describe_duplicate,
     insert_into,
     list_names,
+    match_columns,
     on_conflict,
-    quote,
+    quote_name,
     staging_columns,
 )
 from conquiet.sql.schema import split_name
@@ -53,7 +53,7 @@ class PostgresTarget:
     def check(self, schema: StructType) -> None:
         with self._connection() as connection:
             types = self._types(connection)
-            staged = check_columns(
+            staged = match_columns(
                 self.options, self.database.shown, schema, list(types), postgresql=True
             )
             names = list(staged)
@@ -79,12 +79,12 @@ class PostgresTarget:
         first = next(batches)
         name = f"{_PREFIX}_{marked}_{int(time.time()):x}_{secrets.token_hex(4)}"
         columns = ", ".join(
-            f"{quote(column)} {kind}"
+            f"{quote_name(column)} {kind}"
             for column, kind in staging_columns(first.schema, postgresql=True).items()
         )
 
         # One transaction: a task that dies leaves nothing behind.
-        with connected(self.database) as connection, connection.cursor() as cursor:
+        with begin(self.database) as connection, connection.cursor() as cursor:
             cursor.execute(f"CREATE UNLOGGED TABLE {self._prefix}{name} ({columns})")
             rows = chain([first], batches)
             ingest(cursor, name, first.schema, rows, mode="append", db_schema_name=self._schema)
@@ -153,9 +153,9 @@ class PostgresTarget:
         self, connection: psycopg.Connection, stages: Sequence[str], columns: Sequence[str]
     ) -> str:
         types = self._types(connection)
-        values = ", ".join(f"{quote(name)}::{types[name]}" for name in columns)
+        values = ", ".join(f"{quote_name(name)}::{types[name]}" for name in columns)
         keys, order = list_names(self.options.keys), self.options.order_by
-        ranked = ", ".join(f"{quote(name)} DESC" for name in order)
+        ranked = ", ".join(f"{quote_name(name)} DESC" for name in order)
         return (
             f"SELECT {f'DISTINCT ON ({keys}) ' if order else ''}{values}"
             f" FROM ({self._union(stages)}) AS staged"

@@ -29,13 +29,13 @@ from conquiet.spark.upsert.target import (
     UpsertFailed,
     UpsertOptions,
     advance_fence,
-    check_columns,
     create_fences,
     describe_duplicate,
     insert_into,
     list_names,
+    match_columns,
     on_conflict,
-    quote,
+    quote_name,
 )
 
 BUSY_SECONDS = 60.0
@@ -55,7 +55,7 @@ class SqliteTarget:
 
     def check(self, schema: StructType) -> None:
         with self._connection() as connection:
-            staged = check_columns(
+            staged = match_columns(
                 self.options,
                 self.database.shown,
                 schema,
@@ -77,7 +77,7 @@ class SqliteTarget:
     # --- tasks --------------------------------------------------------------------------------
 
     def stage(self, batches: Iterator[pa.RecordBatch], marked: str) -> str:
-        rows = map(convert_rows, batches)
+        rows = map(convert_batch, batches)
         first = next(rows)
         path = f"{self._file}-stage-{marked}-{secrets.token_hex(4)}"
         module = driver(self.database)
@@ -149,12 +149,12 @@ class SqliteTarget:
     def _upsert(self, columns: Sequence[str]) -> str:
         names, rows = list_names(columns), f"temp.{_ROWS}"
         if self.options.order_by:
-            ranked = ", ".join(f"{quote(name)} DESC" for name in self.options.order_by)
+            ranked = ", ".join(f"{quote_name(name)} DESC" for name in self.options.order_by)
             rows = (
                 f"(SELECT *, row_number() OVER (PARTITION BY {list_names(self.options.keys)}"
-                f" ORDER BY {ranked}) AS {quote(':rank')} FROM temp.{_ROWS})"
+                f" ORDER BY {ranked}) AS {quote_name(':rank')} FROM temp.{_ROWS})"
             )
-        first = f"{quote(':rank')} = 1" if self.options.order_by else "true"
+        first = f"{quote_name(':rank')} = 1" if self.options.order_by else "true"
         return (
             f"{insert_into(self.options, columns)} SELECT {names} FROM {rows} WHERE {first}"
             f" {on_conflict(self.options, columns)}"
@@ -197,7 +197,7 @@ class SqliteTarget:
             connection.close()  # rolls back what was not committed
 
 
-def convert_rows(batch: pa.RecordBatch) -> pa.RecordBatch:
+def convert_batch(batch: pa.RecordBatch) -> pa.RecordBatch:
     """Convert values as SQLAlchemy stores them in SQLite: times and decimals as text."""
     return pa.RecordBatch.from_arrays(
         [_convert(column) for column in batch.columns], names=batch.schema.names

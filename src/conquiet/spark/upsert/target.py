@@ -202,13 +202,13 @@ def advance_fence(
 # --- SQL ------------------------------------------------------------------------------------
 
 
-def quote(name: str) -> str:
+def quote_name(name: str) -> str:
     """Return any text as a name of SQL."""
     return '"' + name.replace('"', '""') + '"'
 
 
 def list_names(names: Sequence[str], prefix: str = "") -> str:
-    return ", ".join(prefix + quote(name) for name in names)
+    return ", ".join(prefix + quote_name(name) for name in names)
 
 
 def insert_into(options: UpsertOptions, columns: Sequence[str]) -> str:
@@ -221,7 +221,7 @@ def on_conflict(options: UpsertOptions, columns: Sequence[str]) -> str:
     others = [name for name in columns if name not in options.keys]
     if not others:
         return f"ON CONFLICT ({list_names(options.keys)}) DO NOTHING"
-    changes = ", ".join(f"{quote(name)} = excluded.{quote(name)}" for name in others)
+    changes = ", ".join(f"{quote_name(name)} = excluded.{quote_name(name)}" for name in others)
     clause = f"ON CONFLICT ({list_names(options.keys)}) DO UPDATE SET {changes}"
     if not options.order_by:
         return clause
@@ -280,7 +280,7 @@ def _type(field: pa.Field, postgresql: bool) -> str:
     )
 
 
-def check_columns(
+def match_columns(
     options: UpsertOptions,
     place: str,
     schema: StructType,
@@ -299,8 +299,8 @@ def check_columns(
     if missing:
         raise ConfigError(
             f"{options.table} has no column {', '.join(missing)}; it has {', '.join(there)}. Drop"
-            f" it from the frame, or ALTER TABLE {options.table} ADD COLUMN {quote(missing[0])}"
-            f" {staged[missing[0]]}"
+            f" it from the frame, or ALTER TABLE {options.table} ADD COLUMN"
+            f" {quote_name(missing[0])} {staged[missing[0]]}"
         )
     return staged
 
@@ -315,4 +315,4 @@ def create_table(options: UpsertOptions, schema: StructType, *, postgresql: bool
 
 def _name(name: str) -> str:
     plain = name.isidentifier() and name.islower() and name.isascii()
-    return name if plain else quote(name)
+    return name if plain else quote_name(name)

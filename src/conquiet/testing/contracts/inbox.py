@@ -15,7 +15,7 @@ from conquiet.message import Message
 from conquiet.router import Router
 from conquiet.stage import Middleware
 from conquiet.testing import deliver, eventually
-from conquiet.testing.contracts.samples import TWINS, ids, numbered
+from conquiet.testing.contracts.samples import TWINS, ids, make_messages
 from conquiet.testing.contracts.transaction import HandlerFailed, StorageContract
 
 
@@ -43,26 +43,26 @@ class InboxContract(StorageContract):
     def test_a_duplicate_is_acked_and_has_no_effect(self) -> None:
         router = self.router()
         for _ in range(3):
-            assert len(deliver(router, *numbered(2)).acked) == 2
+            assert len(deliver(router, *make_messages(2)).acked) == 2
         assert self.effects("m-0", "m-1") == [1, 1]
 
     def test_a_duplicate_is_known_to_another_process_too(self) -> None:
-        deliver(self.router(), *numbered(1))
-        assert len(deliver(self.router(), *numbered(1)).acked) == 1
+        deliver(self.router(), *make_messages(1))
+        assert len(deliver(self.router(), *make_messages(1)).acked) == 1
         assert self.effects("m-0") == [1]
 
     def test_duplicates_inside_one_batch_take_effect_once(self) -> None:
-        first, second = numbered(2)
-        delivered = deliver(self.router(), first, second, *numbered(2), *numbered(1))
+        first, second = make_messages(2)
+        delivered = deliver(self.router(), first, second, *make_messages(2), *make_messages(1))
         assert len(delivered.acked) == 5
         assert self.effects("m-0", "m-1") == [1, 1]
 
     def test_fresh_messages_among_duplicates_run_in_their_order(self) -> None:
         order: list[str] = []
         router = self.router(run=lambda item: order.append(item.id))
-        deliver(router, *numbered(5)[1:4:2])
+        deliver(router, *make_messages(5)[1:4:2])
         order.clear()
-        assert len(deliver(router, *numbered(5)).acked) == 5
+        assert len(deliver(router, *make_messages(5)).acked) == 5
         assert order == ["m-0", "m-2", "m-4"]
         assert self.effects("m-0", "m-1", "m-2", "m-3", "m-4") == [1] * 5
 
@@ -74,13 +74,13 @@ class InboxContract(StorageContract):
                 raise failures.pop()
 
         router = self.router(run=fail_once)
-        assert len(deliver(router, *numbered(1)).nacked) == 1
+        assert len(deliver(router, *make_messages(1)).nacked) == 1
         assert self.effects("m-0") == [0]
-        assert len(deliver(router, *numbered(1)).acked) == 1
+        assert len(deliver(router, *make_messages(1)).acked) == 1
         assert self.effects("m-0") == [1]
 
     def test_one_failing_message_of_a_batch_leaves_the_others_done_once(self) -> None:
-        batch = [*numbered(2), *numbered(1, "bad"), *numbered(2, "n")]
+        batch = [*make_messages(2), *make_messages(1, "bad"), *make_messages(2, "n")]
         router = self.router()
         assert ids(deliver(router, *batch).nacked) == ["bad-0"]
         assert ids(deliver(router, *batch).nacked) == ["bad-0"]
@@ -88,15 +88,15 @@ class InboxContract(StorageContract):
 
     def test_a_big_batch_with_duplicates_takes_effect_once(self) -> None:
         router = self.router()
-        deliver(router, *numbered(300))
-        assert len(deliver(router, *numbered(1200)).acked) == 1200
-        assert {self.noted(f"m-{number}") for number in range(0, 1200, 50)} == {1}
+        deliver(router, *make_messages(300))
+        assert len(deliver(router, *make_messages(1200)).acked) == 1200
+        assert {self.read_note(f"m-{number}") for number in range(0, 1200, 50)} == {1}
 
     # --- who is who -------------------------------------------------------------------------
 
-    def test_ids_that_look_alike_are_told_apart(self) -> None:
+    def test_ids_that_look_alike_stay_apart(self) -> None:
         router = self.router()
-        batch = [numbered(1, id=name)[0] for name in TWINS]
+        batch = [make_messages(1, id=name)[0] for name in TWINS]
         assert len(deliver(router, *batch).acked) == len(TWINS)
         assert self.effects(*TWINS) == [1] * len(TWINS)
         deliver(router, *batch)
@@ -105,13 +105,13 @@ class InboxContract(StorageContract):
     def test_the_same_id_from_two_sources_is_two_messages(self) -> None:
         router = self.router()
         for source in ("/a", "/b", "/a"):
-            deliver(router, *numbered(1, source=source))
+            deliver(router, *make_messages(1, source=source))
         assert self.effects("m-0") == [2]
 
     def test_each_subscriber_takes_a_message_once(self) -> None:
         for subscriber in ("billing", "shipping", "billing"):
             router = self.router(self.transaction(), self.inbox(subscriber))
-            assert len(deliver(router, *numbered(1)).acked) == 1
+            assert len(deliver(router, *make_messages(1)).acked) == 1
         assert self.effects("m-0") == [2]
 
     def test_each_handler_of_a_type_takes_a_message_once(self) -> None:
@@ -124,12 +124,12 @@ class InboxContract(StorageContract):
 
             router.raw(name=name)(handle)
         for _ in range(2):
-            assert len(deliver(router, *numbered(1)).acked) == 1
+            assert len(deliver(router, *make_messages(1)).acked) == 1
         assert self.effects("first", "second") == [1, 1]
 
     def test_a_message_without_id_fails_for_good_and_alone(self) -> None:
-        nameless = numbered(1, id="")
-        delivered = deliver(self.router(), *numbered(1), *nameless, *numbered(1, "n"))
+        nameless = make_messages(1, id="")
+        delivered = deliver(self.router(), *make_messages(1), *nameless, *make_messages(1, "n"))
         assert ids(delivered.acked) == ["m-0", "n-0"]
         assert isinstance(delivered.errors[0], PermanentError)
         assert self.effects("m-0", "", "n-0") == [1, 0, 1]
@@ -162,7 +162,7 @@ class InboxContract(StorageContract):
             # A store that cannot wait gives the message back; its source delivers it again.
             eventually(lambda: _acked_or_given_back(router), timeout=30)
 
-        threads = [_start(lambda: deliver(self.router(run=slow), *numbered(1)))]
+        threads = [_start(lambda: deliver(self.router(run=slow), *make_messages(1)))]
         try:
             assert inside.wait(30)
             threads.append(_start(second))
@@ -180,7 +180,7 @@ class InboxContract(StorageContract):
 
     def test_outputs_without_an_outbox_are_refused_and_leave_nothing(self) -> None:
         router = self.router(run=lambda item: [Message(b"", {"type": "lost"})])
-        delivered = deliver(router, *numbered(1))
+        delivered = deliver(router, *make_messages(1))
         assert isinstance(delivered.errors[0], HandlerError)
         assert self.effects("m-0") == [0]
 
@@ -197,21 +197,21 @@ class InboxContract(StorageContract):
 
     def test_cleaning_forgets_the_old_and_keeps_the_young(self) -> None:
         router = self.router()
-        deliver(router, *numbered(1))
+        deliver(router, *make_messages(1))
         self.clean(3600)
-        deliver(router, *numbered(1))
+        deliver(router, *make_messages(1))
         assert self.effects("m-0") == [1]
 
-        def forgotten() -> bool:
+        def is_forgotten() -> bool:
             self.clean(0)
-            deliver(router, *numbered(1))
-            return self.noted("m-0") == 2
+            deliver(router, *make_messages(1))
+            return self.read_note("m-0") == 2
 
-        eventually(forgotten)
+        eventually(is_forgotten)
 
 
 def _acked_or_given_back(router: Router) -> bool:
-    delivered = deliver(router, *numbered(1))
+    delivered = deliver(router, *make_messages(1))
     assert delivered.acked or isinstance(delivered.errors[0], Blameless), delivered.errors
     return bool(delivered.acked)
 

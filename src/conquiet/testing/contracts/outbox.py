@@ -18,7 +18,7 @@ from conquiet.outbox import Outbox
 from conquiet.source import Source
 from conquiet.stage import Middleware
 from conquiet.testing import deliver, eventually
-from conquiet.testing.contracts.samples import ATTRIBUTES, PAYLOADS, content, ids, numbered
+from conquiet.testing.contracts.samples import ATTRIBUTES, PAYLOADS, content, ids, make_messages
 from conquiet.testing.contracts.transaction import HandlerFailed, StorageContract
 
 
@@ -62,7 +62,7 @@ class OutboxContract(StorageContract):
     # --- storing ----------------------------------------------------------------------------
 
     def test_outputs_become_rows_and_leave_the_chain(self) -> None:
-        delivered = deliver(self.router(run=_one_event), *numbered(1))
+        delivered = deliver(self.router(run=_one_event), *make_messages(1))
         assert delivered.outputs == []
         assert ids(delivered.acked) == ["m-0"]
         assert ids(self._read(1)) == ["m-0/0"]
@@ -70,37 +70,37 @@ class OutboxContract(StorageContract):
     @pytest.mark.parametrize("payload", PAYLOADS.values(), ids=PAYLOADS.keys())
     def test_bytes_and_attributes_come_out_as_they_went_in(self, payload: bytes) -> None:
         event = Message(payload, {**ATTRIBUTES, "id": "ünï-1", "time": "2026-01-31T12:00:00Z"})
-        deliver(self.router(run=lambda item: [event]), *numbered(1))
+        deliver(self.router(run=lambda item: [event]), *make_messages(1))
         [got] = self._read(1)
         assert content(got) == content(event)
         assert (got.topic, got.key, got.deliveries) == ("orders", "customer-7", 1)
 
     def test_typed_data_is_stored_as_json(self) -> None:
         event = Message({"order": 7}, {"type": "order.placed"})
-        deliver(self.router(run=lambda item: [event]), *numbered(1))
+        deliver(self.router(run=lambda item: [event]), *make_messages(1))
         [got] = self._read(1)
         assert (got.data, got.type, got.source) == (b'{"order":7}', "order.placed", "/contract")
         assert got.id
 
     def test_an_event_that_names_a_topic_goes_there(self) -> None:
         def two(item: Message[Any]) -> list[Message[Any]]:
-            named, plain = numbered(2, "event")
+            named, plain = make_messages(2, "event")
             named.topic = "audit"
             return [named, plain]
 
-        deliver(self.router(run=two), *numbered(1))
+        deliver(self.router(run=two), *make_messages(1))
         assert [event.topic for event in self._read(2)] == ["audit", "orders"]
 
     def test_events_keep_their_order_within_and_across_batches(self) -> None:
         router = self.router(run=_three_events)
         expected = []
-        for batch in (numbered(4, "first"), numbered(4, "second")):
+        for batch in (make_messages(4, "first"), make_messages(4, "second")):
             deliver(router, *batch)
             expected += [f"{name}/{number}" for name in ids(batch) for number in range(3)]
         assert ids(self._read(24)) == expected
 
     def test_a_failed_handler_leaves_no_row_and_no_effect(self) -> None:
-        deliver(self.router(run=_one_event), *numbered(1, "bad"), *numbered(1))
+        deliver(self.router(run=_one_event), *make_messages(1, "bad"), *make_messages(1))
         assert ids(self._read_all()) == ["m-0/0"]
         assert self.effects("bad-0", "m-0") == [0, 1]
 
@@ -113,7 +113,7 @@ class OutboxContract(StorageContract):
             return process
 
         router = self.router(self.transaction(), fail_late, self.outbox("orders"), run=_one_event)
-        assert len(deliver(router, *numbered(2)).nacked) == 2
+        assert len(deliver(router, *make_messages(2)).nacked) == 2
         assert self._read_all() == []
         assert self.effects("m-0", "m-1") == [0, 0]
 
@@ -122,7 +122,7 @@ class OutboxContract(StorageContract):
             data: Any = object() if item.id == "m-1" else b""
             return [Message(data, {"type": "event", "id": item.id})]
 
-        delivered = deliver(self.router(run=one), *numbered(3))
+        delivered = deliver(self.router(run=one), *make_messages(3))
         assert ids(delivered.nacked) == ["m-1"]
         assert ids(self._read_all()) == ["m-0", "m-2"]
         assert self.effects("m-0", "m-1", "m-2") == [1, 0, 1]
@@ -130,16 +130,16 @@ class OutboxContract(StorageContract):
     def test_one_failing_message_of_a_batch_leaves_the_others_events_once_and_in_order(
         self,
     ) -> None:
-        batch = [*numbered(2), *numbered(1, "bad"), *numbered(2, "n")]
+        batch = [*make_messages(2), *make_messages(1, "bad"), *make_messages(2, "n")]
         deliver(self.router(run=_one_event), *batch)
         assert ids(self._read_all()) == ["m-0/0", "m-1/0", "n-0/0", "n-1/0"]
 
     def test_an_outage_leaves_no_row(self) -> None:
         with self.outage():
-            delivered = deliver(self.router(run=_one_event), *numbered(2))
+            delivered = deliver(self.router(run=_one_event), *make_messages(2))
         assert len(delivered.nacked) == 2
         router = self.router(run=_one_event)
-        eventually(lambda: deliver(router, *numbered(1, "later")).acked, timeout=30)
+        eventually(lambda: deliver(router, *make_messages(1, "later")).acked, timeout=30)
         assert ids(self._read_all()) == ["later-0/0"]
 
     # --- relaying ---------------------------------------------------------------------------
@@ -186,9 +186,11 @@ class OutboxContract(StorageContract):
     def test_a_stuck_key_blocks_only_itself(self) -> None:
         if self.one_relay_at_a_time:
             pytest.skip("one relay at a time keeps every key in order, and blocks them all")
-        first, second = self._ordered(), self._ordered()
+        first, second = self._open_ordered(), self._open_ordered()
         for number, key in enumerate("abab"):
-            deliver(self.router(run=_one_event), *numbered(1, f"{key}{number}", partitionkey=key))
+            deliver(
+                self.router(run=_one_event), *make_messages(1, f"{key}{number}", partitionkey=key)
+            )
         [held] = self._take(first, 1)
         assert held.key == "a"
         assert ids(self._take(second, 2)) == ["b1-0/0", "b3-0/0"]
@@ -211,13 +213,13 @@ class OutboxContract(StorageContract):
         self._opened.append(relay)
         return relay
 
-    def _ordered(self) -> Source:
+    def _open_ordered(self) -> Source:
         relay = self.ordered_relay()
         self._opened.append(relay)
         return relay
 
     def _emit(self, count: int) -> None:
-        assert len(deliver(self.router(run=_one_event), *numbered(count)).acked) == count
+        assert len(deliver(self.router(run=_one_event), *make_messages(count)).acked) == count
 
     def _take(self, relay: Source, count: int) -> list[Message[Any]]:
         taken: list[Message[Any]] = []

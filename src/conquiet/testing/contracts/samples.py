@@ -33,8 +33,8 @@ TWINS = ["a-1", "A-1", "a-1 ", "á-1", "a_1", "a%1", "a'1", 'a"1', "a\\1", "ａ-
 """Ids that a careless comparison takes for one another."""
 
 
-def numbered(count: int, prefix: str = "m", **attributes: str) -> list[Message[Any]]:
-    """Messages `m-0`, `m-1`, … with a number as data."""
+def make_messages(count: int, prefix: str = "m", **attributes: str) -> list[Message[Any]]:
+    """Build messages `m-0`, `m-1`, … with a number as data."""
     given = {"type": "sample", "source": "/contract", "datacontenttype": "application/json"}
     return [
         Message(b"%d" % number, {**given, "id": f"{prefix}-{number}", **attributes})

@@ -15,7 +15,7 @@ from conquiet.errors import GivenBack, SinkUnavailable, StoreError
 from conquiet.message import Message
 from conquiet.source import Leased, Replayable, Source
 from conquiet.testing.contracts.contract import Contract
-from conquiet.testing.contracts.samples import ATTRIBUTES, PAYLOADS, content, ids, numbered
+from conquiet.testing.contracts.samples import ATTRIBUTES, PAYLOADS, content, ids, make_messages
 
 LONG = 60.0
 """A lease that does not end during a test."""
@@ -91,7 +91,7 @@ class ConsumerContract(Contract):
         return 0.2 if self.lease is None else 1.5 * self.lease
 
     def send(self, count: int, prefix: str = "m", **attributes: str) -> list[str]:
-        messages = numbered(count, prefix, **attributes)
+        messages = make_messages(count, prefix, **attributes)
         self.publish(messages)
         return ids(messages)
 
@@ -365,7 +365,7 @@ class SourceContract(ReplayContract):
     # --- leases -----------------------------------------------------------------------------
 
     def test_a_renewed_lease_does_not_end(self) -> None:
-        first, second = self._leased(), self.consumer(self.short)
+        first, second = self._open_leased(), self.consumer(self.short)
         sent = self.send(1)
         held = self.take(first, 1)
         end = time.monotonic() + 3 * self.short
@@ -375,13 +375,13 @@ class SourceContract(ReplayContract):
         assert ids(self.take(second, 1)) == sent  # renewed no more
 
     def test_a_lost_lease_counts_as_a_delivery(self) -> None:
-        first, second = self._leased(), self.consumer()
+        first, second = self._open_leased(), self.consumer()
         self.send(1)
         self.take(first, 1)
         assert self.take(second, 1)[0].deliveries == 2
 
     def test_a_late_nack_does_not_take_the_message_from_its_new_holder(self) -> None:
-        first, second = self._leased(), self.consumer()
+        first, second = self._open_leased(), self.consumer()
         self.send(1)
         [lost] = self.take(first, 1)
         [held] = self.take(second, 1)
@@ -392,7 +392,7 @@ class SourceContract(ReplayContract):
         self.expect_rest([])
 
     def test_renewing_what_is_lost_or_settled_is_harmless(self) -> None:
-        first, second = self._leased(), self.consumer()
+        first, second = self._open_leased(), self.consumer()
         self.send(2)
         lost, acked = self.take(first, 2)
         acked.ack()
@@ -418,7 +418,7 @@ class SourceContract(ReplayContract):
         for message in self.take(source, _TOTAL)[:count]:
             message.ack()
 
-    def _leased(self) -> Any:
+    def _open_leased(self) -> Any:
         source = self.consumer(self.short)
         if self.lease is None or not isinstance(source, Leased):
             pytest.skip("this source knows no leases")

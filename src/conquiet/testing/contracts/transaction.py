@@ -19,7 +19,7 @@ from conquiet.router import Router
 from conquiet.stage import Middleware
 from conquiet.testing import deliver, eventually, message
 from conquiet.testing.contracts.contract import Contract
-from conquiet.testing.contracts.samples import ids, numbered
+from conquiet.testing.contracts.samples import ids, make_messages
 from conquiet.transaction import Transaction
 
 T = TypeVar("T")
@@ -32,10 +32,10 @@ class HandlerFailed(Exception):
 class StorageContract(Contract):
     """Binds a storage; the base of the contracts of transaction, inbox and outbox.
 
-    Must be given: `transaction`, `note`, `noted`. As needed: `outage`.
+    Must be given: `transaction`, `note`, `read_note`. As needed: `outage`.
     """
 
-    bindings = frozenset(("transaction", "note", "noted", "outage"))
+    bindings = frozenset(("transaction", "note", "read_note", "outage"))
 
     @abstractmethod
     def transaction(self) -> Transaction:
@@ -46,11 +46,11 @@ class StorageContract(Contract):
         """Add 1 to a counter of this name, through the ambient transaction, as an adapter does."""
 
     @abstractmethod
-    def noted(self, key: str) -> int:
+    def read_note(self, key: str) -> int:
         """Return the committed value of a counter, else 0; called from any thread."""
 
     def outage(self) -> AbstractContextManager[object]:
-        """Makes every BEGIN or every COMMIT fail while it is open, as a lost connection does."""
+        """Return a context in which every BEGIN or every COMMIT fails, as on a lost connection."""
         pytest.skip("this binding cannot make its store fail")
 
     # --- for the tests ----------------------------------------------------------------------
@@ -77,7 +77,7 @@ class StorageContract(Contract):
         return router
 
     def effects(self, *keys: str) -> list[int]:
-        return [self.noted(key) for key in keys]
+        return [self.read_note(key) for key in keys]
 
 
 def elsewhere(look: Callable[[], T]) -> T:
@@ -106,65 +106,67 @@ class TransactionContract(StorageContract):
         pytest.skip("this binding has no handle to keep")
 
     def test_effects_are_committed_together_with_the_batch(self) -> None:
-        delivered = deliver(self.router(), *numbered(3))
+        delivered = deliver(self.router(), *make_messages(3))
         assert ids(delivered.acked) == ["m-0", "m-1", "m-2"]
         assert self.effects("m-0", "m-1", "m-2") == [1, 1, 1]
 
     def test_effects_are_invisible_before_the_commit(self) -> None:
         seen: list[int] = []
-        router = self.router(run=lambda item: seen.append(elsewhere(lambda: self.noted(item.id))))
-        deliver(router, *numbered(1))
+        router = self.router(
+            run=lambda item: seen.append(elsewhere(lambda: self.read_note(item.id)))
+        )
+        deliver(router, *make_messages(1))
         assert seen == [0]
         assert self.effects("m-0") == [1]
 
     def test_commit_comes_before_ack(self) -> None:
         at_ack: list[int] = []
-        [item] = numbered(1)
+        [item] = make_messages(1)
         item.acking = Acking.calling(
-            lambda: at_ack.append(elsewhere(lambda: self.noted("m-0"))), lambda error: None
+            lambda: at_ack.append(elsewhere(lambda: self.read_note("m-0"))), lambda error: None
         )
         self.router().process([item])
         assert at_ack == [1]
 
     def test_an_ack_in_a_handler_waits_for_the_commit(self) -> None:
         at_ack: list[int] = []
-        [item] = numbered(1)
+        [item] = make_messages(1)
         item.acking = Acking.calling(
-            lambda: at_ack.append(elsewhere(lambda: self.noted("m-0"))), lambda error: None
+            lambda: at_ack.append(elsewhere(lambda: self.read_note("m-0"))), lambda error: None
         )
         self.router(run=lambda message: message.ack() and None).process([item])
         assert at_ack == [1]
 
     def test_an_ack_in_a_handler_that_fails_is_discarded(self) -> None:
         delivered = deliver(
-            self.router(run=lambda message: message.ack() and None), *numbered(2, "bad")
+            self.router(run=lambda message: message.ack() and None), *make_messages(2, "bad")
         )
         assert len(delivered.nacked) == 2
         assert self.effects("bad-0", "bad-1") == [0, 0]
 
     def test_a_failed_handler_leaves_no_effect_and_is_nacked(self) -> None:
-        delivered = deliver(self.router(), *numbered(1, "bad"))
+        delivered = deliver(self.router(), *make_messages(1, "bad"))
         assert isinstance(delivered.errors[0], HandlerFailed)
         assert self.effects("bad-0") == [0]
 
     @pytest.mark.parametrize("place", [0, 2, 4])
     def test_one_failing_message_of_a_batch_costs_its_neighbours_nothing(self, place: int) -> None:
-        batch = numbered(4)
-        batch[place:place] = numbered(1, "bad")
+        batch = make_messages(4)
+        batch[place:place] = make_messages(1, "bad")
         delivered = deliver(self.router(), *batch)
         assert ids(delivered.acked) == ["m-0", "m-1", "m-2", "m-3"]
         assert ids(delivered.nacked) == ["bad-0"]
         assert self.effects("m-0", "m-1", "m-2", "m-3", "bad-0") == [1, 1, 1, 1, 0]
 
     def test_all_of_a_batch_failing_leaves_nothing(self) -> None:
-        delivered = deliver(self.router(), *numbered(3, "bad"))
+        delivered = deliver(self.router(), *make_messages(3, "bad"))
         assert len(delivered.nacked) == 3
         assert self.effects("bad-0", "bad-1", "bad-2") == [0, 0, 0]
 
     def test_a_transaction_works_after_one_that_failed(self) -> None:
         router = self.router()
-        deliver(router, *numbered(1, "bad"))
-        assert len(deliver(router, *numbered(1)).acked) == 1
+        deliver(router, *make_messages(1, "bad"))
+        assert len(deliver(router, *make_messages(1)).acked) == 1
         assert self.effects("m-0") == [1]
 
     def test_a_store_that_fails_once_is_tried_again_and_effects_happen_once(self) -> None:
@@ -174,7 +176,7 @@ class TransactionContract(StorageContract):
             if item.id == "m-1" and errors:
                 raise errors.pop()
 
-        delivered = deliver(self.router(run=stumble), *numbered(3))
+        delivered = deliver(self.router(run=stumble), *make_messages(3))
         assert len(delivered.acked) == 3
         assert self.effects("m-0", "m-1", "m-2") == [1, 1, 1]
 
@@ -182,7 +184,7 @@ class TransactionContract(StorageContract):
         def fail(item: Message[Any]) -> None:
             raise StoreError("the connection is lost")
 
-        delivered = deliver(self.router(run=fail), *numbered(3))
+        delivered = deliver(self.router(run=fail), *make_messages(3))
         assert [type(error) for error in delivered.errors] == [StoreError] * 3
         assert self.effects("m-0", "m-1", "m-2") == [0, 0, 0]
 
@@ -191,14 +193,14 @@ class TransactionContract(StorageContract):
             if item.id == "m-1":
                 raise StoreError("could not obtain lock")
 
-        delivered = deliver(self.router(run=fail), *numbered(4))
+        delivered = deliver(self.router(run=fail), *make_messages(4))
         assert ids(delivered.acked) == ["m-0", "m-2", "m-3"]
         assert not isinstance(delivered.errors[0], Blameless)
         assert self.effects("m-0", "m-1", "m-2", "m-3") == [1, 0, 1, 1]
 
     def test_an_outage_costs_no_attempt_and_no_message(self) -> None:
         log = Log()
-        log.append(numbered(3))
+        log.append(make_messages(3))
         source, router = log.source("group"), self.router()
         with self.outage():
             for _ in range(2):
@@ -238,13 +240,13 @@ class TransactionContract(StorageContract):
 
     def test_a_handle_used_after_its_transaction_ended_raises(self) -> None:
         kept: list[Callable[[], object]] = []
-        deliver(self.router(run=lambda item: kept.append(self.handle())), *numbered(1))
+        deliver(self.router(run=lambda item: kept.append(self.handle())), *make_messages(1))
         with pytest.raises(Exception):  # noqa: B017 - each store has an error of its own
             kept[0]()
 
     def test_a_message_given_back_by_its_handler_costs_no_attempt(self) -> None:
         log = Log()
-        log.append(numbered(2))
+        log.append(make_messages(2))
         source = log.source("group")
 
         def refuse(item: Message[Any]) -> None:

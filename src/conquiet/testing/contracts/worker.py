@@ -18,7 +18,7 @@ from conquiet.router import Router
 from conquiet.sink import Sink
 from conquiet.source import Leased
 from conquiet.testing import eventually
-from conquiet.testing.contracts.samples import ids, numbered
+from conquiet.testing.contracts.samples import ids, make_messages
 from conquiet.testing.contracts.source import LONG, ConsumerContract
 from conquiet.worker import Worker
 
@@ -52,7 +52,7 @@ class WorkerContract(ConsumerContract):
         worker.start()
         return worker
 
-    def called(self) -> list[str]:
+    def list_calls(self) -> list[str]:
         return [name for name, _ in self._calls]
 
     def stop(self, *workers: Worker) -> None:
@@ -62,11 +62,11 @@ class WorkerContract(ConsumerContract):
     def until_handled(self, worker: Worker, count: int) -> None:
         """Wait until so many messages were acked."""
 
-        def handled() -> bool:
+        def are_handled() -> bool:
             health = worker.health()
             return health.handled - health.failed >= count
 
-        eventually(handled, timeout=30, message=f"{count} messages handled")
+        eventually(are_handled, timeout=30, message=f"{count} messages handled")
 
     # --- the plain path ---------------------------------------------------------------------
 
@@ -76,7 +76,7 @@ class WorkerContract(ConsumerContract):
         worker = self.work(_nothing, threads=threads, batch_size=7)
         self.until_handled(worker, 50)
         self.stop(worker)
-        assert sorted(self.called()) == sorted(sent)
+        assert sorted(self.list_calls()) == sorted(sent)
         self.expect_rest([])
 
     def test_two_workers_split_the_messages_and_miss_none(self) -> None:
@@ -84,7 +84,7 @@ class WorkerContract(ConsumerContract):
         workers = [self.work(_nothing, batch_size=5), self.work(_nothing, batch_size=5)]
         eventually(lambda: len(self._calls) >= 60, timeout=30)
         self.stop(*workers)
-        assert sorted(self.called()) == sorted(sent)
+        assert sorted(self.list_calls()) == sorted(sent)
         self.expect_rest([])
 
     # --- failures ---------------------------------------------------------------------------
@@ -100,7 +100,7 @@ class WorkerContract(ConsumerContract):
         self.until_handled(worker, 6)
         assert worker.health().ok
         self.stop(worker)
-        calls = Counter(self.called())
+        calls = Counter(self.list_calls())
         assert [calls.pop("m-2")] == [3]
         assert calls == Counter(name for name in sent if name != "m-2")
         assert [count for name, count in self._calls if name == "m-2"] == [1, 2, 3]
@@ -154,7 +154,7 @@ class WorkerContract(ConsumerContract):
     def test_a_soft_stop_finishes_what_is_in_flight_and_reads_no_more(self) -> None:
         sent = self.send(6)
         worker = self.work(self._wait, lease=self.returning, batch_size=2)
-        eventually(self.called)
+        eventually(self.list_calls)
         finished: list[bool] = []
         stopper = threading.Thread(target=lambda: finished.append(worker.stop(grace=30)))
         stopper.start()
@@ -162,13 +162,13 @@ class WorkerContract(ConsumerContract):
         self._go.set()
         stopper.join(30)
         assert finished == [True]
-        assert sorted(self.called()) == sorted(sent[:2])
+        assert sorted(self.list_calls()) == sorted(sent[:2])
         self.expect_rest(sent[2:])
 
     def test_a_hard_stop_acks_nothing_unfinished_and_costs_no_attempt(self) -> None:
         sent = self.send(3)
         worker = self.work(self._wait, lease=self.returning, batch_size=2)
-        eventually(self.called)
+        eventually(self.list_calls)
         assert worker.stop(grace=0.05) is False
         source = self.consumer()
         again = self.take(source, 3)
@@ -192,7 +192,7 @@ class WorkerContract(ConsumerContract):
             message
             for number in range(length)
             for key in keys
-            for message in numbered(1, id=f"{key}-{number}", partitionkey=key)
+            for message in make_messages(1, id=f"{key}-{number}", partitionkey=key)
         ]
         self.publish(batch)
         done: list[str] = []
@@ -252,7 +252,7 @@ class WorkerContract(ConsumerContract):
         self.until_handled(worker, 4)
         self.stop(worker)
         assert sorted(sink.published) == ["m-0/out", "m-1/out", "m-2/out", "m-3/out"]
-        assert Counter(self.called()) == {"m-0": 1, "m-1": 2, "m-2": 1, "m-3": 1}
+        assert Counter(self.list_calls()) == {"m-0": 1, "m-1": 2, "m-2": 1, "m-3": 1}
         self.expect_rest([])
 
     def _wait(self, message: Message[Any]) -> None:
