@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import SplitResult, urlsplit
 
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
@@ -22,12 +25,11 @@ from conquiet.errors import ConfigError, ConquietError, NotFound
 from conquiet.web import words
 from conquiet.web.access import Access, Signer, Token
 from conquiet.web.guard import Guard
-from conquiet.web.live import Live
 from conquiet.web.pages import letters, login, outbox, overview, processes, streams, trace
 from conquiet.web.pulse import SECONDS, Pulse
 from conquiet.web.settings import TOKEN_VARIABLE
 from conquiet.web.stores import Stores
-from conquiet.web.template import HERE, page
+from conquiet.web.template import HERE, fragment, page
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
@@ -215,3 +217,63 @@ def _error_handlers() -> Mapping[Any, Any]:
         HTTPException: _http,
         Exception: _internal_error,
     }
+
+
+# --- parts of pages that are sent again while a page is open -----------------------------------
+
+Part: TypeAlias = Callable[[Request], str]
+"""Returns the HTML of a part of a page."""
+
+_LONGEST_SECONDS = 600.0
+"""Then the browser connects again, and is authenticated again."""
+_LOOK_SECONDS = 0.2
+_MOST = 100
+
+
+class Live:
+    """The event streams of open pages; `stop()` ends them, so that the server can end."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._stopping = threading.Event()
+        self.open = 0
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    def endpoint(self, part: Part) -> Callable[[Request], object]:
+        async def stream(request: Request) -> Response:
+            if self.open >= _MOST:
+                raise HTTPException(503, "Too many pages are open.")
+            return StreamingResponse(
+                self._events(request, part),
+                media_type="text/event-stream; charset=utf-8",
+                headers={"X-Accel-Buffering": "no"},  # a proxy must not buffer them
+            )
+
+        return stream
+
+    async def _events(self, request: Request, part: Part) -> AsyncIterator[str]:
+        self.open += 1
+        try:
+            passed = 0.0
+            while passed < _LONGEST_SECONDS:
+                html = await run_in_threadpool(_or_trouble, part, request)
+                yield "".join(f"data: {line}\n" for line in html.splitlines()) + "\n"
+                waited = 0.0
+                while waited < self._seconds:
+                    if self._stopping.is_set():
+                        return
+                    await asyncio.sleep(_LOOK_SECONDS)
+                    waited += _LOOK_SECONDS
+                passed += waited
+        finally:
+            self.open -= 1
+
+
+def _or_trouble(part: Part, request: Request) -> str:
+    """Return the part, or the error in its place: the next refresh may succeed."""
+    try:
+        return part(request)
+    except ConquietError as error:
+        return fragment(request, "trouble_part.html", what=str(error), fix=words.advise(str(error)))

@@ -16,8 +16,8 @@ from conquiet.errors import StoreError
 from conquiet.redis.connection import Database
 from conquiet.redis.entry import from_fields
 from conquiet.spark.log.encoder import Entries, RowEncoder
-from conquiet.spark.log.lane import Attempt, Lane, NotRepeatable, Superseded, connect_to
 from conquiet.spark.log.options import WriteOptions
+from conquiet.spark.log.writer import Attempt, Lane, NotRepeatable, Superseded, connect_to
 
 ROWS = 50
 SLICE_ROWS = 10

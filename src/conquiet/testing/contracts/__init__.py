@@ -11,7 +11,7 @@ Each test gets an instance of its own; a fixture of yours prepares an empty stor
 
 import pytest
 
-for _module in ("inbox", "outbox", "sink", "source", "source_model", "transaction", "worker"):
+for _module in ("inbox", "outbox", "sink", "source", "transaction", "worker"):
     pytest.register_assert_rewrite(f"{__name__}.{_module}")
 
 from conquiet.testing.contracts.inbox import InboxContract  # noqa: E402
