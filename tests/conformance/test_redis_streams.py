@@ -82,6 +82,7 @@ class TestOrderedStreamSink(TestStreamSink):
     settings: ClassVar[dict[str, Any]] = {"ordered": True}
 
 
+@pytest.mark.slow
 class TestAsyncStreamSource(OnLoop, TestStreamSource):
     @pytest.fixture(autouse=True)
     def _connect(self, redis_url: str) -> None:
@@ -98,8 +99,3 @@ class TestAsyncStreamSink(OnLoop, TestStreamSink):
             db = settings.get("db", 0)
             self.client = redis.asyncio.Redis(port=self.proxy.port, db=db, retry=once)
             yield
-
-
-pytest.mark.slow(
-    TestAsyncStreamSource.test_any_sequence_of_settlements_loses_nothing_and_repeats_nothing
-)

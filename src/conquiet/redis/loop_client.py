@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
 import redis
@@ -49,7 +50,7 @@ class LoopPool:
         self._pool = pool
 
     def get_connection(self) -> LoopConnection:
-        return LoopConnection(bridge.wait_for(self._pool.get_connection()))
+        return LoopConnection(_wait_for(self._pool.get_connection()))
 
     def release(self, connection: LoopConnection) -> None:
         with bridge.shield():  # a cancellation in between would lose the connection to its pool
@@ -71,7 +72,7 @@ class LoopConnection:
         return seconds
 
     def send_packed_command(self, pieces: Sequence[bytes], check_health: bool = True) -> None:
-        bridge.wait_for(self._send(pieces, check_health))
+        _wait_for(self._send(pieces, check_health))
 
     async def _send(self, pieces: Sequence[bytes], check_health: bool) -> None:
         task = asyncio.current_task()
@@ -83,7 +84,7 @@ class LoopConnection:
 
     def read_replies(self, count: int, replies: list[Any], seconds: float) -> None:
         """Append replies, or errors of the server; wait up to `seconds` for each."""
-        bridge.wait_for(self._read(count, replies, seconds))
+        _wait_for(self._read(count, replies, seconds))
 
     async def _read(self, count: int, replies: list[Any], seconds: float) -> None:
         now = asyncio.get_running_loop().time
@@ -101,7 +102,19 @@ class LoopConnection:
                     timeout.reschedule(began + seconds)
 
     def disconnect(self) -> None:
-        bridge.wait_for(self.inner.disconnect(nowait=True))
+        with suppress(redis.ConnectionError):
+            _wait_for(self.inner.disconnect(nowait=True))
+
+
+def _wait_for(awaitable: Awaitable[T]) -> T:
+    """Wait; a connection that cannot be used on this event loop counts as lost."""
+    try:
+        return bridge.wait_for(awaitable)
+    except RuntimeError as error:
+        raise redis.ConnectionError(
+            f"the connection was opened on another event loop; create the client on the loop of its"
+            f" worker: {error}"
+        ) from error
 
 
 class LoopLock:

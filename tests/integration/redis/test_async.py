@@ -68,7 +68,7 @@ def counts(client, handled=None):
 @asynccontextmanager
 async def working(client, router, source=None, sink=None, **options):
     """Run a worker over the stream `orders` until all is acked."""
-    settings = {"backoff": 0.0, "claim_interval": 0.02}
+    settings = {"backoff": 0.0, "claim_interval": 0.02, "block": 0.05}
     source = source or StreamSource(client, "orders", "billing", **settings)
     async with Worker(source, router, sink, **options) as worker:
         yield worker
@@ -131,7 +131,8 @@ def test_a_message_that_fails_is_buried_alone(run, redis_client, publish, pendin
                 raise ZeroDivisionError
             return outputs
 
-        source = StreamSource(client, "orders", "billing", backoff=0.0, max_attempts=3)
+        settings = {"backoff": 0.0, "max_attempts": 3, "block": 0.05}
+        source = StreamSource(client, "orders", "billing", **settings)
         async with working(client, chain(client, handle), source, batch_size=5):
             await until(lambda: redis_client.xlen("orders:dead") == 1)
             await until(lambda: redis_client.xlen("outbox") == 9)
@@ -160,6 +161,23 @@ def test_lost_connections_lose_and_double_nothing(run, redis_client, publish, pe
     assert redis_client.xlen("outbox") == 200
 
 
+def test_connections_of_another_loop_count_as_lost(redis_client, redis_url, publish, pending):
+    publish(5)
+    with asyncio.Runner() as other, asyncio.Runner() as ours:
+        client = redis.asyncio.Redis.from_url(redis_url)
+        other.run(client.ping())
+
+        async def test():
+            source = StreamSource(redis_client, "orders", "billing", max_attempts=1, block=0.05)
+            async with client, working(client, chain(client, counts(client)), source):
+                await until(lambda: redis_client.xlen("outbox") == 5)
+
+        ours.run(asyncio.wait_for(test(), SECONDS))
+        other.run(asyncio.sleep(0))  # where its transport ends
+    assert (counted(redis_client), pending()) == (once(5), [])
+    assert not redis_client.exists("orders:dead")
+
+
 def test_leases_are_renewed_on_the_loop_while_a_handler_waits(run, redis_client, publish, pending):
     publish(2)
     inside = []
@@ -169,12 +187,12 @@ def test_leases_are_renewed_on_the_loop_while_a_handler_waits(run, redis_client,
 
         async def handle(item: Message[bytes]) -> list[Message[bytes]]:
             inside.append(item.id)
-            await asyncio.sleep(0.9)
+            await asyncio.sleep(0.7)
             return await count(item)
 
         router = chain(client, handle, lease=0.3)
         other = chain(client, counts(client, inside), lease=0.3)
-        settings = {"lease": 0.3, "claim_interval": 0.02}
+        settings = {"lease": 0.3, "claim_interval": 0.02, "block": 0.05}
         source = StreamSource(client, "orders", "billing", **settings)
         async with working(client, router, source):
             await until(lambda: inside)
