@@ -254,7 +254,9 @@ class _RedisPlace:
     Without a host it names the broker: `redis:?stream=NAME`.
     """
 
-    def __init__(self, url: str, origin: str, broker: str | None) -> None:
+    def __init__(
+        self, url: str, origin: str, broker: str | None, broker_origin: str = "--broker"
+    ) -> None:
         self.asked = self.origin = origin
         require("redis", "redis")
         self.room: Any = require("conquiet.redis", "redis")
@@ -277,6 +279,8 @@ class _RedisPlace:
         self.url = urlunsplit(parts._replace(query=urlencode(query)))
         if not parts.netloc:
             self.url, self.origin = broker or read(BROKER), BROKER_VARIABLE
+            if broker:
+                self.origin = broker_origin
 
     def require(self, **examples: str) -> None:
         """Raise if a parameter is missing from the URL; `examples` are values for the message."""
@@ -306,6 +310,8 @@ class SinkOptions:
     ordered: bool = False
     broker: str | None = None
     """The server of `redis:`; else that of CONQUIET_BROKER_URL."""
+    broker_origin: str = "--broker"
+    """The option or variable that error messages name for it."""
     needs_stream: bool = False
     """Whether a Redis URL must name a stream, since messages carry no topic."""
     origin: str = "the sink"
@@ -326,7 +332,7 @@ class OpenSink:
 
 
 def _open_redis_sink(url: str, options: SinkOptions) -> OpenSink:
-    place = _RedisPlace(url, options.origin, options.broker)
+    place = _RedisPlace(url, options.origin, options.broker, options.broker_origin)
     if options.needs_stream:
         place.require(stream="events")
     client = open_redis(

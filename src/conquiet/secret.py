@@ -48,8 +48,8 @@ def mask(url: str) -> str:
 
 def _mask_cut(place: str) -> str:
     """Mask `user:password`, where `host:port` would be expected."""
-    host, colon, port = place.partition(":")
-    if not colon or "/" in host or "?" in host or host.startswith("[") or _port.match(port):
+    host, _, port = place.partition(":")
+    if not port or "/" in host or "?" in host or host.startswith("[") or _port.match(port):
         return place
     return f"{host}:***"
 

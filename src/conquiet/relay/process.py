@@ -303,6 +303,7 @@ def sink_options(settings: Settings, closing: ExitStack) -> SinkOptions:
         settings.check_timeout_seconds,
         ordered=settings.ordered,
         broker=settings.broker,
+        broker_origin=settings.origin("broker"),
         origin=settings.origin("sink"),
         closing=closing,
     )

@@ -61,9 +61,12 @@ def test_an_option_that_redis_does_not_know_is_a_wrong_setting() -> None:
         opened_sink(settings("redis://h/0?foo=bar"))
 
 
-def test_the_variable_that_is_wrong_is_the_one_that_is_named() -> None:
-    with pytest.raises(ConfigError, match="CONQUIET_BROKER_URL"):
+def test_the_flag_or_variable_that_is_wrong_is_the_one_that_is_named() -> None:
+    with pytest.raises(ConfigError, match="--broker http://h: unknown scheme"):
         opened_sink(settings("redis:", broker="http://h"))
+    environ = {"CONQUIET_DATABASE_URL": "sqlite:///shop.db", "CONQUIET_BROKER_URL": "http://h"}
+    with pytest.raises(ConfigError, match="CONQUIET_BROKER_URL http://h: unknown scheme"):
+        opened_sink(load({}, environ=environ))
 
 
 @pytest.mark.parametrize(
