@@ -289,6 +289,29 @@ def test_the_inbox_of_setnx_takes_a_client_of_the_loop(run, redis_client, publis
 # --- cancellation ---------------------------------------------------------------------------
 
 
+def test_a_hard_stop_gives_everything_back_at_no_attempt(run, redis_client, publish, pending):
+    publish(30)
+    began = []
+
+    async def test(client):
+        async def hang(item: Message[bytes]) -> list[Message[bytes]]:
+            await commands(client).hincrby("count", item.id, 1)
+            began.append(item.id)
+            await asyncio.Event().wait()
+            return []
+
+        router = chain(client, hang)
+        async with working(client, router, batch_size=1, concurrency=10, grace=0.01):
+            await until(lambda: len(began) == 10)
+        assert redis_client.keys("conquiet:inbox:*") == []  # the leases were given back
+        assert {deliveries for _, deliveries in pending()} <= {0}
+        async with working(client, chain(client, counts(client)), batch_size=1):
+            await until(lambda: redis_client.xlen("outbox") == 30)
+
+    run(test)
+    assert (counted(redis_client), pending()) == (once(30), [])
+
+
 def deliver(router, source):
     router.process(source.read(10, 0.05))
 
