@@ -42,6 +42,8 @@ from conquiet.lake.tasks import Tasks, collector_paused, judge_of
 
 STATES = pa.schema([("hash", pa.int64()), ("key", pa.string()), ("state", pa.binary())])
 _MOST_LEVELS = 12
+_ROWS_PER_TASK = 200_000
+"""Events of a task, about: it holds the new rows of its keys as Python objects."""
 _FEED_COLUMNS = (
     "event_id",
     "type",
@@ -437,7 +439,7 @@ def run_fold(
             for parts in file.parts.values():
                 for bucket in parts:
                     rows_of[bucket] += 1
-    groups = _balance(rows_of, tasks.cores * 2)
+    groups = _balance(rows_of, max(tasks.cores * 2, int(rows_of.sum()) // _ROWS_PER_TASK))
     results = tasks.map(
         fold,
         [

@@ -15,7 +15,7 @@ from tests import zygote
 from tests.unit.lake.payments import CATALOG, Captured, entries, entry, pipeline
 
 from conquiet.errors import ConfigError
-from conquiet.lake import ExpectationFailed, Pipeline, journal
+from conquiet.lake import ExpectationFailed, Pipeline, facts, journal
 from conquiet.lake.facts import FactFailed
 from conquiet.lake.tables import Files
 from conquiet.testing import eventually
@@ -401,6 +401,17 @@ def test_replay_after_a_fix_gives_what_a_new_lake_would(tmp_path, bounds):
     assert len(days) == len(set(fixed.read("events")["event_id"].to_pylist()))
     total = sum(fixed.read("money")["cents"].to_pylist())
     assert fixed.read("total")["cents"].to_pylist() == [total]
+
+
+def test_a_fold_in_many_tasks_gives_the_same_tables(lake, tmp_path, monkeypatch):
+    log = entries(20)
+    lake.run(as_table(log))
+    whole = contents(lake)
+    lake.lake = str(tmp_path / "many")
+    monkeypatch.setattr(facts, "_ROWS_PER_TASK", 5)
+    lake.run(as_table(log))
+    assert contents(lake) == whole
+    assert len(list((tmp_path / "many" / "_pipeline" / "states").iterdir())) > 4
 
 
 @pytest.mark.slow
