@@ -376,9 +376,10 @@ class Levels:
     def find(self, fact: str, bucket: int, keys: Sequence[str]) -> dict[str, bytes]:
         """Return the newest state of each key that has one."""
         found: dict[str, bytes] = {}
-        left = list(keys)
+        batches = self._batches(fact, bucket)
+        left = list(keys) if batches else []
         hashes = np.fromiter((hash_key(one) for one in left), np.int64, len(left))
-        for batch in self._batches(fact, bucket):
+        for batch in batches:
             if not left:
                 break
             stored = batch.column(0).to_numpy()
