@@ -34,7 +34,8 @@ def main(log: str, lake: str, tables: str = "all") -> None:
     from marketplace.lake import pipeline
 
     places = {"spark.local.dir": f"{lake}.tmp", "spark.sql.warehouse.dir": f"{lake}.warehouse"}
-    spark = session("bench", master="local[2]", config={**SETTINGS, **places})
+    # Without formats, as `conquiet pipeline run --from files` has it.
+    spark = session("bench", master="local[2]", config={**SETTINGS, **places}, formats=False)
     started = time.perf_counter() - began
     if tables == "nine":
         pipeline = nine_tables()

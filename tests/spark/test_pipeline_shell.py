@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import duckdb
+import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable
 from tests.integration.events.samples import one_of_each
 from tests.spark.outbox.rows import fill, numbered
+from tests.unit.lake.payments import entries
 from tests.waiting import eventually
 
 from conquiet.events import emit
 from conquiet.events import schema as events_schema
+from conquiet.lake.pipeline import as_table
 from conquiet.sql import engine as make_engine
 from conquiet.sql import schema
 from marketplace.catalog import CATALOG
@@ -96,6 +99,16 @@ def test_the_log_in_a_delta_table_is_read_by_three_programs(
     [line] = second.said().splitlines()  # no warning of Java, no traceback of Spark's Python
     assert line.startswith("done: 10 events")
     assert read_everywhere(spark, lake / "raw_events") == numbered(range(60))
+
+
+def test_files_that_spark_does_not_read_itself_are_counted(tmp_path: Path) -> None:
+    log = entries(5)
+    (tmp_path / "log").mkdir()
+    pq.write_table(as_table(log), tmp_path / "log" / "part.parquet")
+    running = Run(tmp_path / "lake", "--from", "files", "--path", tmp_path / "log", "--once")
+    assert running.end() == len(log)
+    [line] = running.said().splitlines()
+    assert line.startswith(f"done: {len(log)} events in 1 batches")
 
 
 def test_an_outbox_is_carried_while_it_grows_until_a_signal_comes(

@@ -25,7 +25,7 @@ _TRY = """
 import json, logging, os, sys
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="said: %(message)s")
 from conquiet.spark.settings import session
-spark = session("tried", config={"spark.ui.enabled": False,
+spark = session("tried", formats=False, config={"spark.ui.enabled": False,
     "spark.driver.memory": "512m", "spark.sql.shuffle.partitions": 7})
 told = spark.conquiet_settings
 found = {name: spark.sparkContext.getConf().get(name) for name in told}
@@ -33,6 +33,7 @@ names = ("spark.sql.shuffle.partitions", "spark.sql.session.timeZone",
     "spark.sql.streaming.stateStore.providerClass")
 shown = [spark.conf.get(name) for name in names]
 rows = spark.range(3).mapInArrow(lambda batches: batches, "id long").count()
+assert "conquiet.spark.log.source" not in sys.modules
 print(json.dumps([told, found, shown, rows, session() is spark, spark.sparkContext.master]))
 """
 _OTHER_STORE = "org.apache.spark.sql.execution.streaming.state.HDFSBackedStateStoreProvider"

@@ -136,6 +136,7 @@ def _session(options: Namespace, config: dict[str, str]) -> SparkSession:
         master=options.master,
         remote=options.remote,
         config=config,
+        formats=options.origin != "files",
     )
 
 

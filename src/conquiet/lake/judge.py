@@ -308,7 +308,7 @@ class Judge:
             value = kind.decode(raw)
         except _fault:
             return "invalid_data", shown, None
-        if not kind.are_plausible([value]):
+        if not kind.values_are_plausible([value]):
             return "invalid_data", shown, None
         return "", shown, (_Envelope(version, event_id, occurred, value), kind)
 
@@ -546,7 +546,7 @@ class _Kind:
         self.version = version
         self.decode = msgspec.json.Decoder(struct).decode
         self._open = msgspec.json.Decoder(_Envelope[struct]).decode  # type: ignore[valid-type]  # made at run time
-        self.are_plausible = _plausible(inspect.type_info(struct)) or (lambda values: True)
+        self.values_are_plausible = _plausible(inspect.type_info(struct)) or (lambda values: True)
         self.rules = [one for one in definition.rules if one.of is struct]
         self.moment = definition.moments.get(event_type)
         self.fields = [
@@ -584,9 +584,9 @@ class _Kind:
         return plausible
 
     def _are_plausible(self, envelopes: list[_Envelope[Any]]) -> bool:
-        return _plausible_times([one.occurred_at for one in envelopes]) and self.are_plausible(
-            [one.data for one in envelopes]
-        )
+        return _plausible_times(
+            [one.occurred_at for one in envelopes]
+        ) and self.values_are_plausible([one.data for one in envelopes])
 
     def open_again(self, data: bytes) -> Any:
         """Read the data of an event that was judged before."""

@@ -39,11 +39,13 @@ def session(
     master: str | None = None,
     remote: str | None = None,
     config: Mapping[str, Any] | None = None,
+    formats: bool = True,
 ) -> SparkSession:
     """Return a session on `master` (by default Spark's own, or `local[*]`), or of a Connect server.
 
     Its attribute `conquiet_settings` holds the settings that were made here. A session that is
-    already running is returned unchanged. The formats of conquiet are registered in it.
+    already running is returned unchanged. The formats of conquiet are registered in it, unless
+    `formats` is false: files need none.
     """
     if master is not None and remote is not None:
         raise ConfigError(f"master={master!r} and remote={remote!r}: give one of them")
@@ -53,9 +55,10 @@ def session(
         spark = _connect(app, remote, chosen)
     else:
         spark, ours = _start(app, master, chosen)
-    from conquiet.spark.formats import register
+    if formats:
+        from conquiet.spark.formats import register
 
-    register(spark)
+        register(spark)
     if ours or not hasattr(spark, SETTINGS_ATTRIBUTE):  # keep those of an earlier call
         setattr(spark, SETTINGS_ATTRIBUTE, ours)
     return spark
