@@ -19,9 +19,8 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
 from contextvars import copy_context
 from typing import Any, ParamSpec, TypeVar
 
@@ -95,7 +94,10 @@ async def run(function: Callable[P, T], *arguments: P.args, **options: P.kwargs)
     result = bridge.switch(*arguments, **options)
     while not bridge.dead:
         try:
-            value = await _result_of(bridge, result)
+            if bridge.shields or bridge.cancelled:
+                value = await _await_later_cancelled(bridge, result)
+            else:
+                value = await result
         except BaseException:  # noqa: BLE001 - the function gets it, as from a call that blocks
             result = bridge.throw(*sys.exc_info())
         else:
@@ -105,10 +107,9 @@ async def run(function: Callable[P, T], *arguments: P.args, **options: P.kwargs)
     return result  # type: ignore[no-any-return]
 
 
-async def _result_of(bridge: Any, awaitable: Awaitable[Any]) -> Any:
+async def _await_later_cancelled(bridge: Any, awaitable: Awaitable[Any]) -> Any:
+    """Await inside a shield, or raise the cancellation that had to wait for its end."""
     if not bridge.shields:
-        if not bridge.cancelled:
-            return await awaitable
         bridge.cancelled = False
         if asyncio.iscoroutine(awaitable):
             awaitable.close()
@@ -135,18 +136,20 @@ def wait_for(awaitable: Awaitable[T]) -> T:
     return _current().parent.switch(awaitable)  # type: ignore[no-any-return]
 
 
-@contextmanager
-def shield() -> Iterator[None]:
+class shield:  # noqa: N801 - a context manager, used as a function
     """Let a cancellation wait: it is raised by the next `wait_for` after the block."""
-    bridge = _current() if is_inside() else None
-    if bridge is None or not isinstance(bridge, _kind):
-        yield
-        return
-    bridge.shields += 1
-    try:
-        yield
-    finally:
-        bridge.shields -= 1
+
+    __slots__ = ("_bridge",)
+
+    def __enter__(self) -> None:
+        bridge = _current() if _kind is not None else None
+        self._bridge = bridge if _kind is not None and isinstance(bridge, _kind) else None
+        if self._bridge is not None:
+            self._bridge.shields += 1
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._bridge is not None:
+            self._bridge.shields -= 1
 
 
 def sleep(seconds: float) -> None:

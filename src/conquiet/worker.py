@@ -407,19 +407,17 @@ class Worker:
                 return bridge.call(self.router.run, batch, self._chain)
             return self.router.run(batch, self._chain)
 
-    def _settle(self, handled: Handled) -> None:
-        if self._lanes is None:
-            self.router.settle(handled)
-        else:
-            self._lanes.settle(handled)
-
     def _handle(self, batch: list[Message[Any]]) -> bool:
         """Run, publish, settle; return False if all messages failed again."""
+        done: Sequence[Message[Any]] = batch
         try:
             handled = _without_leftovers(self._run(batch))
-            if self._abandoned and not bridge.is_on_loop():
+            if self._lanes is not None:
+                done = ()  # not before it is settled
+            elif self._abandoned:
                 return True
-            self._settle(handled)
+            else:
+                self.router.settle(handled)
             failed = [
                 message
                 for message, result in zip(handled.messages, handled.results, strict=True)
@@ -428,17 +426,19 @@ class Worker:
             if failed:
                 self._intake.note_failed(failed)
             self._count(handled, len(failed))
+            if self._lanes is not None:
+                self._lanes.settle(handled, batch)
             return len(failed) < len(handled.messages) or _is_new_poison(handled)
         except BaseException as error:
             if self._abandoned and bridge.is_cancelled():
-                raise  # all that is unfinished is given back at once
+                done = ()  # all that is unfinished is given back at once
+                raise
             logger.exception("a batch broke the chain; its messages are given back")
             with bridge.shield():
                 give_back(batch, HandlerError(f"the chain was left by {error!r}"))
             return False
         finally:
-            if not (self._abandoned and bridge.is_cancelled()):
-                self._in_flight.remove(batch)
+            self._in_flight.remove(done)
 
     def _count(self, handled: Handled, failed: int) -> None:
         errors = [result for result in handled.results if isinstance(result, Exception)]
@@ -510,7 +510,7 @@ class Lanes:
         self._reader: asyncio.Task[None] | None = None
         self._is_reading = False
         self._changed = asyncio.Event()
-        self._unsettled: list[tuple[Handled, asyncio.Future[None]]] = []
+        self._unsettled: list[tuple[Handled, Sequence[Message[Any]]]] = []
         self._settler: asyncio.Task[None] | None = None
 
     @property
@@ -590,19 +590,23 @@ class Lanes:
     def _end(self, lane: int, group: asyncio.Task[None]) -> None:
         self._groups.discard(group)
         self._free.add(lane)
-        self._changed.set()
         if not group.cancelled() and (error := group.exception()) is not None:
             logger.error("a group broke", exc_info=error)
         self._begin((lane,))
+        if not self._changed.is_set() and self._limit() > 0:
+            self._changed.set()
 
-    def settle(self, handled: Handled) -> None:
-        """Settle what a group has handled, in one call with groups that end at the same time."""
-        done = self._loop.create_future()
-        self._unsettled.append((handled, done))
+    def settle(self, handled: Handled, batch: Sequence[Message[Any]]) -> None:
+        """Settle what a group has handled, in one call with groups that end meanwhile.
+
+        The group does not wait for it, unless the source is slower than the handlers.
+        """
+        self._unsettled.append((handled, batch))
         if self._settler is None or self._settler.done():
             self._settler = self._loop.create_task(self._settle_all(), context=self._context.copy())
-        with bridge.shield():
-            bridge.wait_for(done)
+        if len(self._unsettled) >= self._count:
+            with bridge.shield():
+                bridge.wait_for(asyncio.wait((self._settler,)))
 
     async def _settle_all(self) -> None:
         while self._unsettled:
@@ -616,9 +620,8 @@ class Lanes:
             try:
                 await bridge.run(self._worker.router.settle, handled)
             finally:
-                for _, done in pairs:
-                    if not done.done():
-                        done.set_result(None)
+                for _, batch in pairs:
+                    self._worker._in_flight.remove(batch)
 
     def call_soon(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Call a function of an async client from another thread, and wait for it."""
@@ -642,15 +645,14 @@ class Lanes:
 
     async def cancel(self) -> None:
         """Cancel all groups and wait until they have rolled back."""
-        tasks = self._unfinished()
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=_CANCEL_SECONDS)
+        for task in self._unfinished():
+            if task is not self._settler:
+                task.cancel()
+        await self.finish(_CANCEL_SECONDS, lambda: False)
 
-    def _unfinished(self) -> tuple[asyncio.Task[None], ...]:
-        reader = self._reader
-        return (*self._groups, reader) if reader and not reader.done() else tuple(self._groups)
+    def _unfinished(self) -> list[asyncio.Task[None]]:
+        tasks = (*self._groups, self._reader, self._settler)
+        return [task for task in tasks if task is not None and not task.done()]
 
 
 class Publish:

@@ -24,6 +24,7 @@ from sqlalchemy.orm import Session
 from sqlalchemy.sql import ClauseElement
 from sqlalchemy.types import NullType
 
+from conquiet import bridge
 from conquiet.errors import ConfigError
 from conquiet.sql import dialect
 
@@ -94,9 +95,25 @@ def execute(connection: Connection, statement: Statement) -> Rows:
     if not target.is_async:
         return _fetch(connection, (text, parameters))
     with dialect.translate_errors(connection):
-        return dialect.execute(
-            connection, _numbered(text) if target.driver == "asyncpg" else text, parameters
-        )
+        if target.driver == "asyncpg":
+            return bridge.wait_for(_by_asyncpg(connection, _numbered(text), parameters))
+        return dialect.execute(connection, text, parameters)
+
+
+async def _by_asyncpg(connection: Connection, text: str, parameters: Sequence[Any]) -> Rows:
+    """Execute by asyncpg itself, which caches statements; SQLAlchemy's cursor takes as long again.
+
+    SQLAlchemy's connection knows when to begin, and translates errors.
+    """
+    adapted: Any = connection.connection.dbapi_connection
+    try:
+        if adapted._transaction is None:
+            await adapted._start_transaction()
+        rows: Rows = await adapted.driver_connection.fetch(text, *parameters)
+    except Exception as error:
+        adapted._handle_exception(error)
+        raise
+    return rows
 
 
 def _fetch(connection: Connection, query: Query) -> Rows:

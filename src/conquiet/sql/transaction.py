@@ -207,6 +207,7 @@ class Unit:
     def note_write(self, notify: str | None = None) -> None:
         """Note that inbox or outbox wrote; `notify` is a table whose relays are to be notified."""
         self.wrote = True
+        self.connection.unit.gave_driver = False  # a failed transaction would have refused it
         if notify is not None:  # on the whole transaction: a savepoint commits nothing by itself
             self.connection.unit.filled.add(notify)
 
