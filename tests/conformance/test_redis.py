@@ -95,5 +95,6 @@ class TestAsyncRedisInbox(OnLoop, OverAsyncRedis, InboxContract):
     pass
 
 
+@pytest.mark.slow
 class TestAsyncRedisOutbox(OnLoop, OverAsyncRedis, OutboxContract):
     pass

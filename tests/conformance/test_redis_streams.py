@@ -89,6 +89,7 @@ class TestAsyncStreamSource(OnLoop, TestStreamSource):
         self.client = redis.asyncio.Redis.from_url(redis_url)
 
 
+@pytest.mark.slow
 class TestAsyncStreamSink(OnLoop, TestStreamSink):
     @pytest.fixture(autouse=True)
     def _through_a_proxy(self, redis_client: Any) -> Iterator[None]:
