@@ -117,6 +117,7 @@ class _Zygote:
     """Owns the process that forks, and the socket to it."""
 
     def __init__(self) -> None:
+        self._owner = os.getpid()
         self._lock = threading.Lock()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -147,8 +148,10 @@ class _Zygote:
         return int(answer)
 
     def end(self) -> None:
-        self._socket.close()
-        self._process.wait()
+        if os.getpid() == self._owner:  # not in a fork of the tests
+            self._socket.shutdown(socket.SHUT_RDWR)
+            self._socket.close()
+            self._process.wait()
 
 
 _made: list[_Zygote] = []
