@@ -1,28 +1,39 @@
-"""A web service that stores an order and its event in one transaction, without a worker.
+"""A web service that stores an order and its event in one transaction, and bills what it hears of.
 
 The service has its own asyncio engine and session. `outbox.add` stores the event in the session's
 transaction, and the commit of the request makes order and event visible together. A relay publishes
 the event from there: conquiet relay run
 
-    DATABASE_URL=postgresql://… uvicorn examples.fastapi_outbox:app
+With a broker, a worker runs beside the requests, on their event loop and by their engine: for each
+order that was placed it stores an invoice, once.
+
+    DATABASE_URL=postgresql://… BROKER_URL=redis://… uvicorn examples.fastapi_outbox:app
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Annotated
 
 import msgspec
+import redis
 from fastapi import Depends, FastAPI, HTTPException, Request
 from pydantic import BaseModel
 from sqlalchemy import make_url
 from sqlalchemy.exc import IntegrityError
-from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
+from sqlalchemy.ext.asyncio import (
+    AsyncEngine,
+    AsyncSession,
+    async_sessionmaker,
+    create_async_engine,
+)
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from conquiet.sql import Outbox, schema
+from conquiet import Router, Worker
+from conquiet.redis import StreamSource
+from conquiet.sql import Inbox, Outbox, Transaction, async_session, schema
 
 outbox = Outbox("orders", source="/orders")
 
@@ -37,6 +48,13 @@ class Order(Base):
     amount: Mapped[int]
 
 
+class Invoice(Base):
+    __tablename__ = "invoices"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    order: Mapped[str]
+    amount: Mapped[int]
+
+
 class OrderPlaced(msgspec.Struct):
     order: str
     amount: int
@@ -47,6 +65,21 @@ class PlaceOrder(BaseModel):
     amount: int
 
 
+def billing(engine: AsyncEngine, broker: str) -> Worker:
+    """Return a worker that stores an invoice for each order; `async with` runs it."""
+    sessions = async_sessionmaker(engine)
+    router = Router()
+    router.use(Transaction(engine), Inbox("billing"))
+
+    @router.event()
+    async def bill(placed: OrderPlaced) -> None:
+        async with async_session(sessions) as session:  # in the transaction of the inbox
+            session.add(Invoice(order=placed.order, amount=placed.amount))
+
+    source = StreamSource(redis.Redis.from_url(broker), "orders", group="billing")
+    return Worker(source, router, concurrency=5)
+
+
 @asynccontextmanager
 async def lifespan(app: FastAPI) -> AsyncIterator[None]:
     url = make_url(os.environ["DATABASE_URL"])
@@ -55,7 +88,10 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
     async with engine.begin() as connection:
         await connection.run_sync(Base.metadata.create_all)
     app.state.sessions = async_sessionmaker(engine)
-    yield
+    async with AsyncExitStack() as running:
+        if "BROKER_URL" in os.environ:
+            await running.enter_async_context(billing(engine, os.environ["BROKER_URL"]))
+        yield
     await engine.dispose()
 
 

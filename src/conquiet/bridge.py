@@ -65,8 +65,15 @@ def check_installed() -> None:
 
 
 def is_inside() -> bool:
-    """Return whether `wait_for` can be used: the running code was called by `run` or `call`."""
-    return _kind is not None and getattr(_current(), _PROVIDER, False)
+    """Return whether `wait_for` can be used: the running code was called by `run` or `call`.
+
+    So it can in functions that SQLAlchemy runs, as by `AsyncSession.run_sync`.
+    """
+    if _kind is None:
+        if sys.modules.get("greenlet") is None:  # not loaded: there are no greenlets
+            return False
+        _greenlet()
+    return getattr(_current(), _PROVIDER, False)
 
 
 def is_on_loop() -> bool:
