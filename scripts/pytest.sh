@@ -24,9 +24,13 @@ python=${TEST_PYTHON:-.venv/bin/python}
 status=$?
 [ $status -eq 1 ] || exit $status # 1: tests failed; anything else is not for a second try
 
+paths=()
+for argument in "$@"; do
+    [ -e "${argument%%::*}" ] && paths+=("$argument") # what else there is may lack its packages
+done
 printf '\n==> failed tests, once more and alone\n'
 env -u LEFT_OUT "$python" -m pytest -q -n 0 --last-failed --last-failed-no-failures none \
-    -W default::pytest.PytestUnraisableExceptionWarning
+    -W default::pytest.PytestUnraisableExceptionWarning ${paths[@]+"${paths[@]}"}
 again=$?
 [ $again -eq 0 ] && printf '\nunsteady: the tests above failed once and passed alone\n'
 exit $again

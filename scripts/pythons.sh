@@ -9,7 +9,7 @@ unset CONQUIET_BROKER_URL CONQUIET_DATABASE_URL # those would be tested instead
 versions=${VERSIONS:-3.11 3.12 3.13 3.14}
 packages=(-e '.[redis,sql,postgres,embedded]' aiosqlite asyncpg cloudevents greenlet hypothesis jsonschema
     opentelemetry-sdk pydantic pytest pytest-timeout pytest-xdist uvloop)
-tests=(tests/unit/test_{acking,codec,handler,intake,lease,message,registry,routes}.py tests/unit/test_{router,worker}*.py
+tests=(tests/unit/test_{acking,codec,handler,intake,lease,message,routes}.py tests/unit/test_{router,worker}*.py
     tests/unit/{memory,middleware,queue} tests/conformance tests/integration/{sql,redis,queue}
     tests/integration/events/test_idempotency.py)
 own=$(.venv/bin/python -c 'import sys; print("%d.%d" % sys.version_info[:2])')
