@@ -200,7 +200,7 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 TOGETHER = (
     "tests/spark/",
     "tests/web/test_browser.py",
-    "tests/integration/sinks/test_rabbitmq.py",
+    "tests/integration/sinks/test_rabbitmq",
     "tests/integration/kombu/test_celery_tasks.py",
 )
 

@@ -76,16 +76,17 @@ def explain(error: BaseException, url: str) -> str:
 
 
 class Url:
-    """The URL of a sink, such as `kafka://host:9092/orders?timeout=5`.
+    """The URL of a sink or source, such as `kafka://host:9092/orders?timeout=5`.
 
     Each method removes its setting from the query; `end` refuses what is left.
     """
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, origin: str = "the URL of the sink") -> None:
         try:
             parts = urlsplit(text)
         except ValueError as error:
-            raise ConfigError(f"the URL of the sink: {explain(error, text)}") from None
+            raise ConfigError(f"{origin}: {explain(error, text)}") from None
+        self._origin = f"{origin} {parts.scheme}://…" if origin.startswith("--") else origin
         self.place = parts.netloc
         self.path = unquote(parts.path.strip("/"))
         self._base = text.partition("?")[0]
@@ -96,12 +97,21 @@ class Url:
         """The URL without the settings that were removed."""
         return f"{self._base}?{urlencode(self._query)}" if self._query else self._base
 
-    def seconds(self, default: float) -> float:
-        text = self._query.pop("timeout", str(default))
+    def seconds(self, default: float, name: str = "timeout") -> float:
+        text = self._query.pop(name, str(default))
         try:
             return float(text)
         except ValueError:
-            raise ConfigError(f"timeout={text!r:.40}: must be a number of seconds") from None
+            raise ConfigError(f"{name}={text!r:.40}: must be a number of seconds") from None
+
+    def count(self, name: str, default: int) -> int:
+        text = self._query.pop(name, str(default))
+        if not text.isdecimal():
+            raise ConfigError(f"{name}={text!r:.40}: must be a whole number")
+        return int(text)
+
+    def text(self, name: str) -> str | None:
+        return self._query.pop(name, "") or None
 
     def flag(self, name: str, default: bool) -> bool:
         text = self._query.pop(name, "true" if default else "false")
@@ -118,7 +128,7 @@ class Url:
 
     def end(self) -> None:
         for name in self._query:
-            raise ConfigError(f"the URL of the sink has an unknown setting {name!r:.60}")
+            raise ConfigError(f"{self._origin} has an unknown setting {name!r:.60}")
 
 
 def check_timeout(timeout: float) -> float:

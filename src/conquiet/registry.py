@@ -525,12 +525,33 @@ def _open_redis_source(url: str, options: SourceOptions) -> Source:
     )
 
 
+def _source_by_class(place: str, extra: str) -> Callable[[str, SourceOptions], Source]:
+    """Open a source by the `from_url(url, max_attempts=…)` of its class."""
+
+    def open_(url: str, options: SourceOptions) -> Source:
+        if options.dead_letters is not None or options.max_line_bytes is not None:
+            raise ConfigError(
+                "--dead-letters and --max-line-bytes are for JSON lines; name the dead letters of a"
+                " broker in its URL: dead_letters=NAME"
+            )
+        module, _, name = place.partition(":")
+        source: Source = getattr(require(module, extra), name).from_url(
+            url, max_attempts=options.max_attempts
+        )
+        return source
+
+    return open_
+
+
 SOURCES: Mapping[str, Callable[[str, SourceOptions], Source]] = {
     "-": _open_stdin,
     "stdin": _open_stdin,
     "file": _open_file,
     "redis": _open_redis_source,
     "rediss": _open_redis_source,
+    "amqp": _source_by_class("conquiet.sources.amqp:AmqpSource", "kombu"),
+    "amqps": _source_by_class("conquiet.sources.amqp:AmqpSource", "kombu"),
+    "kafka": _source_by_class("conquiet.sources.kafka:KafkaSource", "kafka"),
 }
 _OF_ONE_PROCESS = frozenset(("-", "stdin", "file"))
 

@@ -41,7 +41,13 @@ a sink. Both are JSON lines of CloudEvents unless you say otherwise:
   redis://HOST/0?stream=NAME&group=NAME
                        a Redis Stream; a sink needs no group. Also &partitions=N and
                        &dead_letters=NAME. redis:?stream=… is on the server of --broker.
-  kafka://…, amqp://…, kombu+…://…, pubsub://…, http://…, https://…
+  amqp://USER:PASSWORD@HOST/VHOST?queue=NAME
+                       a queue of RabbitMQ; a sink needs none. Also &topic=NAME (an exchange to
+                       bind it to), &prefetch=N, &dead_letters=NAME
+  kafka://HOST:PORT,HOST:PORT?topic=NAME&group=NAME
+                       a topic of Kafka; a sink needs no group. Also &start=now,
+                       &dead_letters=NAME, and settings of librdkafka
+  kombu+…://…, pubsub://…, http://…, https://…
                        sinks only
 """
 
@@ -51,10 +57,13 @@ examples:
   conquiet worker run app:router --source file:commands.jsonl --dead-letters failed.jsonl
   conquiet worker run app:make_worker --processes 4 --stuck-after-seconds 60
   conquiet worker run app:router --source 'redis:?stream=commands&group=billing'
+  conquiet worker run app:router --source 'amqp://app:secret@host/shop?queue=orders'
+  conquiet worker run app:router --source 'kafka://host:9092?topic=orders&group=billing'
 
 A message that keeps failing, and a line that is not a CloudEvent, goes to the dead letters: the
 file given, else stderr. So do, at a stop, lines that were read from a pipe or file and not
-handled. A Redis Stream keeps a failed message and delivers it again, up to --max-attempts times.
+handled. A Redis Stream or a broker keeps a failed message and delivers it again, up to
+--max-attempts times; then it goes to the stream or queue of its dead letters.
 
 The first SIGTERM or Ctrl-C lets messages in flight finish. A second one abandons them.
 
@@ -102,7 +111,7 @@ def register(commands: Any, common: ArgumentParser) -> None:
         "--max-attempts",
         type=count,
         metavar="N",
-        help="deliveries before a message is a dead letter (3; 25 on Redis)",
+        help="deliveries before a message is a dead letter (3; 25 on Redis and brokers)",
     )
     run.add_argument(
         "--grace-seconds",

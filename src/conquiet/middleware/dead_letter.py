@@ -119,7 +119,11 @@ class DeadLetter:
         """Publish dead letters and ack the confirmed ones; return which were confirmed."""
         try:
             answers = bridge.call(
-                self._sink.publish_each, [self._letter(message, error) for message, error in dead]
+                self._sink.publish_each,
+                [
+                    to_letter(message, error, self._topic, self._max_traceback_chars)
+                    for message, error in dead
+                ],
             )
             buried = [answer is None for answer in answers]
             if len(buried) != len(dead):
@@ -134,22 +138,29 @@ class DeadLetter:
         _ack([message for (message, _), is_in in zip(dead, buried, strict=True) if is_in])
         return buried
 
-    def _letter(self, message: Message[Any], error: Exception) -> Message[Any]:
-        attributes, is_exact = _plain(message.attributes)
-        about = {
-            REASON: _printable(_reason(error)[:MAX_REASON_CHARS]),
-            ATTEMPTS: str(message.deliveries),
-            TIME: now_text(),
-        }
-        if message.handler is not None:
-            about[HANDLER] = _printable(message.handler.name)
-        if message.topic is not None:
-            about[TOPIC] = message.topic
-        if self._max_traceback_chars:
-            about[TRACEBACK] = _printable(_traceback(error)[-self._max_traceback_chars :])
-        if not is_exact:
-            about[ATTRIBUTES] = _pack(message.attributes)
-        return Message(_data(message), {**attributes, **about}, topic=self._topic)
+
+def to_letter(
+    message: Message[Any],
+    error: Exception,
+    topic: str,
+    max_traceback_chars: int = MAX_TRACEBACK_CHARS,
+) -> Message[Any]:
+    """Return the dead letter of a message, in a form that any sink can carry."""
+    attributes, is_exact = _plain(message.attributes)
+    about = {
+        REASON: _printable(_reason(error)[:MAX_REASON_CHARS]),
+        ATTEMPTS: str(message.deliveries),
+        TIME: now_text(),
+    }
+    if message.handler is not None:
+        about[HANDLER] = _printable(message.handler.name)
+    if message.topic is not None:
+        about[TOPIC] = message.topic
+    if max_traceback_chars:
+        about[TRACEBACK] = _printable(_traceback(error)[-max_traceback_chars:])
+    if not is_exact:
+        about[ATTRIBUTES] = _pack(message.attributes)
+    return Message(_data(message), {**attributes, **about}, topic=topic)
 
 
 def replay(letter: Message[Any]) -> Message[Any]:

@@ -53,6 +53,7 @@ class Cluster:
         ]
         library.rd_kafka_mock_clear_request_errors.argtypes = [pointer, ctypes.c_int16]
         library.rd_kafka_mock_topic_create.argtypes = [pointer, ctypes.c_char_p, number, number]
+        library.rd_kafka_mock_group_initial_rebalance_delay_ms.argtypes = [pointer, ctypes.c_int32]
         library.rd_kafka_mock_broker_set_down.argtypes = [pointer, ctypes.c_int32]
         library.rd_kafka_mock_broker_set_up.argtypes = [pointer, ctypes.c_int32]
         library.rd_kafka_mock_broker_set_rtt.argtypes = [pointer, ctypes.c_int32, number]
@@ -62,6 +63,7 @@ class Cluster:
         self._handle = library.rd_kafka_new(_PRODUCER, settings, why, len(why))
         assert self._handle, why.value
         self._cluster = library.rd_kafka_mock_cluster_new(self._handle, 1)
+        library.rd_kafka_mock_group_initial_rebalance_delay_ms(self._cluster, 0)
 
     @property
     def servers(self) -> str:

@@ -20,16 +20,6 @@ from conquiet.testing.contracts import SinkContract
 from conquiet.testing.contracts.samples import ids, make_messages
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[RabbitMQ]:
-    broker = RabbitMQ()
-    try:
-        broker.start()
-        yield broker
-    finally:
-        broker.stop()
-
-
 @pytest.fixture
 def rabbitmq(server: RabbitMQ) -> Iterator[RabbitMQ]:
     """Without the exchanges and queues of other tests."""

@@ -1,15 +1,17 @@
-"""Pack a message for a sink: its data, and its attributes as text."""
+"""Pack a message for a sink: its data, and its attributes as text; unpack it at a source."""
 
 from __future__ import annotations
 
 import re
 from base64 import b64encode
+from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
-from conquiet.codec import SPEC_VERSION, encode_data
+from conquiet.codec import SPEC_VERSION, encode_data, from_json
 from conquiet.errors import ConfigError, InvalidMessage
-from conquiet.message import Message, check_kinds, describe
+from conquiet.message import Attributes, Message, check_kinds, describe
 
 _REQUIRED = ("id", "source", "type")
 _attribute_name = re.compile(r"[a-z0-9]+")
@@ -89,6 +91,53 @@ def _text(name: str, value: Any, message: Message[Any]) -> str:
             f"{describe(message.attributes)}: attribute {name!r:.60}: {error}"
         ) from error
     return text
+
+
+def unpack(
+    body: bytes, headers: Mapping[str, Any], content_type: str | None, *prefixes: str
+) -> tuple[bytes, Attributes] | None:
+    """Return data and attributes of a CloudEvent in structured or binary mode; None if it is none.
+
+    `prefixes` are those that the protocol gives to the names of attributes.
+
+    >>> unpack(b"{}", {"ce_id": "1", "ce_type": "sold", "trace": "x"}, "text/json", "ce_")
+    (b'{}', {'id': '1', 'type': 'sold', 'datacontenttype': 'text/json'})
+    """
+    if content_type is not None and content_type.startswith("application/cloudevents"):
+        event = from_json(body)
+        return event.data, event.attributes
+    attributes: Attributes = {}
+    for prefix in prefixes:
+        size = len(prefix)
+        for name, value in headers.items():
+            if name.startswith(prefix):
+                attributes[name[size:]] = value if type(value) is str else plain_value(name, value)
+        if attributes:
+            break
+    else:
+        return None
+    if content_type is not None:
+        attributes["datacontenttype"] = content_type
+    kind, aggregate = headers.get("aggregate_type"), headers.get("aggregate_id")
+    if kind is not None:
+        attributes.setdefault("aggregatetype", plain_value("aggregate_type", kind))
+        if aggregate is not None:
+            attributes.setdefault("subject", plain_value("aggregate_id", aggregate))
+    return body, attributes
+
+
+def plain_value(name: str, value: Any) -> Any:
+    """Return a header as a value of CloudEvents: text, a number, a boolean."""
+    if isinstance(value, datetime):
+        return value.replace(tzinfo=value.tzinfo or UTC).isoformat().replace("+00:00", "Z")
+    if isinstance(value, (str, bool, int)):
+        return value
+    if isinstance(value, (bytes, bytearray)):
+        try:
+            return value.decode()
+        except UnicodeDecodeError as error:
+            raise InvalidMessage(f"the header {name!r:.60} is no UTF-8: {error}") from None
+    raise InvalidMessage(f"the header {name!r:.60} is a {type(value).__name__}, not a text")
 
 
 def topic_of(message: Message[Any], default: str | None) -> str:

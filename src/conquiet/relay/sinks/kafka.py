@@ -30,7 +30,7 @@ class _Quiet(logging.LoggerAdapter[logging.Logger]):
         super().log(logging.DEBUG, msg, *args, **kwargs)
 
 
-_quiet = _Quiet(logging.getLogger("conquiet.relay.kafka"))
+quiet = _Quiet(logging.getLogger("conquiet.relay.kafka"))
 
 
 class KafkaSink(Sink):
@@ -114,7 +114,7 @@ class KafkaSink(Sink):
         if self._producer is None:
             try:
                 # By default librdkafka logs to stderr, ten lines a second in an outage.
-                self._producer = self._kafka.Producer(self._settings, logger=_quiet)
+                self._producer = self._kafka.Producer(self._settings, logger=quiet)
             except (self._kafka.KafkaException, TypeError, ValueError) as error:
                 raise ConfigError(f"the settings of the Kafka sink: {error}") from error
             self._broken = False

@@ -105,7 +105,7 @@ class KombuSink(Sink):
         """Raise `SinkUnavailable` if the broker does not answer."""
         connection = self._connection()
         try:
-            _connect(connection)
+            connect(connection)
         except self._troubles as error:
             raise SinkUnavailable(f"the broker cannot be reached: {error!r:.200}") from error
         finally:
@@ -118,18 +118,7 @@ class KombuSink(Sink):
             link.close()
 
     def _connection(self) -> Any:
-        scheme = self._url.partition(":")[0]
-        settings: dict[str, Any] = {}
-        if scheme in ("amqp", "amqps", "pyamqp"):
-            settings["transport_options"] = {
-                "read_timeout": self._timeout,
-                "write_timeout": self._timeout,
-            }
-        if scheme == "amqps":
-            # By default the client does not verify the host name of a certificate.
-            own = {"server_hostname": urlsplit(self._url).hostname, "cert_reqs": ssl.CERT_REQUIRED}
-            settings["ssl"] = {**own, **self._tls}
-        return self._kombu.Connection(self._url, connect_timeout=self._timeout, **settings)
+        return open_connection(self._url, self._timeout, self._tls)
 
     def _check(self, message: Message[Any], envelope: Envelope) -> None:
         topic = topic_of(message, self._topic)
@@ -214,7 +203,21 @@ class KombuSink(Sink):
         )
 
 
-def _connect(connection: Any) -> None:
+def open_connection(
+    url: str, timeout: float, tls: Mapping[str, Any] | None = None, **settings: Any
+) -> Any:
+    """Return a connection of Kombu that verifies certificates; `connect` connects it."""
+    scheme = url.partition(":")[0]
+    if scheme in ("amqp", "amqps", "pyamqp"):
+        settings["transport_options"] = {"read_timeout": timeout, "write_timeout": timeout}
+    if scheme == "amqps":
+        # By default the client does not verify the host name of a certificate.
+        own = {"server_hostname": urlsplit(url).hostname, "cert_reqs": ssl.CERT_REQUIRED}
+        settings["ssl"] = {**own, **(tls or {})}
+    return require("kombu", "kombu").Connection(url, connect_timeout=timeout, **settings)
+
+
+def connect(connection: Any) -> None:
     """Connect, with one immediate retry; Kombu's own `connect` would sleep in between."""
     connection.ensure_connection(max_retries=1, interval_start=0, interval_max=0.1)
 
@@ -244,7 +247,7 @@ class _Link:
         self._names: dict[int, str] = {}
         self._tag = 0
         try:
-            _connect(connection)
+            connect(connection)
             self._channel = connection.channel()
             self._producer = kombu.Producer(self._channel, auto_declare=False)
             if confirms:

@@ -26,11 +26,12 @@ class ConsumerContract(Contract):
     """Binds a source; the base of the contracts of source and worker.
 
     Must be given: `open`, `publish`. As needed: `lease`, `redelivery_within`,
-    `returns_at_once`, `keeps_place`, `crash`.
+    `returns_at_once`, `keeps_place`, `keeps_count`, `crash`.
     """
 
     bindings = frozenset(
-        ("open", "publish", "crash", "lease", "redelivery_within", "returns_at_once", "keeps_place")
+        """open publish crash lease redelivery_within returns_at_once keeps_place
+        keeps_count""".split()  # noqa: SIM905 - it reads better
     )
 
     lease: float | None = 0.5
@@ -45,6 +46,10 @@ class ConsumerContract(Contract):
     keeps_place: bool = True
     """False if a message that returns may come after later ones of its key; such a source
     cannot serve an ordered worker."""
+
+    keeps_count: bool = True
+    """False if a close changes the count of deliveries: a broker counts what was given back to it,
+    or counts nothing."""
 
     @abstractmethod
     def open(self, lease: float) -> Source:
@@ -487,7 +492,8 @@ def check_source(contract: ConsumerContract) -> None:
         @rule()
         def close_and_open_again(self) -> None:
             self.source.close()
-            self.tried.update(dict.fromkeys(self.held))
+            lost = self.held if contract.keeps_count else self.unsettled
+            self.tried.update(dict.fromkeys(lost))
             self.held.clear()
             self.source = contract.consumer(LONG)
 

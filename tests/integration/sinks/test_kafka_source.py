@@ -1,0 +1,306 @@
+"""The source of Kafka, on the mock cluster of librdkafka."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import confluent_kafka
+import pytest
+from tests.integration.sinks.kafka_cluster import Cluster
+
+from conquiet.codec import to_json
+from conquiet.errors import ConfigError, PermanentError, StoreError
+from conquiet.message import Message
+from conquiet.middleware.dead_letter import replay
+from conquiet.registry import SourceOptions, connect_source
+from conquiet.relay.sinks import KafkaSink
+from conquiet.source import Source
+from conquiet.sources import KafkaSource
+from conquiet.testing import eventually
+from conquiet.testing.contracts import SourceContract, WorkerContract
+from conquiet.testing.contracts.samples import ids, numbered
+
+QUIET = {"log_level": 0}
+QUICK = {**QUIET, "session.timeout.ms": 3_000, "heartbeat.interval.ms": 50}
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    cluster = Cluster()
+    cluster.create("orders", 1)
+    cluster.create("wide", 2)
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture
+def open_source(cluster: Cluster) -> Iterator[Callable[..., KafkaSource]]:
+    opened: list[KafkaSource] = []
+
+    def open_(topics: Any = "orders", group: str = "billing", **settings: Any) -> KafkaSource:
+        settings = {"backoff": 0.0, "settings": QUICK, **settings}
+        opened.append(KafkaSource(cluster.servers, topics, group, **settings))
+        return opened[-1]
+
+    yield open_
+    for source in opened:
+        source.close()
+
+
+def publish(cluster: Cluster, messages: Sequence[Message[Any]], topic: str = "orders") -> None:
+    sink = KafkaSink(cluster.servers, topic, settings=QUIET)
+    sink.publish(messages)
+    sink.close()
+
+
+def send_raw(cluster: Cluster, topic: str, value: bytes, **settings: Any) -> None:
+    producer = confluent_kafka.Producer({"bootstrap.servers": cluster.servers, **QUIET})
+    producer.produce(topic, value, **settings)
+    assert producer.flush(10) == 0
+
+
+def take(source: Source, count: int) -> list[Message[Any]]:
+    taken: list[Message[Any]] = []
+    eventually(
+        lambda: taken.extend(source.read(count - len(taken), 0.1)) or len(taken) == count,
+        timeout=15,
+    )
+    return taken
+
+
+def read_until_error(source: Source) -> None:
+    for _ in range(100):
+        source.read(10, 0.1)
+
+
+class OnKafka:
+    """One partition: its first consumer owns it, until it closes."""
+
+    lease = None
+    keeps_count = False
+    redelivery_within = 15.0
+
+    @pytest.fixture(autouse=True)
+    def _on(self, cluster: Cluster) -> Iterator[None]:
+        self.cluster = cluster
+        self.sources: list[KafkaSource] = []
+        self.sink = KafkaSink(cluster.servers, "orders", settings=QUIET)
+        yield
+        self.sink.close()
+
+    def open(self, lease: float, group: str = "billing") -> Source:
+        source = KafkaSource(self.cluster.servers, "orders", group, backoff=0.0, settings=QUICK)
+        if not any(not other._closed and group in repr(other) for other in self.sources):
+            eventually(lambda: source._client.join() > 0, timeout=15)
+        self.sources.append(source)
+        return source
+
+    def publish(self, messages: Sequence[Message[Any]]) -> None:
+        self.sink.publish(messages)
+
+    def crash(self, source: Source) -> None:
+        assert isinstance(source, KafkaSource)
+        source._client._consumer.close()
+
+
+@pytest.mark.slow  # each test joins a group once or twice, which takes seconds
+class TestKafkaSource(OnKafka, SourceContract):
+    def open_other_group(self) -> Source:
+        return self.open(60.0, "shipping")
+
+
+@pytest.mark.slow
+class TestKafkaSourceUnderWorker(OnKafka, WorkerContract):
+    pass
+
+
+# --- what arrives -------------------------------------------------------------------------------
+
+
+def test_a_record_of_another_producer_is_named_by_its_place(
+    cluster: Cluster, open_source: Callable[..., KafkaSource]
+) -> None:
+    send_raw(cluster, "orders", b"{}", key="customer-7")
+    [message] = take(open_source(), 1)
+    assert (message.data, message.key, message.topic) == (b"{}", "customer-7", "orders")
+    assert (message.id, message.type, message.source) == ("0-0", "orders", "kafka:orders")
+
+
+def test_a_structured_event_is_decoded(
+    cluster: Cluster, open_source: Callable[..., KafkaSource]
+) -> None:
+    [sent] = numbered(1)
+    kind = [("content-type", b"application/cloudevents+json")]
+    send_raw(cluster, "orders", to_json(sent), headers=kind, key="k")
+    [got] = take(open_source(), 1)
+    assert (got.id, got.data, got.type, got.key) == ("m-0", b"0", "sample", "k")
+
+
+def test_what_cannot_be_handled_goes_to_the_dead_letter_topic(
+    cluster: Cluster, open_source: Callable[..., KafkaSource]
+) -> None:
+    kind = [("content-type", b"application/cloudevents+json")]
+    send_raw(cluster, "orders", b"not JSON", headers=kind)
+    publish(cluster, numbered(2))
+    source = open_source(max_attempts=2)
+    first, second = take(source, 2)
+    first.nack(PermanentError("never"))
+    second.nack(ValueError("failed"))
+    take(source, 1)[0].nack(ValueError("failed again"))
+    assert source.dead == 3
+    letters = {letter.data: letter for letter in take(open_source("orders.dead", "operations"), 3)}
+    assert letters.keys() == {b"not JSON", b"0", b"1"}
+    assert letters[b"1"].attributes["deadreason"] == "ValueError: failed again"
+    assert (replay(letters[b"0"]).id, replay(letters[b"0"]).topic) == ("m-0", "orders")
+
+
+# --- offsets ------------------------------------------------------------------------------------
+
+
+def test_messages_acked_behind_an_unacked_one_do_not_return(
+    cluster: Cluster, open_source: Callable[..., KafkaSource]
+) -> None:
+    publish(cluster, numbered(10))
+    first = open_source()
+    for message in take(first, 10):
+        if message.id not in ("m-2", "m-7"):
+            message.ack()
+    first.close()
+    second = open_source()
+    assert ids(take(second, 2)) == ["m-2", "m-7"]
+    assert list(second.read(1, 0.2)) == []
+
+
+def test_a_partition_revoked_in_a_batch_is_committed_by_its_new_owner_alone(
+    cluster: Cluster, open_source: Callable[..., KafkaSource], caplog: pytest.LogCaptureFixture
+) -> None:
+    for partition in (0, 1):
+        for number in range(5):
+            name = f"{partition}-{number}".encode()
+            send_raw(cluster, "wide", name, partition=partition)
+    first = open_source("wide")
+    held = take(first, 10)
+    for message in held:
+        if message.id.endswith("-0"):
+            message.ack()
+    second = open_source("wide")
+    moved: list[Message[Any]] = []
+
+    def rebalance() -> bool:
+        first.read(1, 0.02)
+        moved.extend(second.read(10, 0.02))
+        return len(moved) >= 4
+
+    eventually(rebalance, timeout=15)
+    gone = moved[0].id[0]
+    assert sorted(ids(moved)) == [f"{gone}-{number}" for number in range(1, 5)]
+    for message in held:
+        message.ack()  # those of the partition that moved are too late
+    assert "after their partition was revoked" in caplog.text
+    for message in moved[:2]:
+        message.ack()
+    first.close()
+    second.close()
+    last = open_source("wide")
+    assert sorted(ids(take(last, 2))) == sorted(ids(moved[2:]))
+    assert list(last.read(1, 0.2)) == []
+
+
+def test_partitions_are_paused_while_too_much_is_in_flight(
+    cluster: Cluster, open_source: Callable[..., KafkaSource]
+) -> None:
+    publish(cluster, numbered(20))
+    source = open_source(max_in_flight=5)
+    held = take(source, 5)
+    assert list(source.read(10, 0.2)) == []
+    for message in held:
+        message.ack()
+    assert ids(take(source, 5)) == [f"m-{number}" for number in range(5, 10)]
+
+
+def test_lag_is_what_is_not_acked(
+    cluster: Cluster, open_source: Callable[..., KafkaSource]
+) -> None:
+    publish(cluster, numbered(10))
+    source = open_source()
+    for message in take(source, 4)[:3]:
+        message.ack()
+    assert source.lag() == {("orders", 0): 7}
+
+
+def test_an_outage_is_reported_and_costs_nothing(
+    cluster: Cluster, open_source: Callable[..., KafkaSource]
+) -> None:
+    publish(cluster, numbered(3))
+    settings = {**QUICK, "reconnect.backoff.ms": 10, "reconnect.backoff.max.ms": 50}
+    source = open_source(settings=settings)
+    first, *rest = take(source, 3)
+    first.ack()
+    with cluster.outage(), pytest.raises(StoreError, match="cannot read from Kafka"):
+        read_until_error(source)
+    publish(cluster, numbered(1, "after"))
+    for message in (*rest, *_take_after(source, 1)):
+        message.ack()
+    source.close()
+    again = open_source()
+    assert list(again.read(1, 0.3)) == []
+    assert sum(again.lag().values()) == 0
+
+
+def _take_after(source: Source, count: int) -> list[Message[Any]]:
+    """Read so many messages, also while the outage is still reported."""
+    taken: list[Message[Any]] = []
+
+    def found() -> bool:
+        try:
+            taken.extend(source.read(count, 0.1))
+        except StoreError:
+            pass
+        return len(taken) == count
+
+    eventually(found, timeout=30)
+    return taken
+
+
+@pytest.mark.slow
+def test_a_long_handler_keeps_its_partition(
+    cluster: Cluster, open_source: Callable[..., KafkaSource]
+) -> None:
+    publish(cluster, numbered(1))
+    short = {**QUICK, "session.timeout.ms": 2_000, "max.poll.interval.ms": 3_000}
+    source = open_source(settings=short)
+    [message] = take(source, 1)
+    time.sleep(7)
+    assert source._broker.holds(message.acking.token)  # type: ignore[union-attr]
+    message.ack()
+    source.close()
+    again = open_source()
+    assert list(again.read(1, 0.5)) == []
+
+
+# --- by URL -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rest", ["?topic=orders&group=billing", "/orders?group=billing"])
+def test_a_worker_reads_a_topic_by_url(cluster: Cluster, rest: str) -> None:
+    publish(cluster, numbered(3))
+    source = connect_source(f"kafka://{cluster.servers}{rest}&log_level=0", SourceOptions())
+    assert ids(take(source, 3)) == ["m-0", "m-1", "m-2"]
+    source.close()
+
+
+@pytest.mark.parametrize(
+    ("rest", "says"),
+    [
+        ("?topic=orders", "say which group"),
+        ("?group=billing", "say which topic"),
+        ("?topic=orders&group=billing&speed=high", "speed"),
+        ("?topic=orders&group=billing&group.id=x", "is the Kafka source's own"),
+        ("?topic=orders&group=billing&start=later", "'beginning' or 'now'"),
+    ],
+)
+def test_parameters_that_are_missing_or_wrong_are_named(rest: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        connect_source(f"kafka://localhost:9092{rest}", SourceOptions())
