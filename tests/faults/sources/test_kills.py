@@ -23,7 +23,7 @@ from conquiet.relay.sinks import KafkaSink, KombuSink
 from conquiet.sink import Sink
 from conquiet.sql import engine, schema
 from conquiet.testing import eventually
-from conquiet.testing.contracts.samples import numbered
+from conquiet.testing.contracts.samples import make_messages
 
 pytestmark = pytest.mark.slow
 
@@ -101,7 +101,7 @@ def count(made: Engine) -> tuple[int, int]:
 
 def fill(sink: Sink, messages: int) -> None:
     for begin in range(0, messages, 1_000):
-        sink.publish(numbered(min(1_000, messages - begin), f"b{begin}"))
+        sink.publish(make_messages(min(1_000, messages - begin), f"b{begin}"))
 
 
 def test_a_batch_that_was_committed_and_not_acked_takes_effect_once(

@@ -20,7 +20,7 @@ from conquiet.source import Source
 from conquiet.sources import KafkaSource
 from conquiet.testing import eventually
 from conquiet.testing.contracts import SourceContract, WorkerContract
-from conquiet.testing.contracts.samples import ids, numbered
+from conquiet.testing.contracts.samples import ids, make_messages
 
 QUIET = {"log_level": 0}
 QUICK = {**QUIET, "session.timeout.ms": 3_000, "heartbeat.interval.ms": 50}
@@ -131,7 +131,7 @@ def test_a_record_of_another_producer_is_named_by_its_place(
 def test_a_structured_event_is_decoded(
     cluster: Cluster, open_source: Callable[..., KafkaSource]
 ) -> None:
-    [sent] = numbered(1)
+    [sent] = make_messages(1)
     kind = [("content-type", b"application/cloudevents+json")]
     send_raw(cluster, "orders", to_json(sent), headers=kind, key="k")
     [got] = take(open_source(), 1)
@@ -143,7 +143,7 @@ def test_what_cannot_be_handled_goes_to_the_dead_letter_topic(
 ) -> None:
     kind = [("content-type", b"application/cloudevents+json")]
     send_raw(cluster, "orders", b"not JSON", headers=kind)
-    publish(cluster, numbered(2))
+    publish(cluster, make_messages(2))
     source = open_source(max_attempts=2)
     first, second = take(source, 2)
     first.nack(PermanentError("never"))
@@ -162,7 +162,7 @@ def test_what_cannot_be_handled_goes_to_the_dead_letter_topic(
 def test_messages_acked_behind_an_unacked_one_do_not_return(
     cluster: Cluster, open_source: Callable[..., KafkaSource]
 ) -> None:
-    publish(cluster, numbered(10))
+    publish(cluster, make_messages(10))
     first = open_source()
     for message in take(first, 10):
         if message.id not in ("m-2", "m-7"):
@@ -211,7 +211,7 @@ def test_a_partition_revoked_in_a_batch_is_committed_by_its_new_owner_alone(
 def test_partitions_are_paused_while_too_much_is_in_flight(
     cluster: Cluster, open_source: Callable[..., KafkaSource]
 ) -> None:
-    publish(cluster, numbered(20))
+    publish(cluster, make_messages(20))
     source = open_source(max_in_flight=5)
     held = take(source, 5)
     assert list(source.read(10, 0.2)) == []
@@ -223,7 +223,7 @@ def test_partitions_are_paused_while_too_much_is_in_flight(
 def test_lag_is_what_is_not_acked(
     cluster: Cluster, open_source: Callable[..., KafkaSource]
 ) -> None:
-    publish(cluster, numbered(10))
+    publish(cluster, make_messages(10))
     source = open_source()
     for message in take(source, 4)[:3]:
         message.ack()
@@ -233,14 +233,14 @@ def test_lag_is_what_is_not_acked(
 def test_an_outage_is_reported_and_costs_nothing(
     cluster: Cluster, open_source: Callable[..., KafkaSource]
 ) -> None:
-    publish(cluster, numbered(3))
+    publish(cluster, make_messages(3))
     settings = {**QUICK, "reconnect.backoff.ms": 10, "reconnect.backoff.max.ms": 50}
     source = open_source(settings=settings)
     first, *rest = take(source, 3)
     first.ack()
     with cluster.outage(), pytest.raises(StoreError, match="cannot read from Kafka"):
         read_until_error(source)
-    publish(cluster, numbered(1, "after"))
+    publish(cluster, make_messages(1, "after"))
     for message in (*rest, *_take_after(source, 1)):
         message.ack()
     source.close()
@@ -268,7 +268,7 @@ def _take_after(source: Source, count: int) -> list[Message[Any]]:
 def test_a_long_handler_keeps_its_partition(
     cluster: Cluster, open_source: Callable[..., KafkaSource]
 ) -> None:
-    publish(cluster, numbered(1))
+    publish(cluster, make_messages(1))
     short = {**QUICK, "session.timeout.ms": 2_000, "max.poll.interval.ms": 3_000}
     source = open_source(settings=short)
     [message] = take(source, 1)
@@ -285,7 +285,7 @@ def test_a_long_handler_keeps_its_partition(
 
 @pytest.mark.parametrize("rest", ["?topic=orders&group=billing", "/orders?group=billing"])
 def test_a_worker_reads_a_topic_by_url(cluster: Cluster, rest: str) -> None:
-    publish(cluster, numbered(3))
+    publish(cluster, make_messages(3))
     source = connect_source(f"kafka://{cluster.servers}{rest}&log_level=0", SourceOptions())
     assert ids(take(source, 3)) == ["m-0", "m-1", "m-2"]
     source.close()

@@ -26,7 +26,7 @@ from conquiet.source import Source
 from conquiet.sources import AmqpSource
 from conquiet.testing import eventually
 from conquiet.testing.contracts import SourceContract, WorkerContract
-from conquiet.testing.contracts.samples import ids, numbered
+from conquiet.testing.contracts.samples import ids, make_messages
 
 QUEUES = ("events", "events.dead", "more", "more.dead")
 
@@ -154,7 +154,7 @@ def test_a_structured_event_is_decoded(
 ) -> None:
     source = open_source()
     source.read(1, 0.0)
-    [sent] = numbered(1)
+    [sent] = make_messages(1)
     send_raw(rabbitmq, to_json(sent), content_type="application/cloudevents+json; charset=utf-8")
     [got] = take(source, 1)
     assert (got.id, got.data, got.type) == ("m-0", b"0", "sample")
@@ -182,7 +182,7 @@ def test_queues_are_read_together_and_acked_together(
 def test_a_message_that_fails_too_often_is_a_dead_letter_with_its_reason(
     rabbitmq: RabbitMQ, open_source: Callable[..., AmqpSource]
 ) -> None:
-    publish(rabbitmq, numbered(3), "events")
+    publish(rabbitmq, make_messages(3), "events")
     source = open_source(max_attempts=2)
     first, failed, last = take(source, 3)
     settle([first.acking, last.acking], [(failed.acking, ValueError("not yet"))])  # type: ignore[list-item]
@@ -221,7 +221,7 @@ def test_a_quorum_queue_counts_deliveries_of_consumers_that_died(
     first = open_source(queue_type="quorum", topics=["orders"])
     first.read(1, 0.0)
     first.close()
-    publish(rabbitmq, numbered(1))
+    publish(rabbitmq, make_messages(1))
     with Proxy(rabbitmq.port) as proxy:
         url = f"amqp://guest:guest@127.0.0.1:{proxy.port}//"
         for deliveries in (1, 2, 3):
@@ -241,7 +241,7 @@ def test_a_queue_without_room_for_dead_letters_keeps_the_message(
         def publish_each(self, messages: Sequence[Message[Any]]) -> Any:
             raise StoreError("full")
 
-    publish(rabbitmq, numbered(1), "events")
+    publish(rabbitmq, make_messages(1), "events")
     source = open_source(max_attempts=1, dead_letters=Full(Log(), "x"))
     take(source, 1)[0].nack(ValueError("failed"))
     assert source.dead == 0
@@ -256,7 +256,7 @@ def test_a_queue_without_room_for_dead_letters_keeps_the_message(
 def test_a_connection_lost_in_a_batch_repeats_the_batch_and_acks_each_message_once(
     rabbitmq: RabbitMQ, open_source: Callable[..., AmqpSource], caplog: pytest.LogCaptureFixture
 ) -> None:
-    publish(rabbitmq, numbered(20), "events")
+    publish(rabbitmq, make_messages(20), "events")
     with Proxy(rabbitmq.port) as proxy:
         source = open_source(url=f"amqp://guest:guest@127.0.0.1:{proxy.port}//")
         held = take(source, 10)
@@ -279,7 +279,7 @@ def test_a_connection_lost_in_a_batch_repeats_the_batch_and_acks_each_message_on
 def test_a_broker_that_is_away_is_reported_and_found_again(
     rabbitmq: RabbitMQ, open_source: Callable[..., AmqpSource]
 ) -> None:
-    publish(rabbitmq, numbered(1), "events")
+    publish(rabbitmq, make_messages(1), "events")
     with Proxy(rabbitmq.port) as proxy:
         source = open_source(url=f"amqp://guest:guest@127.0.0.1:{proxy.port}//", timeout=2)
         with proxy.outage(), pytest.raises(StoreError, match="cannot consume events"):
@@ -311,7 +311,7 @@ def test_a_queue_that_must_exist_is_not_created(
 def test_no_more_than_the_prefetch_is_taken_from_other_consumers(
     rabbitmq: RabbitMQ, open_source: Callable[..., AmqpSource]
 ) -> None:
-    publish(rabbitmq, numbered(10), "events")
+    publish(rabbitmq, make_messages(10), "events")
     first = open_source(prefetch=4)
     assert len(take(first, 4)) == 4
     assert list(first.read(10, 0.05)) == []
@@ -322,7 +322,7 @@ def test_no_more_than_the_prefetch_is_taken_from_other_consumers(
 def test_heartbeats_go_on_while_a_handler_works(
     rabbitmq: RabbitMQ, open_source: Callable[..., AmqpSource]
 ) -> None:
-    publish(rabbitmq, numbered(1), "events")
+    publish(rabbitmq, make_messages(1), "events")
     source = open_source(heartbeat=1)
     [message] = take(source, 1)
     time.sleep(5)  # the broker closes a connection after two heartbeats that it missed
@@ -339,7 +339,7 @@ def test_a_network_that_went_silent_is_noticed_and_replaced(
         url = f"amqp://guest:guest@127.0.0.1:{proxy.port}//"
         source = open_source(url=url, heartbeat=1, timeout=2)
         source.read(1, 0.0)
-        publish(rabbitmq, numbered(1, "before"), "events")
+        publish(rabbitmq, make_messages(1, "before"), "events")
         take(source, 1)[0].ack()
         proxy.mute()
 
@@ -353,7 +353,7 @@ def test_a_network_that_went_silent_is_noticed_and_replaced(
         eventually(lost, timeout=30)
         proxy.cut()
         proxy.heal()
-        publish(rabbitmq, numbered(1, "after"), "events")
+        publish(rabbitmq, make_messages(1, "after"), "events")
         got: list[str] = []
 
         def found() -> bool:
@@ -370,7 +370,7 @@ def test_a_network_that_went_silent_is_noticed_and_replaced(
 @pytest.mark.slow
 def test_a_broker_that_is_killed_and_started_again_loses_and_repeats_no_effect() -> None:
     with RabbitMQ() as rabbitmq:
-        publish(rabbitmq, numbered(3_000), "events")
+        publish(rabbitmq, make_messages(3_000), "events")
         done: dict[str, int] = {}
         lock = threading.Lock()
         router = Router()
@@ -400,7 +400,7 @@ def test_a_worker_reads_a_queue_by_url(rabbitmq: RabbitMQ) -> None:
     url = rabbitmq.url + "?queue=events&topic=orders&queue_type=classic&prefetch=10"
     source = connect_source(url, SourceOptions(max_attempts=3))
     source.read(1, 0.0)
-    publish(rabbitmq, numbered(5))
+    publish(rabbitmq, make_messages(5))
     assert ids(take(source, 5)) == [f"m-{number}" for number in range(5)]
     source.close()
 
