@@ -60,14 +60,15 @@ class Inbox(ABC):
                 handled = next([batch[index] for index in fresh])
                 for index, result in zip(fresh, handled, strict=True):
                     if not isinstance(result, Exception) and result:
-                        raise _outputs_without_outbox(batch[index])
+                        raise outputs_without_outbox(batch[index])
                     results[index] = result
             return results
 
         return process
 
 
-def _outputs_without_outbox(message: Message[Any]) -> HandlerError:
+def outputs_without_outbox(message: Message[Any]) -> HandlerError:
+    """Return the error of a message whose handler returned events that no outbox would store."""
     name = message.handler.name if message.handler is not None else "the handler"
     return HandlerError(
         f"{name} returned events for {describe(message.attributes)}, but the chain has an inbox"

@@ -552,6 +552,10 @@ SOURCES: Mapping[str, Callable[[str, SourceOptions], Source]] = {
     "amqp": _source_by_class("conquiet.sources.amqp:AmqpSource", "kombu"),
     "amqps": _source_by_class("conquiet.sources.amqp:AmqpSource", "kombu"),
     "kafka": _source_by_class("conquiet.sources.kafka:KafkaSource", "kafka"),
+    "postgresql": _source_by_class("conquiet.sql:LogSource", "postgres"),
+    "postgres": _source_by_class("conquiet.sql:LogSource", "postgres"),
+    "postgresql+psycopg": _source_by_class("conquiet.sql:LogSource", "postgres"),
+    "sqlite": _source_by_class("conquiet.sql:LogSource", "sql"),
 }
 _OF_ONE_PROCESS = frozenset(("-", "stdin", "file"))
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import cached_property
+from typing import Any
 
 import psycopg
 import pytest
@@ -14,9 +15,25 @@ from sqlalchemy import Column, Engine, Insert, Integer, MetaData, Table, Text, s
 from sqlalchemy.dialects import postgresql, sqlite
 
 from conquiet.embedded import PostgresServer
-from conquiet.sql import Cleanup, Inbox, Outbox, OutboxSource, Transaction, connection, schema
+from conquiet.message import Message
+from conquiet.sql import (
+    Cleanup,
+    Inbox,
+    LogSource,
+    Outbox,
+    OutboxSource,
+    Transaction,
+    connection,
+    schema,
+)
 from conquiet.sql import engine as make_engine
-from conquiet.testing.contracts import InboxContract, OutboxContract, TransactionContract
+from conquiet.testing.contracts import (
+    InboxContract,
+    OutboxContract,
+    SourceContract,
+    TransactionContract,
+    WorkerContract,
+)
 
 COUNTS = Table(
     "counts", MetaData(), Column("key", Text, primary_key=True), Column("value", Integer)
@@ -161,3 +178,36 @@ class TestPostgresqlInboxUnderSerializable(OverPostgresql, InboxContract):
 
     def transaction(self) -> Transaction:
         return Transaction(self.engine, isolation_level="SERIALIZABLE")
+
+
+class OverLog:
+    """The log of a database; no pause after a nack, so that what failed comes back in its place."""
+
+    lease = 0.5
+    engine: Engine
+
+    def open(self, lease: float, group: str = "billing") -> LogSource:
+        return LogSource(self.engine, "orders", group, lease=lease, poll=0.02, backoff=0.0)
+
+    def open_other_group(self) -> LogSource:
+        return self.open(60.0, "shipping")
+
+    def publish(self, messages: Sequence[Message[Any]]) -> None:
+        with Transaction(self.engine).scope(messages):
+            Outbox("orders").store(messages)
+
+
+class TestSqliteLog(OverLog, OverSqlite, SourceContract):
+    pass
+
+
+class TestPostgresqlLog(OverLog, OverPostgresql, SourceContract):
+    pass
+
+
+class TestSqliteLogUnderWorker(OverLog, OverSqlite, WorkerContract):
+    pass
+
+
+class TestPostgresqlLogUnderWorker(OverLog, OverPostgresql, WorkerContract):
+    pass

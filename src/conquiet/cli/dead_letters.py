@@ -25,11 +25,13 @@ from conquiet.cli.terminal import (
     print_table,
     red,
 )
+from conquiet.config import DATABASES
 from conquiet.errors import ConfigError
 
 _PLACES = """
-PLACE is the name of a Redis stream, file:PATH of JSON lines (worker run --dead-letters), or
-kombu:QUEUE. A letter is named by its place in there (entry id, line) or by the id of its event.
+PLACE is the name of a Redis stream, file:PATH of JSON lines (worker run --dead-letters),
+kombu:QUEUE, or the URL of a log with topic and group (worker run --source). A letter is named by
+its place in there (entry id, line, position) or by the id of its event.
 """
 _SHOWN = 160
 
@@ -44,7 +46,7 @@ def register(commands: Any, common: ArgumentParser) -> None:
     listed, show, replay, drop = (add_verb(verbs, common, verb) for verb in _VERBS)
     listed.add_argument("place", nargs="?", metavar="PLACE", help="(which streams hold some)")
     for parser in (show, replay, drop):
-        parser.add_argument("place", metavar="PLACE", help="a stream, file:PATH or kombu:QUEUE")
+        parser.add_argument("place", metavar="PLACE", help="a stream, file:PATH, kombu:QUEUE, URL")
     show.add_argument("id", metavar="ID", help="of the letter, or of its event")
     for parser in (replay, drop):
         parser.add_argument("ids", nargs="*", metavar="ID", help="of letters, or of their events")
@@ -209,6 +211,10 @@ def _letters(options: Namespace) -> Iterator[Any]:
     """Open the place that was named."""
     from conquiet.operations.dead_letters import open_letters
 
+    kind = options.place.partition(":")[0].partition("+")[0]
+    if kind in DATABASES and options.place != kind:
+        yield open_letters(options.place)
+        return
     if not options.place.startswith("file:"):
         with redis_at(options.broker) as client:
             yield open_letters(options.place, client, prefix=options.prefix)

@@ -1,4 +1,4 @@
-"""`conquiet streams list|lag|trim|prune`: all streams of a server at a glance."""
+"""`conquiet streams list|lag|trim|prune|remove-group`: all streams of a server at a glance."""
 
 from __future__ import annotations
 
@@ -8,7 +8,18 @@ from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
-from conquiet.cli.options import Verb, add_broker, add_group, add_verb, age, count, redis_at, span
+from conquiet.cli.options import (
+    Verb,
+    add_broker,
+    add_database,
+    add_group,
+    add_verb,
+    age,
+    count,
+    database_at,
+    redis_at,
+    span,
+)
 from conquiet.cli.terminal import (
     FAILED,
     OK,
@@ -29,13 +40,18 @@ def register(commands: Any, common: ArgumentParser) -> None:
         "the streams of a Redis, how far behind their readers are, and what may go",
         "conquiet streams lag 'orders*' --max 1000",
     )
-    listed, lag, trim, prune = (add_verb(verbs, common, verb) for verb in _VERBS)
+    listed, lag, trim, prune, removal = (add_verb(verbs, common, verb) for verb in _VERBS)
     for parser in (listed, lag, prune):
         parser.add_argument(
             "pattern", nargs="?", default="*", metavar="PATTERN", help="of names, such as 'orders*'"
         )
     for parser in (listed, lag, trim, prune):
         add_broker(parser)
+    add_database(lag, "the database whose outbox is read as a log, in place of a Redis")
+    removal.add_argument("topic", metavar="TOPIC", help="of the outbox")
+    removal.add_argument("group", metavar="GROUP", help="its name")
+    add_database(removal)
+    add_yes(removal)
     lag.add_argument("--max", type=count, metavar="N", help="exit with 1 if more wait")
     trim.add_argument("streams", nargs="+", metavar="STREAM", help="its name")
     trim.add_argument(
@@ -79,6 +95,8 @@ def _list(options: Namespace) -> int:
 
 
 def _lag(options: Namespace) -> int:
+    if options.database is not None:
+        return _show_lags(options, _log_lags(options), "no groups")
     from conquiet.operations import streams
 
     with redis_at(options.broker) as client:
@@ -99,11 +117,39 @@ def _lag(options: Namespace) -> int:
         for kind, items in (("group", stream.groups), ("reader", stream.readers))
         for item in items
     ]
+    return _show_lags(options, lags, "no groups or readers" if found else "no streams")
+
+
+def _log_lags(options: Namespace) -> list[dict[str, Any]]:
+    from conquiet.operations import log_groups
+
+    with database_at(options.database) as engine:
+        found = log_groups.survey(engine, options.pattern)
+    if not found and options.pattern != "*":
+        raise NotFound(f"no topic with a group matches {options.pattern!r}")
+    return [
+        {
+            "stream": group.topic,
+            "kind": "group",
+            "name": group.name,
+            "lag": group.lag,
+            "lag_is_exact": True,
+            "behind_seconds": round(group.behind_seconds, 3),
+            "pending": group.retries,
+            "dead": group.dead,
+            "members": group.members,
+            "partitions": group.partitions,
+        }
+        for group in found
+    ]
+
+
+def _show_lags(options: Namespace, lags: list[dict[str, Any]], none: str) -> int:
     late = [options.max is not None and lag["lag"] > options.max for lag in lags]
     if options.json:
         print_json({"ok": not any(late), "lags": lags})
     elif not lags:
-        print("no groups or readers" if found else "no streams")
+        print(none)
     else:
         print_table(
             ("stream", "who", "waiting", "seconds behind", "pending"),
@@ -172,6 +218,21 @@ def _prune(options: Namespace) -> int:
     return OK
 
 
+def _remove_group(options: Namespace) -> int:
+    from conquiet.operations import log_groups
+
+    what = f"remove group {options.group!r} of topic {options.topic!r}, with its dead letters"
+    if not confirm(what, options.yes):
+        return FAILED
+    with database_at(options.database) as engine:
+        log_groups.remove(engine, options.topic, options.group)
+    if options.json:
+        print_json({"removed": options.group})
+    else:
+        print(in_one_row(f"group {options.group} of topic {options.topic} removed"))
+    return OK
+
+
 _VERBS = (
     Verb(
         "list",
@@ -183,7 +244,10 @@ _VERBS = (
     Verb(
         "lag",
         "how far behind every group, and every reader without one, is",
-        ("conquiet streams lag", "conquiet streams lag 'orders*' --max 1000"),
+        (
+            "conquiet streams lag 'orders*' --max 1000",
+            "conquiet streams lag --database postgresql://db/shop",
+        ),
         "0 no lag is above --max; 1 one is, no stream matches PATTERN, or Redis is out of reach; 2"
         " wrong usage",
         _lag,
@@ -215,6 +279,18 @@ once it is registered (conquiet pipeline run does that).
         more="""
 A process that crashed leaves its name in the group. Workers remove names that are idle for a day by
 themselves; a consumer that holds entries is never removed.
+""",
+    ),
+    Verb(
+        "remove-group",
+        "remove a group that reads an outbox as a log, with its positions and dead letters",
+        ("conquiet streams remove-group orders billing --database postgresql://db/shop --yes",),
+        "0 done; 1 it was not confirmed, there is no such group, or the database is out of reach; 2"
+        " wrong usage",
+        _remove_group,
+        more="""
+Rows that a group has not read are kept for it. Remove one whose workers are gone for good; a
+running worker creates its group again, at the beginning.
 """,
     ),
 )

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from conquiet.codec import from_json
+from conquiet.config import DATABASES
 from conquiet.errors import ConquietError, InvalidMessage, NotFound, StoreError
 from conquiet.middleware import dead_letter
 from conquiet.operations.text import as_text, whole
@@ -143,8 +144,9 @@ class Outcome:
 def open_letters(
     place: str, client: Any = None, *, prefix: str = "", sink: Sink | None = None
 ) -> Letters:
-    """Open a place by its name: a Redis Stream, `file:PATH` or `kombu:QUEUE`.
+    """Open a place by its name: a Redis Stream, `file:PATH`, `kombu:QUEUE`, or the URL of a log.
 
+    The URL is that of a `LogSource`: `postgresql://HOST/NAME?topic=…&group=…`, `sqlite:///FILE?…`.
     `client` is a Redis client, `prefix` the `global_keyprefix` of a Kombu application; `sink`
     receives the messages that are replayed from a file.
     """
@@ -153,6 +155,10 @@ def open_letters(
         from conquiet.registry import file_path
 
         return FileLetters(file_path(place), sink)
+    if colon and kind.partition("+")[0] in DATABASES:
+        from conquiet.operations.log_groups import LogLetters
+
+        return LogLetters(place)
     if colon and kind == "kombu":
         from conquiet.operations.dead_letter_queues import KombuLetters
 

@@ -12,6 +12,7 @@ from conquiet.sql.cleanup import Cleanup
 from conquiet.sql.dialect import engine
 from conquiet.sql.inbox import Inbox
 from conquiet.sql.log import OutboxLog
+from conquiet.sql.log_source import LogSource, PositionInbox
 from conquiet.sql.notification import notify_relays, notify_statement
 from conquiet.sql.outbox import Outbox
 from conquiet.sql.outbox_source import OutboxSource
@@ -27,9 +28,11 @@ from conquiet.sql.transaction import (
 __all__ = [
     "Cleanup",
     "Inbox",
+    "LogSource",
     "Outbox",
     "OutboxLog",
     "OutboxSource",
+    "PositionInbox",
     "Transaction",
     "TransactionEnded",
     "async_connection",

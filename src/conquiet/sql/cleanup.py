@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from sqlalchemy import URL, Engine, Table, TextClause, text
@@ -14,7 +14,14 @@ from sqlalchemy.exc import SQLAlchemyError
 from conquiet.backoff import Backoff
 from conquiet.errors import ConfigError, StoreError
 from conquiet.sql import dialect
-from conquiet.sql.schema import INBOX_TABLE, OUTBOX_TABLE, inbox_table, outbox_table
+from conquiet.sql.schema import (
+    INBOX_TABLE,
+    OUTBOX_TABLE,
+    inbox_table,
+    outbox_table,
+    positions_table,
+    retries_table,
+)
 
 logger = logging.getLogger("conquiet.cleanup")
 
@@ -36,8 +43,12 @@ class Cleanup:
 
     A message that is redelivered after its inbox row was deleted runs again: `retention`, in
     seconds, must be longer than any source may take to redeliver. Unpublished and parked rows are
-    kept. Ages are measured by the database's clock. Each batch is a short transaction of its own
-    and skips locked rows.
+    kept, and so are rows that a group of a `LogSource` has not read or may still retry. Ages are
+    measured by the database's clock. Each batch is a short transaction of its own and skips locked
+    rows.
+
+    `relayed=False` is for an outbox that no relay publishes: its rows go by their age, once every
+    group of their topic has passed them. Rows of a topic without a group stay.
 
     `inbox=None` or `outbox=None` leaves that table out.
     """
@@ -48,6 +59,7 @@ class Cleanup:
         *,
         inbox: str | None = INBOX_TABLE,
         outbox: str | None = OUTBOX_TABLE,
+        relayed: bool = True,
         retention: float = RETENTION_SECONDS,
         interval: float = INTERVAL_SECONDS,
         batch_size: int = BATCH_SIZE,
@@ -61,20 +73,17 @@ class Cleanup:
         self.retention = retention
         self.interval = interval
         self.batch_size = batch_size
-        self._inbox = self._outbox = None
-        if inbox is not None:
-            self._inbox = self._delete_statement(inbox_table(inbox), "created_at")
-        if outbox is not None:
-            # Unpublished rows have no published_at, so no other condition is needed.
-            self._outbox = self._delete_statement(outbox_table(outbox), "published_at")
+        self.relayed = relayed
+        self._inbox = inbox
+        self._outbox = outbox
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
     def run_once(self, progress: Callable[[int], object] | None = None) -> Removed:
         """Delete all expired rows, batch by batch; call `progress` with the count so far."""
         removed = {"inbox": 0, "outbox": 0}
-        for name, statement in (("inbox", self._inbox), ("outbox", self._outbox)):
-            while statement is not None and not self._stopping.is_set():
+        for name, statement in self._statements():
+            while not self._stopping.is_set():
                 began = time.monotonic()
                 count = self._delete(statement)
                 removed[name] += count
@@ -124,10 +133,36 @@ class Cleanup:
     def __exit__(self, *exception: object) -> None:
         self.stop()
 
-    def _delete_statement(self, table: Table, column: str) -> TextClause:
+    def _statements(self) -> Iterator[tuple[str, TextClause]]:
+        if self._inbox is not None:
+            yield "inbox", self._statement(inbox_table(self._inbox), "created_at", "")
+        if self._outbox is None:
+            return
+        try:
+            with self.engine.connect() as connection:
+                has_groups = dialect.has_table(connection, positions_table(self._outbox).fullname)
+        except SQLAlchemyError as error:
+            raise dialect.store_error(self.engine, error) from error
+        if not has_groups:  # of an earlier release, or another layout
+            if self.relayed:
+                yield "outbox", self._statement(outbox_table(self._outbox), "published_at", "")
+            return
+        quote = self.engine.dialect.identifier_preparer.format_table
+        needs = _PASSED if self.relayed else _PASSED + _READ
+        xid = "o.xid::text::bigint" if dialect.is_postgresql(self.engine.dialect) else "o.xid"
+        needs = needs.format(
+            positions=quote(positions_table(self._outbox)),
+            retries=quote(retries_table(self._outbox)),
+            xid=xid,
+        )
+        # Unpublished rows have no published_at, so no other condition is needed.
+        column = "published_at" if self.relayed else "created_at"
+        yield "outbox", self._statement(outbox_table(self._outbox), column, needs)
+
+    def _statement(self, table: Table, column: str, needs: str) -> TextClause:
         name = self.engine.dialect.identifier_preparer.format_table(table)
         template = _POSTGRESQL if dialect.is_postgresql(self.engine.dialect) else _SQLITE
-        statement = text(template.format(table=name, column=column))
+        statement = text(template.format(table=name, column=column, needs=needs))
         return statement.bindparams(seconds=float(self.retention), batch=self.batch_size)
 
     def _delete(self, statement: TextClause) -> int:
@@ -145,14 +180,21 @@ class Cleanup:
 # a CASE, so that the planner does not choose a plan by it.
 _POSTGRESQL = """
 DELETE FROM {table} WHERE ctid = ANY(ARRAY(
-    SELECT ctid FROM {table}
-     WHERE {column} < now() - make_interval(secs => :seconds)
+    SELECT ctid FROM {table} AS o
+     WHERE {column} < now() - make_interval(secs => :seconds){needs}
      ORDER BY {column} LIMIT :batch FOR UPDATE SKIP LOCKED))
    AND CASE WHEN {column} < now() - make_interval(secs => :seconds) THEN true ELSE false END
 """
 _SQLITE = """
 DELETE FROM {table} WHERE rowid IN (
-    SELECT rowid FROM {table}
-     WHERE {column} < datetime('now', '-' || :seconds || ' seconds')
+    SELECT rowid FROM {table} AS o
+     WHERE {column} < datetime('now', '-' || :seconds || ' seconds'){needs}
      ORDER BY {column} LIMIT :batch)
 """
+# No group has still to read the row, or to retry it.
+_PASSED = """
+       AND NOT EXISTS (SELECT 1 FROM {positions} AS p WHERE p.topic = o.topic
+                          AND (p.xid, p.id) < ({xid}, o.id))
+       AND NOT EXISTS (SELECT 1 FROM {retries} AS r WHERE r.id = o.id)"""
+_READ = """
+       AND parked_at IS NULL AND o.topic IN (SELECT topic FROM {positions})"""

@@ -341,18 +341,22 @@ class OutboxSource(TableSource):
         return {"event_id": row.event_id, "event_type": row.event_type, "row": str(row.id)}
 
     def _message(self, row: OutboxRow, acking: Acking) -> Message[bytes]:
-        """Build the stored message; attributes that are missing are taken from the columns."""
-        try:
-            attributes: Attributes = _attributes.decode(row.attributes)
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise InvalidMessage(f"attributes is not a JSON object: {error}") from error
-        attributes.setdefault("id", row.event_id)
-        attributes.setdefault("type", row.event_type)
-        if row.content_type != "application/json":
-            attributes.setdefault("datacontenttype", row.content_type)
-        message = Message(
-            row.data, attributes, acking=acking, topic=row.topic, deliveries=row.attempts + 1
-        )
-        if row.key and message.key != row.key:
-            attributes["partitionkey"] = row.key
+        message = stored_message(row, acking, row.attempts + 1)
+        message.topic = row.topic
         return message
+
+
+def stored_message(row: Any, acking: Acking | None, deliveries: int) -> Message[bytes]:
+    """Build the message of a row; attributes that are missing are taken from the columns."""
+    try:
+        attributes: Attributes = _attributes.decode(row.attributes)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidMessage(f"attributes is not a JSON object: {error}") from error
+    attributes.setdefault("id", row.event_id)
+    attributes.setdefault("type", row.event_type)
+    if row.content_type != "application/json":
+        attributes.setdefault("datacontenttype", row.content_type)
+    message = Message(row.data, attributes, acking=acking, deliveries=deliveries)
+    if row.key and message.key != row.key:
+        attributes["partitionkey"] = row.key
+    return message

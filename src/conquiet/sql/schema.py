@@ -3,6 +3,9 @@
     row of the outbox:   stored ──published──▶ published_at set ──retention──▶ deleted
                            └─max_attempts───▶ parked_at set ──retry by hand──▶ stored
 
+An outbox has two more tables, for groups that read it as a log: `outbox_positions` and
+`outbox_retries`.
+
 Constructors never create tables: call `init` or `migrate`, or run `ddl` in your own migrations. In
 an Alembic project of your own, `include_object` keeps autogenerate from dropping the tables, or
 `add_tables` puts them into your metadata.
@@ -25,6 +28,7 @@ from sqlalchemy import (
     DateTime,
     DefaultClause,
     Dialect,
+    Double,
     Engine,
     Index,
     Integer,
@@ -183,6 +187,72 @@ def outbox_table(name: str = OUTBOX_TABLE, metadata: MetaData | None = None) -> 
     )
 
 
+def positions_table(outbox: str = OUTBOX_TABLE, metadata: MetaData | None = None) -> Table:
+    """Define how far groups have read an outbox as a log: one row per partition of a group."""
+    schema, table = split_name(outbox)
+    return Table(
+        f"{table}_positions",
+        metadata if metadata is not None else MetaData(),
+        Column("consumer_group", Text, nullable=False),
+        Column("topic", Text, nullable=False),
+        Column("partition", Integer, nullable=False),
+        Column("xid", BigInteger, nullable=False, server_default="0"),
+        Column("id", BigInteger, nullable=False, server_default="0"),
+        # Ranges behind the position that are settled already, as JSON.
+        Column("settled", Text, nullable=False, server_default="[]"),
+        # Changes with each write: a member that lost the partition cannot write any more.
+        Column("version", BigInteger, nullable=False, server_default="0"),
+        Column("owner", Text),
+        Column("claimant", Text),
+        Column("lease_until", Double, nullable=False, server_default="0"),
+        Column("crashes", Integer, nullable=False, server_default="0"),
+        PrimaryKeyConstraint(
+            "consumer_group", "topic", "partition", name=f"{table}_positions_pkey"
+        ),
+        schema=schema,
+    )
+
+
+def retries_table(outbox: str = OUTBOX_TABLE, metadata: MetaData | None = None) -> Table:
+    """Define the messages that a group has failed to handle, for a retry or as dead letters."""
+    schema, table = split_name(outbox)
+    dead_at = Column("dead_at", DateTime(timezone=True))
+    return Table(
+        f"{table}_retries",
+        metadata if metadata is not None else MetaData(),
+        Column("id", BigInteger, nullable=False),
+        Column("consumer_group", Text, nullable=False),
+        Column("topic", Text, nullable=False),
+        Column("partition", Integer, nullable=False),
+        Column("xid", BigInteger, nullable=False),
+        Column("key", Text),
+        Column("attempts", Integer, nullable=False),
+        Column("next_try", Double, nullable=False),
+        Column("last_error", Text),
+        Column("traceback", Text),
+        dead_at,
+        PrimaryKeyConstraint("id", "consumer_group", name=f"{table}_retries_pkey"),
+        Index(
+            f"{table}_retries_due",
+            "consumer_group",
+            "topic",
+            "next_try",
+            postgresql_where=dead_at.is_(None),
+            sqlite_where=dead_at.is_(None),
+        ),
+        # Whether an earlier message of a key waits.
+        Index(
+            f"{table}_retries_key",
+            "consumer_group",
+            "key",
+            "next_try",
+            postgresql_where=dead_at.is_(None),
+            sqlite_where=dead_at.is_(None),
+        ),
+        schema=schema,
+    )
+
+
 VERSION_TABLE = "conquiet_alembic_version"
 OWN_TABLES = (
     INBOX_TABLE,
@@ -294,7 +364,8 @@ def add_tables(
     if inbox is not None:
         inbox_table(inbox, metadata)
     if outbox is not None:
-        outbox_table(outbox, metadata)
+        for define in (outbox_table, positions_table, retries_table):
+            define(outbox, metadata)
 
 
 def include_object(
@@ -309,11 +380,14 @@ def include_object(
     """Keep Alembic's autogenerate from dropping our tables where your metadata lacks them.
 
     In `env.py`: `context.configure(…, include_object=schema.include_object)`. Tables of other names
-    are given by `functools.partial(schema.include_object, tables=["sales.outbox"])`.
+    are given by `functools.partial(schema.include_object, tables=["sales.outbox"])`. The tables of
+    an outbox's groups are left alone with it.
     """
     if kind != "table" or not reflected or compare_to is not None:
         return True
-    return item.fullname not in tables
+    full: str = item.fullname
+    outbox = full.removesuffix("_positions").removesuffix("_retries")
+    return full not in tables and outbox not in tables
 
 
 def render_item(kind: str, item: Any, context: Any) -> str | bool:

@@ -120,7 +120,7 @@ def test_the_rows_of_a_key_are_found_by_the_key(engine):
     ],
 )
 def test_cleanup_starts_at_the_oldest(engine, table, column, index):
-    sql = cleanup._POSTGRESQL.format(table=table, column=column)
+    sql = cleanup._POSTGRESQL.format(table=table, column=column, needs="")
     steps = plan(engine, sql.replace(":seconds", "604800").replace(":batch", "1000"))
     assert indexes(steps) == {index}
     assert "Tid Scan" in kinds(steps)
