@@ -83,7 +83,7 @@ class AmqpSource(BrokerSource):
             raise ConfigError(f"queue_type={queue_type!r}: choose 'quorum' or 'classic'")
         if not heartbeat >= 1:
             raise ConfigError(f"heartbeat={heartbeat}: must be 1 second or more")
-        client = _Client(
+        client = _AmqpClient(
             url,
             names,
             list(topics),
@@ -131,7 +131,7 @@ class _Cancelled(Exception):
     """The broker ended a consumer: its queue was deleted, or its leader is gone."""
 
 
-class _Client:
+class _AmqpClient:
     """One connection with one channel, and the deliveries on it that are not acked."""
 
     def __init__(

@@ -91,7 +91,7 @@ class KafkaSource(BrokerSource):
         taken = sorted(_OURS & given.keys())
         if taken:
             raise ConfigError(f"the setting {taken[0]!r} is the Kafka source's own; leave it out")
-        self._client = _Client(
+        self._client = _KafkaClient(
             servers, names, group, start, max_in_flight, dead_letters, check_timeout(timeout), given
         )
         super().__init__(
@@ -158,7 +158,7 @@ class _Partition:
             self.acked = {each for each in self.acked if each >= position}
 
 
-class _Client:
+class _KafkaClient:
     """A consumer of librdkafka, and the messages of its partitions that are not acked."""
 
     def __init__(
