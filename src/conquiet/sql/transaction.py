@@ -788,6 +788,8 @@ def _refuse_control(
 
 def _warn_of_other(connection: Connection) -> None:
     """Log, once for each engine, that a handler has a second connection to its database."""
+    if connection.dialect.is_async:
+        _refuse_other_loop(connection)
     units = UNITS.get()
     if not units or isinstance(connection, TransactionConnection):
         return
@@ -805,6 +807,18 @@ def _warn_of_other(connection: Connection) -> None:
                 dialect.display_url(engine.url),
             )
             return
+
+
+def _refuse_other_loop(connection: Connection) -> None:
+    """Refuse a connection of asyncpg that belongs to another event loop: it crashes the process."""
+    owner = getattr(dialect.driver_connection(connection), "_loop", None)
+    if isinstance(owner, asyncio.AbstractEventLoop) and owner is not asyncio.get_running_loop():
+        Connection.close(connection)  # back to its pool, unused
+        raise HandlerError(
+            f"{dialect.display_url(connection.engine.url)}: a connection of the pool belongs to"
+            " another event loop; a worker of threads has a loop of its own for async handlers. Run"
+            " it on the loop of the engine: await worker.run_async(), or async with worker"
+        )
 
 
 def _note(context: ExceptionContext) -> None:

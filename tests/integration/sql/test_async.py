@@ -392,6 +392,56 @@ def test_a_worker_of_threads_refuses_an_async_engine(database: Database) -> None
     asyncio.run(main())
 
 
+def test_a_worker_of_threads_refuses_connections_of_another_loop(asyncpg: Database) -> None:
+    """The process used to crash: asyncpg is not made for two threads."""
+
+    async def main() -> None:
+        async with asyncpg.open() as engine:
+            async with engine.connect():
+                pass  # the pool has a connection of this loop now
+            shop = Shop(engine)
+            router = Router()
+            router.use(Transaction(asyncpg.engine), Inbox("shop"))
+
+            @router.event()
+            async def place(order: Place) -> None:
+                async with engine.begin() as found:
+                    await found.execute(SAVE, {"id": order.id})
+
+            shop.publish("a")
+            worker = Worker(shop.log.source("g"), router)
+            worker.start()
+            async with asyncio.timeout(20):
+                while not worker.health().failed:
+                    await asyncio.sleep(0.005)
+            await asyncio.to_thread(worker.stop)
+            assert "another event loop" in worker.health().last_error
+            async with engine.connect() as unharmed:
+                assert (await unharmed.execute(text("SELECT 1"))).scalar() == 1
+
+    asyncio.run(main())
+    assert saved(asyncpg.engine) == []
+
+
+def test_an_async_session_of_its_own_is_warned_of(
+    database: Database, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with database.open() as engine:
+            shop = Shop(engine)
+
+            async def place(order: Place) -> None:
+                async with async_sessionmaker(engine)() as own:
+                    await own.execute(text("SELECT 1"))
+
+            shop.publish("a")
+            await shop.work(shop.router(place), concurrency=1)
+
+    asyncio.run(main())
+    [warning] = [one for one in caplog.messages if "second connection" in one]
+    assert "async_session" in warning
+
+
 def test_a_server_that_refuses_costs_no_attempt() -> None:
     async def main() -> None:
         engine = create_async_engine("postgresql+asyncpg://nobody@127.0.0.1:1/none")
