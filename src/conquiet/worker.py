@@ -519,6 +519,7 @@ class Lanes:
 
     def start(self) -> None:
         self._reader = asyncio.create_task(self._read(), name="conquiet-reader")
+        self._reader.add_done_callback(_log_failure)
 
     async def _read(self) -> None:
         worker, stopping = self._worker, self._worker._stopping
@@ -590,8 +591,7 @@ class Lanes:
     def _end(self, lane: int, group: asyncio.Task[None]) -> None:
         self._groups.discard(group)
         self._free.add(lane)
-        if not group.cancelled() and (error := group.exception()) is not None:
-            logger.error("a group broke", exc_info=error)
+        _log_failure(group)
         self._begin((lane,))
         if not self._changed.is_set() and self._limit() > 0:
             self._changed.set()
@@ -653,6 +653,11 @@ class Lanes:
     def _unfinished(self) -> list[asyncio.Task[None]]:
         tasks = (*self._groups, self._reader, self._settler)
         return [task for task in tasks if task is not None and not task.done()]
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("a task of the worker failed: %r", error, exc_info=error)
 
 
 class Publish:

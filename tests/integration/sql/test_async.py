@@ -22,6 +22,7 @@ from conquiet.backoff import Backoff
 from conquiet.errors import ConfigError
 from conquiet.memory import Log
 from conquiet.message import new_id
+from conquiet.middleware import Deadline
 from conquiet.sql import (
     Inbox,
     Outbox,
@@ -458,6 +459,130 @@ def test_a_server_that_refuses_costs_no_attempt() -> None:
         await engine.dispose()
 
     asyncio.run(main())
+
+
+@pytest.fixture(params=["postgresql+asyncpg", "postgresql+psycopg_async"])
+def server(request: pytest.FixtureRequest, postgres: Engine) -> Database:
+    """PostgreSQL by each of its async drivers."""
+    return Database(postgres, request.param)
+
+
+def test_a_connection_lost_in_a_handler_is_the_stores_fault(server: Database) -> None:
+    async def main() -> None:
+        async with server.open() as engine:
+            shop = Shop(engine)
+            ran: list[str] = []
+
+            async def place(order: Place) -> Placed:
+                ran.append(order.id)
+                async with async_connection(engine) as found:
+                    await found.execute(SAVE, {"id": order.id})
+                    if len(ran) == 1:
+                        await found.execute(text("SELECT pg_terminate_backend(pg_backend_pid())"))
+                return Placed(order.id)
+
+            shop.publish("a")
+            worker = await shop.work(shop.router(place))
+            assert ran == ["a", "a"]
+            assert worker.health().failed == 0, "the batch was tried again"
+
+    asyncio.run(main())
+    assert saved(server.engine) == server.events() == ["a"]
+
+
+def test_deadlocks_are_retried(server: Database) -> None:
+    async def main() -> None:
+        async with server.open() as engine:
+            shop = Shop(engine)
+            both = asyncio.Barrier(2)
+            tries: dict[str, int] = {"0000": 0, "0001": 0}
+
+            async def place(order: Place) -> Placed:
+                tries[order.id] += 1
+                first, second = ("x", "y") if order.id == "0000" else ("y", "x")
+                async with async_connection(engine) as found:
+                    await found.execute(COUNT, {"id": first})
+                    if sum(tries.values()) <= 2:
+                        await both.wait()
+                    await found.execute(COUNT, {"id": second})
+                return Placed(order.id)
+
+            shop.publish(*numbers(2))
+            worker = await shop.work(shop.router(place))
+            assert sum(tries.values()) > 2
+            assert worker.health().failed == 0
+
+    asyncio.run(main())
+    with server.engine.connect() as looking:
+        assert looking.execute(text("SELECT amount FROM orders")).scalars().all() == [2, 2]
+    assert server.events() == numbers(2)
+
+
+def test_a_missing_table_costs_no_attempt(server: Database) -> None:
+    async def main() -> None:
+        async with server.open() as engine:
+            shop = Shop(engine)
+
+            async def place(order: Place) -> Placed:
+                return Placed(order.id)
+
+            async with Worker(shop.log.source("g"), shop.router(place)) as worker:
+                with server.engine.begin() as dropping:
+                    dropping.execute(text(f"ALTER TABLE {OUTBOX_TABLE} RENAME TO hidden"))
+                shop.publish("a")
+                async with asyncio.timeout(20):
+                    while not worker.health().given_back:
+                        await asyncio.sleep(0.005)
+                    with server.engine.begin() as restoring:
+                        restoring.execute(text(f"ALTER TABLE hidden RENAME TO {OUTBOX_TABLE}"))
+                    while shop.log.unsettled("g"):
+                        await asyncio.sleep(0.005)
+            assert worker.health().failed == worker.health().given_back
+
+    asyncio.run(main())
+    assert server.events() == ["a"]
+
+
+def test_an_engine_that_commits_by_itself_is_refused(server: Database) -> None:
+    async def main() -> None:
+        async with server.open(isolation_level="AUTOCOMMIT") as engine:
+            shop = Shop(engine)
+
+            async def place(order: Place) -> None: ...
+
+            shop.publish("a")
+            async with Worker(shop.log.source("g"), shop.router(place)) as worker:
+                async with asyncio.timeout(20):
+                    while not worker.health().failed:
+                        await asyncio.sleep(0.005)
+            assert "AUTOCOMMIT" in worker.health().last_error
+
+    asyncio.run(main())
+
+
+def test_a_deadline_in_a_statement_rolls_back(server: Database) -> None:
+    async def main() -> None:
+        async with server.open() as engine:
+            shop = Shop(engine)
+            slow = True
+
+            async def place(order: Place) -> Placed:
+                nonlocal slow
+                async with async_connection(engine) as found:
+                    await found.execute(SAVE, {"id": order.id})
+                    if slow:
+                        slow = False
+                        await found.execute(text("SELECT pg_sleep(30)"))
+                return Placed(order.id)
+
+            shop.publish("a")
+            worker = await shop.work(shop.router(place, Deadline(0.5)))
+            assert worker.health().failed == 1
+            assert worker.health().given_back == 0, "the handler is to blame"
+            assert "DeadlineExceeded" in worker.health().last_error
+
+    asyncio.run(main())
+    assert saved(server.engine) == server.events() == ["a"]
 
 
 # --- cancellation -------------------------------------------------------------------------------
