@@ -556,6 +556,7 @@ SOURCES: Mapping[str, Callable[[str, SourceOptions], Source]] = {
     "postgres": _source_by_class("conquiet.sql:LogSource", "postgres"),
     "postgresql+psycopg": _source_by_class("conquiet.sql:LogSource", "postgres"),
     "sqlite": _source_by_class("conquiet.sql:LogSource", "sql"),
+    "sqs": _source_by_class("conquiet.sources.sqs:SqsSource", "sqs"),
 }
 _OF_ONE_PROCESS = frozenset(("-", "stdin", "file"))
 

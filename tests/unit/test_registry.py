@@ -170,3 +170,25 @@ def test_a_missing_package_of_a_sink_is_named_with_the_command_that_installs_it(
     with pytest.raises(ConfigError) as caught:
         open_sink(url)
     assert command in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("query", "says"),
+    [
+        ("", "say which queue, as in"),
+        ("?queue=orders&speed=high", "unknown setting 'speed'"),
+        ("?queue=orders&prefetch=many", "must be a whole number"),
+        ("?queue=orders&prefetch=0", "from 1 to 65535"),
+        ("?queue=orders&queue_type=lazy", "'quorum' or 'classic'"),
+        ("?queue=orders&heartbeat=0", "1 second or more"),
+        ("?queue=orders&declare=maybe", "choose true or false"),
+    ],
+)
+def test_parameters_of_an_amqp_source_that_are_missing_or_wrong_are_named(query, says) -> None:
+    with pytest.raises(ConfigError, match=says):
+        connect_source(f"amqp://guest:guest@localhost/{query}", SourceOptions())
+
+
+def test_brokers_do_not_take_the_options_of_lines() -> None:
+    with pytest.raises(ConfigError, match="are for JSON lines"):
+        connect_source("amqp://localhost?queue=x", SourceOptions(dead_letters=Path("x")))

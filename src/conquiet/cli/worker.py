@@ -47,6 +47,8 @@ a sink. Both are JSON lines of CloudEvents unless you say otherwise:
   kafka://HOST:PORT,HOST:PORT?topic=NAME&group=NAME
                        a topic of Kafka; a sink needs no group. Also &start=now,
                        &dead_letters=NAME, and settings of librdkafka
+  sqs://REGION/QUEUE   a queue of Amazon SQS, a source only. Also ?lease=SECONDS,
+                       &dead_letters=NAME, &endpoint=URL
   kombu+…://…, pubsub://…, http://…, https://…
                        sinks only
 """

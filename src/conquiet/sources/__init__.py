@@ -2,5 +2,6 @@
 
 from conquiet.sources.amqp import AmqpSource
 from conquiet.sources.kafka import KafkaSource
+from conquiet.sources.sqs import SqsSource
 
-__all__ = ["AmqpSource", "KafkaSource"]
+__all__ = ["AmqpSource", "KafkaSource", "SqsSource"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ import confluent_kafka
 import pytest
 from tests.integration.sinks.kafka_cluster import Cluster
 
+from conquiet import Router, Worker
 from conquiet.codec import to_json
 from conquiet.errors import ConfigError, PermanentError, StoreError
 from conquiet.message import Message
@@ -278,6 +280,27 @@ def test_a_long_handler_keeps_its_partition(
     source.close()
     again = open_source()
     assert list(again.read(1, 0.5)) == []
+
+
+def test_an_async_worker_reads_it_in_threads(
+    cluster: Cluster, open_source: Callable[..., KafkaSource]
+) -> None:
+    publish(cluster, make_messages(5))
+    source = open_source()
+    router, seen = Router(), []
+
+    @router.raw(name="note", source="/contract")
+    async def note(message: Message[Any]) -> None:
+        await asyncio.sleep(0)
+        seen.append(message.id)
+        if len(seen) == 5:
+            worker.stop()
+
+    worker = Worker(source, router)
+    assert asyncio.run(worker.run_async())
+    assert seen == [f"m-{number}" for number in range(5)]
+    again = open_source()
+    assert list(again.read(1, 0.3)) == []
 
 
 # --- by URL -------------------------------------------------------------------------------------

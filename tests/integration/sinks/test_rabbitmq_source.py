@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 import time
@@ -391,6 +392,27 @@ def test_a_broker_that_is_killed_and_started_again_loses_and_repeats_no_effect()
         assert worker.stop()
         assert waiting(rabbitmq) == 0
         assert max(done.values()) <= 2  # a delivery before and one after; an inbox makes it one
+
+
+def test_an_async_worker_reads_it_in_threads(
+    rabbitmq: RabbitMQ, open_source: Callable[..., AmqpSource]
+) -> None:
+    publish(rabbitmq, make_messages(5), "events")
+    source = open_source()
+    router, seen = Router(), []
+
+    @router.raw(name="note", source="/contract")
+    async def note(message: Message[Any]) -> None:
+        await asyncio.sleep(0)
+        seen.append(message.id)
+        if len(seen) == 5:
+            worker.stop()
+
+    worker = Worker(source, router)
+    assert asyncio.run(worker.run_async())
+    assert seen == [f"m-{number}" for number in range(5)]
+    again = open_source()
+    assert list(again.read(1, 0.3)) == []
 
 
 # --- by URL -------------------------------------------------------------------------------------
