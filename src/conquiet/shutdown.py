@@ -8,7 +8,7 @@ import threading
 import time
 from contextvars import ContextVar
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 from conquiet import bridge
 
@@ -63,22 +63,34 @@ def pause(seconds: float) -> bool:
 class Signals:
     """Counts SIGTERM and SIGINT while it is open, in the main thread.
 
-    The handler only counts: a lock in it could wait for the code that it interrupted.
+    Several may be open, as of two workers on one event loop; a signal counts for each of them, and
+    when the last one closes, the former handlers are restored.
     """
+
+    _open: ClassVar[list[Signals]] = []
+    _former: ClassVar[dict[int, Any]] = {}
 
     def __init__(self) -> None:
         self.count = 0
-        self._former: dict[int, Any] = {}
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._former[number] = signal.signal(number, self._on_signal)
+            self._open.append(self)
+            if len(self._open) == 1:
+                for number in (signal.SIGTERM, signal.SIGINT):
+                    self._former[number] = signal.signal(number, _count)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        for number, handler in self._former.items():
-            signal.signal(number, handler)
+        if self not in self._open:
+            return
+        self._open.remove(self)
+        if not self._open:
+            for number, handler in self._former.items():
+                signal.signal(number, handler)
+
+
+def _count(number: int, frame: FrameType | None) -> None:
+    """Only count: a lock in a signal handler could wait for the code that it interrupted."""
+    for signals in Signals._open:
+        signals.count += 1

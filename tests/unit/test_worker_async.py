@@ -380,6 +380,22 @@ def test_a_signal_stops_it(run, number):
     assert signal.getsignal(number) is former
 
 
+def test_a_signal_stops_all_workers_of_a_loop():
+    async def main():
+        workers = [Worker(log_of(1).source("g"), router_of(ignore)) for _ in range(2)]
+        tasks = [asyncio.create_task(worker.run_async()) for worker in workers]
+        await until(lambda: all(worker.health().handled for worker in workers))
+        signal.raise_signal(signal.SIGTERM)
+        async with asyncio.timeout(5):
+            assert await asyncio.gather(*tasks) == [True, True]
+
+    async def ignore(order: PlaceOrder) -> None: ...
+
+    former = signal.getsignal(signal.SIGTERM)
+    asyncio.run(main())
+    assert signal.getsignal(signal.SIGTERM) is former
+
+
 def test_a_handler_may_stop_it():
     log = log_of(3)
 
