@@ -134,6 +134,12 @@ def max_connections(engine: Engine) -> int | None:
     return None if overflow < 0 or pool.size() <= 0 else pool.size() + overflow
 
 
+def is_full(engine: Engine) -> bool:
+    """Return whether all connections of an engine's pool are in use."""
+    pool, most = engine.pool, max_connections(engine)
+    return isinstance(pool, QueuePool) and most is not None and pool.checkedout() >= most
+
+
 @contextmanager
 def use_engine(given: Engine | str | URL) -> Iterator[Engine]:
     """Return the given engine, or one for a URL, which is disposed of after use."""

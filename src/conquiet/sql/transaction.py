@@ -654,6 +654,8 @@ class Transaction(transaction.Transaction):
         connection = unit.connection
         unit.drop_queued()
         blamed = self._own_failure(connection, error)
+        if isinstance(error, PoolTimeout) and dialect.is_full(self.engine):
+            _warn_once(self.engine)  # the handler waited for a connection that no group gives back
         if dialect.is_lost(connection):
             _invalidate_pool(connection)
         try:
@@ -794,19 +796,22 @@ def _warn_of_other(connection: Connection) -> None:
     if not units or isinstance(connection, TransactionConnection):
         return
     engine = connection.engine
+    if any(not unit.ended and unit.is_beside(engine) for unit in units):
+        _warn_once(engine)
+
+
+def _warn_once(engine: Engine) -> None:
     if engine.pool in _warned:
         return
-    for unit in units:
-        if not unit.ended and unit.is_beside(engine):
-            _warned.add(engine.pool)
-            logger.warning(
-                "%s: a second connection was opened inside a transaction on the same database; what"
-                " it writes is committed by itself, and again if the message is redelivered; use"
-                " conquiet.sql.connection(engine) or conquiet.sql.session(factory) with the engine"
-                " of Transaction; with an async one async_connection and async_session",
-                dialect.display_url(engine.url),
-            )
-            return
+    _warned.add(engine.pool)
+    logger.warning(
+        "%s: a second connection was opened inside a transaction on the same database; what it"
+        " writes is committed by itself, and again if the message is redelivered, and if all"
+        " transactions wait for one, the pool times out; use conquiet.sql.connection(engine) or"
+        " conquiet.sql.session(factory) with the engine of Transaction; with an async one"
+        " async_connection and async_session",
+        dialect.display_url(engine.url),
+    )
 
 
 def _refuse_other_loop(connection: Connection) -> None:

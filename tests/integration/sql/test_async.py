@@ -658,3 +658,39 @@ def test_a_cancellation_at_any_await_loses_and_doubles_nothing(
     assert amounts == [1] * 40
     assert database.events() == numbers(40)
     assert canceller.cancelled >= canceller.longest, "every await was met"
+
+
+# --- misuse and faults ----------------------------------------------------------------------------
+
+
+def count_of(database: Database) -> dict[str, int]:
+    """How often each order took effect."""
+    with database.engine.connect() as looking:
+        found = looking.execute(text("SELECT id, amount FROM orders")).all()
+    return {id_: amount for id_, amount in found}
+
+
+@pytest.mark.parametrize("size", [1, 15])
+def test_a_session_beside_the_transaction_is_warned_of(
+    asyncpg: Database, caplog: pytest.LogCaptureFixture, size: int
+) -> None:
+    """Also if it waits for a connection that the transactions have."""
+
+    async def main() -> None:
+        options = {"pool_size": size, "max_overflow": 0, "pool_timeout": 0.1}
+        async with asyncpg.open(**options) as engine:
+            shop = Shop(engine)
+            factory = async_sessionmaker(engine)
+
+            async def place(order: Place) -> None:
+                async with factory.begin() as own:
+                    await own.execute(COUNT, {"id": order.id})
+
+            shop.publish("a")
+            async with Worker(shop.log.source("g"), shop.router(place)) as worker:
+                async with asyncio.timeout(20):
+                    while not worker.health().handled:
+                        await asyncio.sleep(0.005)
+
+    asyncio.run(main())
+    assert "a second connection was opened inside a transaction" in caplog.text
