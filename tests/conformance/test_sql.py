@@ -202,7 +202,9 @@ class TestSqliteLog(OverLog, OverSqlite, SourceContract):
 
 
 class TestPostgresqlLog(OverLog, OverPostgresql, SourceContract):
-    pass
+    @pytest.mark.slow
+    def test_any_sequence_of_settlements_loses_nothing_and_repeats_nothing(self) -> None:
+        super().test_any_sequence_of_settlements_loses_nothing_and_repeats_nothing()
 
 
 class TestSqliteLogUnderWorker(OverLog, OverSqlite, WorkerContract):

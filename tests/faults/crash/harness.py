@@ -39,6 +39,8 @@ SCENARIOS = {
     "worker over PostgreSQL": "sql_paths:WorkerOverPostgres",
     "worker over SQLite": "sql_paths:WorkerOverSqlite",
     "worker over Redis": "redis_paths:WorkerOverRedis",
+    "log over PostgreSQL": "sql_paths:LogOverPostgres",
+    "log over SQLite": "sql_paths:LogOverSqlite",
     "relay over PostgreSQL": "sql_paths:RelayOverPostgres",
     "relay over PostgreSQL, ordered": "sql_paths:OrderedRelayOverPostgres",
     "relay over SQLite": "sql_paths:RelayOverSqlite",

@@ -34,7 +34,17 @@ from conquiet.errors import PermanentError
 from conquiet.middleware import DeadLetter
 from conquiet.redis import StreamSink, StreamSource
 from conquiet.relay import Relay
-from conquiet.sql import Inbox, Outbox, OutboxSource, Transaction, connection, engine, schema
+from conquiet.sql import (
+    Inbox,
+    LogSource,
+    Outbox,
+    OutboxSource,
+    PositionInbox,
+    Transaction,
+    connection,
+    engine,
+    schema,
+)
 
 EVENTS = "events"
 UPSERT = text(
@@ -207,6 +217,84 @@ class RelayOverSql(OnSql):
             facts.log = invariants.read_log(client, EVENTS)
         facts.locked = self.locked(place)
         return facts
+
+
+class LogOverSql(OnSql):
+    """Commands of the log take effect in a table; the position moves in their transaction."""
+
+    lease = LEASE
+
+    def prepare(self, place: Place) -> None:
+        opened = self.create(place)
+        for number, (command, key) in enumerate(SENT.items()):
+            data = json.dumps({"command": command, "key": key, "number": number}).encode()
+            about = {"id": command, "type": "place.order", "source": "/web", "subject": key}
+            row = (COMMANDS, "place.order", command, key, "application/json", data)
+            self.fill(opened, (*row, json.dumps(about)))
+        opened.close()
+
+    def run(self, place: Place, seam: Seam, attempt: int) -> None:
+        made = self.engine(place)
+        kind = until(LogSource, lambda: not self.unsettled(place), seam)
+        source = kind(
+            made, COMMANDS, GROUP, lease=LEASE, partitions=1, poll=0.02, backoff=0.0, wakeup=False
+        )
+        router = Router()
+        router.use(Transaction(made), PositionInbox(source, producers_repeat=False), Outbox(EVENTS))
+
+        @router.raw(type="place.order", source="/shop", name="place_order")
+        def place_order(message: Message[bytes]) -> Message[Any]:
+            order = msgspec.json.decode(message.data)
+            with connection(made) as found:
+                found.execute(UPSERT, {"id": order["command"]})
+            if order["command"] in HOPELESS:
+                raise PermanentError("it never works")
+            return Message(order, {"type": "order.placed", "subject": order["key"]})
+
+        Worker(source, router, batch_size=2).run()
+        made.dispose()
+
+    def unsettled(self, place: Place) -> list[str]:
+        opened = self.open(place)
+        left = [row[0] for row in opened.execute(UNREAD).fetchall()]
+        left += [row[0] for row in opened.execute(RETRIED).fetchall()]
+        opened.close()
+        return left
+
+    def facts(self, place: Place) -> Facts:
+        facts = Facts(frozenset(SENT), HOPELESS, Counter())
+        opened = self.open(place)
+        invariants.read_sql(opened, facts)
+        facts.rows = []
+        found = opened.execute(f"SELECT data FROM outbox WHERE topic = '{EVENTS}'").fetchall()
+        stored = Counter(json.loads(bytes(row[0]))["command"] for row in found)
+        dead = opened.execute("SELECT count(*) FROM outbox_retries WHERE dead_at IS NOT NULL")
+        facts.unsettled = [*self.unsettled(place)]
+        if dead.fetchone()[0] != len(HOPELESS):
+            facts.unsettled.append("a dead letter")
+        opened.close()
+        facts.unsettled += [
+            f"{command}, which has {stored[command]} events in the outbox,"
+            for command in set(SENT) - HOPELESS
+            if stored[command] != 1
+        ]
+        facts.locked = self.locked(place)
+        return facts
+
+
+UNREAD = (
+    f"SELECT event_id FROM outbox AS o WHERE topic = '{COMMANDS}' AND NOT EXISTS (SELECT 1 FROM"
+    " outbox_positions AS p WHERE (p.xid, p.id) >= (CAST(CAST(o.xid AS text) AS bigint), o.id))"
+)
+RETRIED = "SELECT CAST(id AS text) FROM outbox_retries WHERE dead_at IS NULL"
+
+
+class LogOverPostgres(OnPostgres, LogOverSql):
+    name = "log over PostgreSQL"
+
+
+class LogOverSqlite(OnSqlite, LogOverSql):
+    name = "log over SQLite"
 
 
 class WorkerOverPostgres(OnPostgres, WorkerOverSql):
