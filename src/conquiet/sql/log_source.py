@@ -287,7 +287,7 @@ class LogSource:
                 else:
                     taken.append(delivery)
         if exhausted:
-            self._write(parked=exhausted)
+            self._write(settled=[park.delivery for park in exhausted], parked=exhausted)
         if len(due) < limit:
             self._look_at_retries()
         return taken

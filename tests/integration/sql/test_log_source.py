@@ -28,7 +28,7 @@ from conquiet.sql import (
 from conquiet.sql import engine as make_engine
 from conquiet.sql.log_group import partition_of
 from conquiet.testing import eventually
-from conquiet.testing.contracts.samples import ids, numbered
+from conquiet.testing.contracts.samples import ids, make_messages
 
 COUNT_UP = text(
     "INSERT INTO effects (id, times) VALUES (:id, 1)"
@@ -94,17 +94,17 @@ def read_some(source: LogSource) -> Sequence[Message[bytes]]:
 
 
 def test_after_a_crash_between_commit_and_ack_nothing_is_delivered_again(log: Engine) -> None:
-    sent = publish(log, numbered(20))
+    sent = publish(log, make_messages(20))
     first, second = member(log, lease=0.2), member(log)
     handled = position_router(first).run(read_some(first))  # and no settle: it is killed here
     assert len(handled.results) == 20
-    late = publish(log, numbered(1, "late"))
+    late = publish(log, make_messages(1, "late"))
     assert ids(read_some(second)) == late
     assert effects(log) == dict.fromkeys(sent, 1)
 
 
 def test_with_a_rollback_the_position_stays(log: Engine) -> None:
-    sent = publish(log, numbered(3))
+    sent = publish(log, make_messages(3))
     first, second = member(log, lease=0.2), member(log)
     router = position_router(first)
     batch = read_some(first)
@@ -116,7 +116,7 @@ def test_with_a_rollback_the_position_stays(log: Engine) -> None:
 
 
 def test_a_member_that_lost_its_partitions_cannot_commit(log: Engine) -> None:
-    sent = publish(log, numbered(5))
+    sent = publish(log, make_messages(5))
     slow = member(log, lease=0.1)
     batch = read_some(slow)
     fast = member(log)
@@ -131,7 +131,7 @@ def test_a_member_that_lost_its_partitions_cannot_commit(log: Engine) -> None:
     eventually(take_over)
     position_router(slow).process(batch)
     assert effects(log) == dict.fromkeys(sent, 1)
-    publish(log, numbered(1, "late"))
+    publish(log, make_messages(1, "late"))
     assert ids(read_some(fast)) == ["late-0"]
 
 
@@ -146,7 +146,7 @@ def test_a_commit_whose_answer_is_lost_takes_effect_once(log: Engine) -> None:
                 raise StoreError("committed, and the connection was lost")
             return results
 
-    sent = publish(log, numbered(4))
+    sent = publish(log, make_messages(4))
     source = member(log)
     results = position_router(source, transaction=Deaf(log)).process(read_some(source))
     assert not any(isinstance(result, Exception) for result in results)
@@ -155,7 +155,7 @@ def test_a_commit_whose_answer_is_lost_takes_effect_once(log: Engine) -> None:
 
 
 def test_a_failed_message_is_parked_and_the_others_pass_it(log: Engine) -> None:
-    publish(log, [*numbered(2), *numbered(1, "bad"), *numbered(2, "n")])
+    publish(log, [*make_messages(2), *make_messages(1, "bad"), *make_messages(2, "n")])
     source = member(log, max_attempts=3)
     router = position_router(source)
 
@@ -171,7 +171,7 @@ def test_a_failed_message_is_parked_and_the_others_pass_it(log: Engine) -> None:
 
 
 def test_a_retry_that_succeeds_takes_effect_once_in_position_mode(log: Engine) -> None:
-    publish(log, numbered(3))
+    publish(log, make_messages(3))
     source = member(log)
     first, *rest = read_some(source)
     first.nack(ValueError("not yet"))
@@ -199,7 +199,7 @@ def test_position_mode_is_refused_where_it_would_not_protect(log: Engine, tmp_pa
 
 
 def test_two_handlers_of_a_message_are_refused_in_position_mode(log: Engine) -> None:
-    publish(log, numbered(1))
+    publish(log, make_messages(1))
     source = member(log)
     router = position_router(source)
     router.raw(name="second")(_ignore)
@@ -226,7 +226,7 @@ def test_members_share_the_partitions_and_replace_each_other(log: Engine) -> Non
         return len(first._held) == len(second._held) == 4
 
     eventually(is_balanced)
-    sent = publish(log, [numbered(1, id=f"m-{n}", partitionkey=f"k{n}")[0] for n in range(40)])
+    sent = publish(log, [make_messages(1, id=f"m-{n}", partitionkey=f"k{n}")[0] for n in range(40)])
     got = [[*read_some(first)], [*read_some(second)]]
     assert sorted(ids([*got[0], *got[1]])) == sorted(sent)
     first.close()
@@ -242,7 +242,7 @@ def test_members_share_the_partitions_and_replace_each_other(log: Engine) -> Non
 
 def test_a_partition_moves_when_its_messages_in_flight_are_settled(log: Engine) -> None:
     key = next(key for key in "abcdefgh" if partition_of(key, 0, 2) == 0)  # it is asked for first
-    publish(log, numbered(1, partitionkey=key))
+    publish(log, make_messages(1, partitionkey=key))
     first, second = member(log, partitions=2, lease=0.3), member(log, lease=0.3)
     [held] = read_some(first)
 
@@ -260,7 +260,7 @@ def test_a_partition_moves_when_its_messages_in_flight_are_settled(log: Engine) 
 
 
 def test_a_message_that_kills_its_members_becomes_a_dead_letter(log: Engine) -> None:
-    publish(log, [*numbered(1), *numbered(1, "killer"), *numbered(1, "n")])
+    publish(log, [*make_messages(1), *make_messages(1, "killer"), *make_messages(1, "n")])
     done: list[str] = []
     dead = 0
     while not dead:
@@ -287,7 +287,7 @@ def test_the_number_of_partitions_is_fixed(log: Engine) -> None:
 
 def test_both_databases_compute_the_same_partition(log: Engine) -> None:
     keys = ["a", "ünï ☃", "customer-7", "x" * 300]
-    publish(log, [numbered(1, id=str(n), partitionkey=key)[0] for n, key in enumerate(keys)])
+    publish(log, [make_messages(1, id=str(n), partitionkey=key)[0] for n, key in enumerate(keys)])
     tables = member(log).tables
     with log.connect() as opened:
         rows = tables.rows_by_id(opened, [1, 2, 3, 4], 8)
@@ -302,8 +302,8 @@ def test_a_row_that_commits_late_is_not_passed_over(database_url: str) -> None:
     schema.init(engine)
     source = member(engine)
     with engine.connect() as late:
-        Outbox("orders").add(late, numbered(1, "late"))
-        publish(engine, numbered(1, "early"))
+        Outbox("orders").add(late, make_messages(1, "late"))
+        publish(engine, make_messages(1, "early"))
         assert source.read(10, 0.1) == []  # the order of the log is not known yet
         late.commit()
     assert ids(read_some(source)) == ["late-0", "early-0"]
@@ -312,7 +312,7 @@ def test_a_row_that_commits_late_is_not_passed_over(database_url: str) -> None:
 
 
 def test_other_topics_are_passed_and_their_rows_are_not_read_again(log: Engine) -> None:
-    publish(log, numbered(50), topic="noise")
+    publish(log, make_messages(50), topic="noise")
     source = member(log)
     assert source.read(10, 0.1) == []
     assert {tenure.cursor > (0, 0) for tenure in source._held.values()} == {True}
@@ -322,15 +322,15 @@ def test_other_topics_are_passed_and_their_rows_are_not_read_again(log: Engine) 
 
 
 def test_a_group_may_start_now(log: Engine) -> None:
-    publish(log, numbered(3))
+    publish(log, make_messages(3))
     source = member(log, start="now")
     assert source.read(10, 0.05) == []
-    sent = publish(log, numbered(1, "new"))
+    sent = publish(log, make_messages(1, "new"))
     assert ids(read_some(source)) == sent
 
 
 def test_a_source_is_opened_by_its_url(log: Engine) -> None:
-    sent = publish(log, numbered(2))
+    sent = publish(log, make_messages(2))
     url = log.url.render_as_string(hide_password=False)
     mark = "&" if "?" in url else "?"
     for wrong, said in (("topic=orders", "say which group"), ("group=billing", "say which topic")):
@@ -347,7 +347,7 @@ def test_a_source_is_opened_by_its_url(log: Engine) -> None:
 
 
 def test_cleanup_keeps_what_a_group_still_needs(log: Engine) -> None:
-    publish(log, numbered(4))
+    publish(log, make_messages(4))
     source = member(log, partitions=1)
     first, second, *_ = read_some(source)
     with log.begin() as opened:
@@ -370,7 +370,7 @@ def test_cleanup_keeps_what_a_group_still_needs(log: Engine) -> None:
 
 
 def test_lag_is_shown_and_a_group_is_removed(log: Engine, capsys: Any) -> None:
-    publish(log, numbered(5))
+    publish(log, make_messages(5))
     source = member(log)
     first, second, *_ = read_some(source)
     first.ack()
@@ -389,7 +389,7 @@ def test_lag_is_shown_and_a_group_is_removed(log: Engine, capsys: Any) -> None:
 
 
 def test_dead_letters_are_found_and_replayed_for_their_group_alone(log: Engine) -> None:
-    publish(log, numbered(2))
+    publish(log, make_messages(2))
     other = member(log, "shipping")
     for message in read_some(other):
         message.ack()
@@ -414,7 +414,7 @@ def test_dead_letters_are_found_and_replayed_for_their_group_alone(log: Engine) 
 def test_later_messages_of_a_key_wait_behind_a_failed_one_also_in_another_member(
     log: Engine,
 ) -> None:
-    sent = publish(log, numbered(3, partitionkey="k"))
+    sent = publish(log, make_messages(3, partitionkey="k"))
     first = member(log, backoff=0.2)
     head, *rest = read_some(first)
     head.nack(ValueError("not yet"))
@@ -430,7 +430,7 @@ def test_later_messages_of_a_key_wait_behind_a_failed_one_also_in_another_member
 
 
 def test_the_inbox_skips_what_is_delivered_again(log: Engine) -> None:
-    sent = publish(log, numbered(3))
+    sent = publish(log, make_messages(3))
     router = Router()
     router.use(Transaction(log), Inbox("billing"))
 
