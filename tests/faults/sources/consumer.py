@@ -54,7 +54,8 @@ def main() -> None:
 
     @router.raw(name="count", source="/contract")
     def count(message: Message[Any]) -> None:
-        connection(database).execute(UPSERT, {"id": message.id})
+        with connection(database) as current:
+            current.execute(UPSERT, {"id": message.id})
 
     source: Any = connect_source(source_url, SourceOptions(max_attempts=1_000))
     if batches:
