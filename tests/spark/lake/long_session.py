@@ -1,5 +1,5 @@
 """One session for many micro-batches and refreshes of the payments lake:
-python -m tests.spark.lake.long_session URL LAKE PLACE RUNS BATCHES.
+python -m tests.spark.lake.long_session URL LAKE PLACE RUNS BATCHES [JAVA_OPTIONS].
 
 It prints a line of JSON every ten batches: what the JVM holds after a garbage collection. Tasks
 judge and fold, however small a batch is.
@@ -23,14 +23,17 @@ from conquiet.spark import session
 _MEGABYTE = 1 << 20
 _PAYMENTS_PER_BATCH = 3
 _BATCHES_PER_SAMPLE = 10
-_REFRESH_SECONDS = 1.0
+_REFRESH_SECONDS = 8.0
 
 
-def main(url: str, lake: str, place: str, runs: int, batches: int) -> None:
+def main(url: str, lake: str, place: str, runs: int, batches: int, java: str = "") -> None:
     """Take a log in by `runs` queries of about `batches` micro-batches each."""
     engine._FEW_ROWS = 0
     pipeline.lake = lake
-    spark = session("long session", config={"spark.local.dir": place, "spark.log.level": "ERROR"})
+    config = {"spark.local.dir": place, "spark.log.level": "ERROR"}
+    if java:
+        config["spark.driver.extraJavaOptions"] = java
+    spark = session("long session", config=config)
     steps: Counter[str] = Counter()
 
     def follow(progress: engine.Progress) -> None:
@@ -57,16 +60,18 @@ def measure(spark: Any) -> dict[str, Any]:
     beans = java.management.ManagementFactory
     pools = {pool.getName(): pool.getUsage() for pool in beans.getMemoryPoolMXBeans()}
     code = [usage for name, usage in pools.items() if name.startswith("Code")]
+    heap = beans.getMemoryMXBean().getHeapMemoryUsage()
     found = java.Thread.getAllStackTraces().keySet().toArray()
     names = Counter(re.sub(r"[0-9a-f-]{36}|\d+", "N", thread.getName()) for thread in found)
     return {
         "code cache": sum(usage.getUsed() for usage in code) / _MEGABYTE,
         "code cache limit": sum(usage.getMax() for usage in code) / _MEGABYTE,
         "metaspace": pools["Metaspace"].getUsed() / _MEGABYTE,
-        "heap": beans.getMemoryMXBean().getHeapMemoryUsage().getUsed() / _MEGABYTE,
+        "heap": heap.getUsed() / _MEGABYTE,
+        "heap limit": heap.getMax() / _MEGABYTE,
         "threads": names,
     }
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4], *map(int, sys.argv[4:]))
+    main(*sys.argv[1:4], *map(int, sys.argv[4:6]), *sys.argv[6:])
