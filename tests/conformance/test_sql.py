@@ -186,8 +186,9 @@ class OverLog:
     lease = 0.5
     engine: Engine
 
-    def open(self, lease: float, group: str = "billing") -> LogSource:
-        return LogSource(self.engine, "orders", group, lease=lease, poll=0.02, backoff=0.0)
+    def open(self, lease: float, group: str = "billing", partitions: int = 1) -> LogSource:
+        settings: dict[str, Any] = {"lease": lease, "poll": 0.02, "backoff": 0.0}
+        return LogSource(self.engine, "orders", group, partitions=partitions, **settings)
 
     def open_other_group(self) -> LogSource:
         return self.open(60.0, "shipping")
@@ -197,19 +198,30 @@ class OverLog:
             Outbox("orders").store(messages)
 
 
-class TestSqliteLog(OverLog, OverSqlite, SourceContract):
-    pass
-
-
-class TestPostgresqlLog(OverLog, OverPostgresql, SourceContract):
+class LogContract(OverLog, SourceContract):
     @pytest.mark.slow
     def test_any_sequence_of_settlements_loses_nothing_and_repeats_nothing(self) -> None:
         super().test_any_sequence_of_settlements_loses_nothing_and_repeats_nothing()
 
 
-class TestSqliteLogUnderWorker(OverLog, OverSqlite, WorkerContract):
+class TestSqliteLog(OverSqlite, LogContract):
     pass
 
 
-class TestPostgresqlLogUnderWorker(OverLog, OverPostgresql, WorkerContract):
+class TestPostgresqlLog(OverPostgresql, LogContract):
+    pass
+
+
+class OverPartitions(OverLog):
+    """Events without a key have no order then."""
+
+    def open(self, lease: float, group: str = "billing", partitions: int = 8) -> LogSource:
+        return super().open(lease, group, partitions)
+
+
+class TestSqliteLogUnderWorker(OverPartitions, OverSqlite, WorkerContract):
+    pass
+
+
+class TestPostgresqlLogUnderWorker(OverPartitions, OverPostgresql, WorkerContract):
     pass

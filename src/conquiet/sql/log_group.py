@@ -32,6 +32,8 @@ from conquiet.sql.schema import outbox_table, positions_table, retries_table
 
 Start = Literal["beginning", "now"]
 Range = tuple[Position, Position]
+LAST = Position(2**62, 0)
+"""A position behind all others."""
 _MAX_TRACEBACK_CHARS = 4_000
 
 
@@ -109,15 +111,21 @@ class Tenure:
                 ranges.append((first, last))
             first = last = None
         if position is None:  # all are settled
-            return self.cursor, []
-        if first is not None and last is not None:
+            position = self.cursor
+        elif first is not None and last is not None:
             ranges.append((first, last))
-        return position, ranges
+        # What an earlier member had settled and this one has not read yet.
+        return position, ranges + [found for found in self.settled if found[1] > self.cursor]
 
     def trim(self) -> None:
         """Forget the settled deliveries that the position has passed."""
         while self.order and self.order[0].is_settled:
             self.written = self.order.popleft().position
+
+    @property
+    def has_caught_up(self) -> bool:
+        """Return whether all was read that an earlier member had read; retries come after that."""
+        return not self.settled or self.cursor >= self.settled[-1][1]
 
     def is_drained(self) -> bool:
         return not self.retries and not any(item.is_out for item in self.order)
@@ -414,12 +422,19 @@ class GroupTables:
         }
 
     def claim_retries(
-        self, connection: Connection, partitions: Sequence[int], out: Sequence[int], limit: int
+        self,
+        connection: Connection,
+        partitions: Sequence[int],
+        out: Sequence[int],
+        until: Position,
+        limit: int,
     ) -> dict[int, int]:
-        """Count an attempt of retries that are due; return their attempts by id."""
+        """Count an attempt of retries up to `until` that are due; return their attempts by id."""
         given = {
             "partitions": self._list(partitions),
             "out": self._list(out),
+            "until_xid": until.xid,
+            "until_id": until.id,
             "limit": limit,
         }
         return {row.id: row.attempts for row in self._run(connection, _CLAIM, given)}
@@ -586,6 +601,7 @@ _CLAIM = f"""
 UPDATE <retries> SET attempts = attempts + 1 WHERE consumer_group = :group AND id IN (
     SELECT r.id FROM <retries> AS r
      WHERE {_ALIVE} AND r.next_try <= <now> AND NOT r.id <in out> AND NOT {_BLOCKED}
+       AND (r.xid, r.id) <= (:until_xid, :until_id)
      ORDER BY r.xid, r.id LIMIT :limit)
 RETURNING id, attempts
 """

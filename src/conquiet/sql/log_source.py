@@ -42,6 +42,7 @@ from conquiet.secret import mask
 from conquiet.sql import dialect
 from conquiet.sql.log import POSITION, Position
 from conquiet.sql.log_group import (
+    LAST,
     Delivery,
     GroupTables,
     LogRow,
@@ -193,13 +194,14 @@ class LogSource:
             return []
         if any(tenure.careful for tenure in self._held.values()):
             limit = 1
-        taken = self._take_again(limit)
+        taken: list[Delivery] = []
         while len(taken) < limit:
-            fetched = self._fetch(limit - len(taken))
+            taken += self._take_again(limit - len(taken))
+            fetched = self._fetch(limit - len(taken)) if len(taken) < limit else None
             if fetched is None:
                 break
             taken += fetched
-        return self._messages(taken)
+        return self._messages(sorted(taken, key=_place))
 
     def _take_again(self, limit: int) -> list[Delivery]:
         """Take retries that are due, and messages that were given back, in the order of the log."""
@@ -232,6 +234,9 @@ class LogSource:
                 until = self._horizon
             if after >= until:
                 return None
+            # Retries of an earlier member have their place where it had parked them.
+            ends = [last for t in behind for _, last in t.settled if last > after]
+            until = min([until, *ends])
             chosen = None if len(behind) == self._partitions else [t.partition for t in behind]
             rows = self.tables.rows(connection, after, until, chosen, self._partitions, limit)
         reached = until if len(rows) < limit else Position(rows[-1].xid, rows[-1].id)
@@ -268,9 +273,11 @@ class LogSource:
 
     def _take_retries(self, limit: int) -> list[Delivery]:
         held = {t.partition: t for t in self._held.values() if not t.is_leaving}
+        # Those that an earlier member had parked come after what it had left behind.
+        until = min((t.cursor for t in held.values() if not t.has_caught_up), default=LAST)
         out = [id_ for tenure in self._held.values() for id_ in tenure.retries]
         with self._begin() as connection:
-            due = self.tables.claim_retries(connection, list(held), out, limit)
+            due = self.tables.claim_retries(connection, list(held), out, until, limit)
             rows = self.tables.rows_by_id(connection, list(due), self._partitions) if due else []
         taken: list[Delivery] = []
         exhausted: list[Park] = []

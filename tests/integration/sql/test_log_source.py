@@ -212,6 +212,19 @@ def _ignore(message: Message[Any]) -> None:
     pass
 
 
+def test_what_an_earlier_member_settled_out_of_order_stays_settled(log: Engine) -> None:
+    publish(log, make_messages(6))
+    first = member(log, partitions=1)
+    messages = read_some(first)
+    messages[2].ack()
+    messages[5].ack()
+    first.close()
+    second = member(log)
+    second.read(2, 1.0)[0].ack()  # it has not read as far as the first had
+    second.close()
+    assert ids(read_some(member(log))) == ["m-1", "m-3", "m-4"]
+
+
 # --- members ----------------------------------------------------------------------------------
 
 
