@@ -205,6 +205,11 @@ class Router:
         return any(getattr(item, "blocks", False) for item in self._middlewares)
 
     @property
+    def is_async(self) -> bool:
+        """Return whether a middleware has an async client, and needs an async worker."""
+        return any(getattr(item, "is_async", False) for item in self._middlewares)
+
+    @property
     def capacity(self) -> int | None:
         """Return how many batches can run at once, as by the connections of a pool."""
         limits = [getattr(item, "capacity", None) for item in self._middlewares]

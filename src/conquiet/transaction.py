@@ -60,6 +60,8 @@ class Transaction(ABC):
     blocks = True
     """Whether it blocks its thread while it waits: an async worker then runs its chain in threads.
     If not, it waits by `conquiet.bridge`."""
+    is_async = False
+    """Whether it has an async client, and needs an async worker."""
     capacity: int | None = None
     """How many transactions can be open at once; None if there is no limit."""
     max_store_attempts = 3

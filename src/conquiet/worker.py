@@ -38,6 +38,7 @@ from conquiet.stage import Stage
 logger = logging.getLogger("conquiet.worker")
 
 _BATCH_SIZE = 100
+_CONCURRENCY = 100
 _READ_SECONDS = 0.5
 """How long a read may block, and a stop waits for it."""
 _LOOK_SECONDS = 0.05
@@ -80,8 +81,8 @@ class Worker:
     work. The worker closes its source and its sink when it stops.
 
     `run` works in `threads` threads. `run_async`, and `async with worker:`, work on the running
-    event loop: up to `concurrency` groups are in flight at once, each in a transaction of its own,
-    but no more than the database has connections for.
+    event loop: up to `concurrency` groups (100) are in flight at once, each in a transaction of its
+    own, but no more than the database has connections for.
 
     `batch_size` is how many messages share a transaction at most: 100, and on an event loop 1 if no
     handler takes a list, since the handlers of a batch run one after the other.
@@ -96,7 +97,7 @@ class Worker:
         batch_size: int | None = None,
         batch_wait: float = 0.0,
         threads: int = 1,
-        concurrency: int = 100,
+        concurrency: int | None = None,
         ordered: bool | KeyOf = False,
         grace: float = 30.0,
         stuck_after: float = 300.0,
@@ -105,7 +106,7 @@ class Worker:
         for name, value in (
             ("batch_size", _BATCH_SIZE if batch_size is None else batch_size),
             ("threads", threads),
-            ("concurrency", concurrency),
+            ("concurrency", _CONCURRENCY if concurrency is None else concurrency),
         ):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name}={value!r}: must be a whole number of at least 1")
@@ -120,7 +121,8 @@ class Worker:
         self.batch_size = batch_size or _BATCH_SIZE
         self._has_batch_size = batch_size is not None
         self.batch_wait = batch_wait
-        self.concurrency = concurrency
+        self.concurrency = concurrency or _CONCURRENCY
+        self._has_concurrency = concurrency is not None
         self.grace = grace
         self.stuck_after = stuck_after
         self.on_stuck = on_stuck
@@ -139,6 +141,8 @@ class Worker:
         self._state: State = "starting"
         self._state_lock = threading.Lock()
         self._stopping = Stop()
+        self._deadlines: list[Callable[[], bool]] = []
+        """Whether the grace time is over, by each `stop()` of an async worker."""
         self._finished = threading.Event()
         self._abandoned = False
         self._ended_threads = 0
@@ -162,9 +166,21 @@ class Worker:
                 pass
             return self.stop(hurry=lambda: signals.count > 1)
 
+    @property
+    def is_async(self) -> bool:
+        """Return whether `conquiet worker run` runs it on an event loop.
+
+        It does if it has an async engine or client, or if `concurrency` was given.
+        """
+        return self._has_concurrency or self.router.is_async or self._has_async_end
+
+    @property
+    def _has_async_end(self) -> bool:
+        return any(getattr(item, "is_async", False) for item in (self.source, self.sink))
+
     def start(self) -> None:
         """Start the threads and return."""
-        if getattr(self.source, "is_async", False) or getattr(self.sink, "is_async", False):
+        if self._has_async_end:
             raise ConfigError(
                 "a source or a sink with an async client needs an event loop: use"
                 " await worker.run_async(), or async with worker"
@@ -248,8 +264,13 @@ class Worker:
         if former != "running":
             return not self._abandoned
         cancellation: asyncio.CancelledError | None = None
+        own = _deadline(self.grace, hurry)
+
+        def is_over() -> bool:
+            return hurry() or any(is_past() for is_past in self._deadlines or (own,))
+
         try:
-            if not await lanes.finish(self.grace, hurry):
+            if not await lanes.finish(is_over):
                 self._warn_of_unfinished()
         except asyncio.CancelledError as error:
             cancellation = error
@@ -279,8 +300,11 @@ class Worker:
         on an event loop.
         """
         grace = self.grace if grace is None else grace
+        is_own_handler = STOPPING.get() is self._stopping  # it cannot wait for itself
+        if self._lanes is not None and not is_own_handler:
+            self._deadlines.append(_deadline(grace, hurry))
         self._stopping.set()
-        if STOPPING.get() is self._stopping:  # called by a handler, which cannot wait for itself
+        if is_own_handler:
             return False
         if self._lanes is not None:  # its own task stops it
             return not _is_in_event_loop() and self._finished.wait(grace) and not self._abandoned
@@ -632,15 +656,13 @@ class Lanes:
             call.cancel()
             raise
 
-    async def finish(self, grace: float, hurry: Callable[[], bool]) -> bool:
+    async def finish(self, is_over: Callable[[], bool]) -> bool:
         """Wait until all groups have ended; return False after the grace time."""
-        end = self._loop.time() + grace
         self._changed.set()
         while tasks := self._unfinished():
-            left = end - self._loop.time()
-            if left <= 0 or hurry():
+            if is_over():
                 return False
-            await asyncio.wait(tasks, timeout=min(left, _LOOK_SECONDS))
+            await asyncio.wait(tasks, timeout=_LOOK_SECONDS)
         return True
 
     async def cancel(self) -> None:
@@ -648,7 +670,8 @@ class Lanes:
         for task in self._unfinished():
             if task is not self._settler:
                 task.cancel()
-        await self.finish(_CANCEL_SECONDS, lambda: False)
+        end = self._loop.time() + _CANCEL_SECONDS
+        await self.finish(lambda: self._loop.time() >= end)
 
     def _unfinished(self) -> list[asyncio.Task[None]]:
         tasks = (*self._groups, self._reader, self._settler)
@@ -745,6 +768,11 @@ def _is_new_poison(handled: Handled) -> bool:
     return all(message.deliveries == 1 for message in handled.messages) and not any(
         isinstance(result, Blameless) for result in handled.results
     )
+
+
+def _deadline(grace: float, hurry: Callable[[], bool]) -> Callable[[], bool]:
+    end = time.monotonic() + grace
+    return lambda: time.monotonic() >= end or hurry()
 
 
 def _is_in_event_loop() -> bool:

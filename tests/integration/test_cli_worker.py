@@ -262,6 +262,62 @@ def test_several_processes_run_a_worker_each(app: Path, started: Any) -> None:
     assert process.returncode == 0
 
 
+ASYNC_APP = """
+import asyncio, os
+from pathlib import Path
+import msgspec
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import create_async_engine
+from conquiet import Message, Router, Worker
+from conquiet.memory import Log
+from conquiet.sql import Transaction, async_connection
+
+here = Path(__file__).parent
+engine = create_async_engine("sqlite+aiosqlite://")
+together = asyncio.Barrier(3)
+router, on_engine = Router(), Router()
+on_engine.use(Transaction(engine))
+
+class Greet(msgspec.Struct):
+    name: str
+
+@router.command(source="/hall")
+async def greet(order: Greet) -> None:
+    await together.wait()
+
+@on_engine.command(source="/hall")
+async def ask(order: Greet) -> None:
+    async with async_connection(engine) as connection:
+        await connection.execute(text("SELECT 1"))
+
+def make_worker():
+    log, router = Log(), Router()
+    log.append([Message(b"{}", {"id": i, "type": "t", "source": "/s"}) for i in "123"])
+    @router.raw()
+    async def handle(message: Message[bytes]) -> None:
+        await together.wait()
+        (here / f"handled-{os.getpid()}").touch()
+    return Worker(log.source("group"), router, concurrency=3)
+"""
+
+
+@pytest.mark.parametrize("arguments", [["loop:router", "--concurrency", "3"], ["loop:on_engine"]])
+def test_an_async_router_runs_on_an_event_loop(app: Path, arguments: list[str]) -> None:
+    (app / "loop.py").write_text(ASYNC_APP)
+    done = run(app, *arguments, given="".join(map(line, range(3))))
+    assert done.stderr.startswith("handled 3, failed 0"), done.stderr
+    assert done.returncode == 0
+
+
+def test_several_processes_run_an_async_worker_each(app: Path, started: Any) -> None:
+    (app / "loop.py").write_text(ASYNC_APP)
+    process = started("loop:make_worker", "--processes", "2")
+    eventually(lambda: len(list(app.glob("handled-*"))) == 2, timeout=30)
+    process.terminate()
+    process.communicate(timeout=30)
+    assert process.returncode == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -280,6 +336,7 @@ def test_several_processes_run_a_worker_each(app: Path, started: Any) -> None:
         (["app:router", "--processes", "2"], "stdin is read by one process; use --threads"),
         (["app:worker", "--threads", "2"], "--threads is for routers; app:worker is a worker"),
         (["app:worker", "--dead-letters", "x"], "--dead-letters is for routers"),
+        (["app:router", "--threads", "2", "--concurrency", "2"], "--threads: this worker runs on"),
         (["wrong:router"], "Use this order: router.use(Transaction, Inbox"),
     ],
 )

@@ -423,6 +423,20 @@ def test_it_can_be_stopped_from_a_thread():
     asyncio.run(main())
 
 
+def test_the_grace_time_of_a_stop_from_a_thread_counts():
+    async def main():
+        blocked = Blocked(grace=60)
+        running = asyncio.create_task(blocked.worker.run_async())
+        await blocked.running.wait()
+        await asyncio.to_thread(blocked.worker.stop)
+        await asyncio.to_thread(blocked.worker.stop, 0)
+        async with asyncio.timeout(5):
+            assert not await running
+        assert blocked.ended == ["cancelled"]
+
+    asyncio.run(main())
+
+
 def test_the_end_of_a_source_ends_it():
     log = log_of(5)
     inner = log.source("g")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 import threading
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from conquiet.cli.options import (
@@ -25,13 +28,16 @@ from conquiet.errors import ConfigError
 
 if TYPE_CHECKING:
     from conquiet.router import Router
-    from conquiet.worker import Worker
+    from conquiet.worker import Health, Worker
 
 _RUN = """\
 Run a router, or a worker, of your own until its source ends or a signal comes.
 
 TARGET is module:name, looked up from the current directory; the name is that of a Router,
 a Worker, or a function that returns one of them.
+
+It runs on an event loop, with async handlers in flight together, if it has an async engine or
+client, or if a concurrency is given; else in threads.
 
 A router needs a source of messages and, if its handlers return events and it has no outbox,
 a sink. Both are JSON lines of CloudEvents unless you say otherwise:
@@ -58,7 +64,7 @@ examples:
   conquiet worker run app:router < commands.jsonl > events.jsonl
   conquiet worker run app:router --source file:commands.jsonl --dead-letters failed.jsonl
   conquiet worker run app:make_worker --processes 4 --stuck-after-seconds 60
-  conquiet worker run app:router --source 'redis:?stream=commands&group=billing'
+  conquiet worker run app:router --concurrency 50 --source 'redis:?stream=commands&group=billing'
   conquiet worker run app:router --source 'amqp://app:secret@host/shop?queue=orders'
   conquiet worker run app:router --source 'kafka://host:9092?topic=orders&group=billing'
 
@@ -76,9 +82,11 @@ exit codes:
 """
 
 
-_OF_ROUTERS = ("batch_size", "batch_wait", "threads", "ordered")
+_OF_ROUTERS = ("batch_size", "batch_wait", "threads", "ordered", "concurrency")
 _OF_SOURCES = ("broker", "dead_letters", "max_attempts", "max_line_bytes")
 _GRACE_SECONDS = 30.0
+_BLOCKED_SECONDS = 10.0
+"""How long a stuck worker may take to stop; later its event loop is taken for blocked."""
 
 
 def register(commands: Any, common: ArgumentParser) -> None:
@@ -105,6 +113,12 @@ def register(commands: Any, common: ArgumentParser) -> None:
         help="how long to wait for a full batch (0)",
     )
     run.add_argument("--threads", type=count, metavar="N", help="threads of a router (1)")
+    run.add_argument(
+        "--concurrency",
+        type=count,
+        metavar="N",
+        help="on an event loop, transactions of a router in flight at once (100)",
+    )
     run.add_argument("--processes", type=count, metavar="N", help="workers, each in a process")
     run.add_argument(
         "--ordered", action="store_true", default=None, help="keep the order of each key"
@@ -163,9 +177,23 @@ def _run(options: Namespace) -> int:
     with ExitStack() as files:
         worker = _make(chosen, files)
         if "stuck_after" in chosen and worker.on_stuck is None:
-            worker.on_stuck = lambda health: worker.stop(grace=0)
+            worker.on_stuck = partial(_stop_stuck, worker)
         _set_up_logs(logs, quiet_nacks=isinstance(worker.source, LinesSource))
         return _run_worker(worker, options.json)
+
+
+def _stop_stuck(worker: Worker, health: Health) -> None:
+    """Stop at once; a handler that blocks the event loop would keep the process for ever."""
+    worker.stop(grace=0)
+    worker.stop(grace=_BLOCKED_SECONDS)
+    if worker.health().state != "stopped":
+        logging.getLogger("conquiet.worker").error(
+            "%s blocks the event loop: the process ends. Leave `async` away, and it runs in a"
+            " thread",
+            health.oldest,
+        )
+        logging.shutdown()
+        os._exit(FAILED)
 
 
 def make_in_child(options: dict[str, Any], logs: dict[str, str]) -> Worker:
@@ -231,6 +259,11 @@ def _make_from_router(
             " use --threads, or a target that makes a Worker with a source of its own"
         )
     refuse_one_file_for_both(source_url, sink_url)
+    if "threads" in options and ("concurrency" in options or router.is_async):
+        raise ConfigError(
+            "--threads: this worker runs on an event loop; use --concurrency for how many"
+            " transactions are in flight at once"
+        )
     letters, broker = options.get("dead_letters"), options.get("broker")
     source = connect_source(
         source_url,
@@ -274,9 +307,11 @@ def _adjust_times(worker: Worker, options: dict[str, Any]) -> Worker:
 
 
 def _run_worker(worker: Worker, as_json: bool) -> int:
+    import asyncio
+
     started = time.monotonic()
     with _WorkerProgress(worker):
-        finished = worker.run()
+        finished = asyncio.run(worker.run_async()) if worker.is_async else worker.run()
     summary = _summary(worker, finished, time.monotonic() - started)
     if as_json:
         print_json(summary, sys.stderr)
@@ -359,8 +394,6 @@ def _logs_of(options: Namespace) -> dict[str, str]:
 
 def _set_up_logs(logs: dict[str, str], quiet_nacks: bool = False) -> None:
     """Log to stderr, unless the application has set up its logs itself."""
-    import logging
-
     from conquiet.cli.logs import set_up_logs
 
     is_debug = logs["level"] == "debug"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import difflib
 import faulthandler
@@ -15,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -46,15 +48,21 @@ def serve(ready: int) -> NoReturn:
     settings = orders.settings()
     with Signals() as signals:
         worker = _make_worker(settings)
-        os.write(ready, b"!")
-        os.close(ready)
-        threading.Thread(
-            target=_watch, args=(worker.stuck_after,), name="conquiet-watch", daemon=True
-        ).start()
-        worker.start()
-        while not (orders.stop or signals.count) and worker.health().threads_alive:
-            time.sleep(_LOOK_SECONDS)
-        finished = worker.stop(settings["grace"], hurry=lambda: orders.hurry or signals.count > 1)
+        stop = partial(
+            worker.stop, settings["grace"], hurry=lambda: orders.hurry or signals.count > 1
+        )
+
+        def is_over() -> bool:
+            return bool(orders.stop or signals.count or not worker.health().threads_alive)
+
+        if worker.is_async:
+            asyncio.run(_work_async(worker, ready, is_over, stop))
+        else:
+            _report_ready(worker, ready)
+            worker.start()
+            while not is_over():
+                time.sleep(_LOOK_SECONDS)
+        finished = stop()
     if finished:
         sys.exit(FINISHED)
     logging.shutdown()
@@ -62,6 +70,30 @@ def serve(ready: int) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(FAILED)  # a handler that still runs could keep a plain exit waiting
+
+
+async def _work_async(
+    worker: Worker, ready: int, is_over: Callable[[], bool], stop: Callable[[], bool]
+) -> None:
+    try:
+        await worker.__aenter__()
+    except ConquietError as error:
+        _refuse(error)
+    try:
+        _report_ready(worker, ready)
+        while not is_over():
+            await asyncio.sleep(_LOOK_SECONDS)
+        stop()  # here it sets the grace time only; the end of the block waits
+    finally:
+        await worker.__aexit__()
+
+
+def _report_ready(worker: Worker, ready: int) -> None:
+    os.write(ready, b"!")
+    os.close(ready)
+    threading.Thread(
+        target=_watch, args=(worker.stuck_after,), name="conquiet-watch", daemon=True
+    ).start()
 
 
 class _Orders:
@@ -111,12 +143,16 @@ def _make_worker(settings: dict[str, Any]) -> Worker:
         if not isinstance(worker, Worker):
             raise ConfigError(f"{settings['target']} returned {worker!r:.80}, not a Worker")
         worker.on_stuck = _end_process_after(worker.on_stuck)
-        # Raises if the chain cannot work.
-        worker.router.start(Publish(worker.sink, worker.router))
+        if not worker.is_async:  # else its start on the event loop checks the chain
+            worker.router.start(Publish(worker.sink, worker.router))
     except ConquietError as error:
-        logger.error("%s", error)
-        sys.exit(CANNOT_WORK)
+        _refuse(error)
     return worker
+
+
+def _refuse(error: ConquietError) -> NoReturn:
+    logger.error("%s", error)
+    sys.exit(CANNOT_WORK)
 
 
 def _end_process_after(also: Callable[[Health], object] | None) -> Callable[[Health], object]:

@@ -207,7 +207,8 @@ class _SetnxMarks:
         self, client: Any, key_of: Callable[[Message[Any]], bytes], retention_ms: int
     ) -> None:
         self._wire = Wire(client, allows_async=True)
-        self.blocks = not self._wire.is_async
+        self.is_async = self._wire.is_async
+        self.blocks = not self.is_async
         self._key_of = key_of
         self._retention_ms = retention_ms
 

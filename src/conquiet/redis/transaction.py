@@ -526,8 +526,9 @@ class Transaction(transaction.Transaction):
     def __init__(self, client: Any) -> None:
         self.client = client
         self._database = Database(client)
-        self.blocks = not self._database.is_async
-        if self._database.is_async:
+        self.is_async = self._database.is_async
+        self.blocks = not self.is_async
+        if self.is_async:
             # Handlers read by other connections of the pool; if all were in transactions, none
             # could end.
             self.capacity = max(1, client.connection_pool.max_connections // 2)

@@ -455,7 +455,8 @@ class Transaction(transaction.Transaction):
                 f"isolation_level={isolation_level!r}: choose one of {', '.join(_LEVELS)}"
             )
         self.engine = dialect.as_engine(engine)
-        self.blocks = not self.engine.dialect.is_async
+        self.is_async = self.engine.dialect.is_async
+        self.blocks = not self.is_async
         self.read_only = read_only
         self.isolate = isolate
         self.queue_statements = queue_statements and dialect.can_queue(self.engine.dialect)
