@@ -667,7 +667,7 @@ def count_of(database: Database) -> dict[str, int]:
     """How often each order took effect."""
     with database.engine.connect() as looking:
         found = looking.execute(text("SELECT id, amount FROM orders")).all()
-    return {id_: amount for id_, amount in found}
+    return {row.id: row.amount for row in found}
 
 
 @pytest.mark.parametrize("size", [1, 15])
