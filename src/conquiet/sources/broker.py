@@ -198,7 +198,13 @@ class BrokerSource:
 
     def _admit(self, found: Sequence[Delivery]) -> list[Delivery]:
         """Return new deliveries that may be handled now; bury or hold back the others."""
-        good = [delivery for delivery in found if not self._bury_if_hopeless(delivery)]
+        most = math.inf if self._max_attempts is None else self._max_attempts
+        good = [
+            delivery
+            for delivery in found
+            if (delivery.error is None and delivery.deliveries <= most)
+            or not self._bury_if_hopeless(delivery)
+        ]
         if not self._waiters:
             return good
         passing: list[Delivery] = []

@@ -152,9 +152,10 @@ class _Partition:
 
     def ack(self, offset: int) -> None:
         del self.unacked[offset]
-        self.acked.add(offset)
         position = self.position
-        if position is not None and position > offset:
+        if position is not None and position < offset:
+            self.acked.add(offset)
+        elif self.acked and position is not None:
             self.acked = {each for each in self.acked if each >= position}
 
 
@@ -248,27 +249,27 @@ class _KafkaClient:
             raise StoreError(f"cannot read from Kafka: {error}") from error
         finally:
             self._polled_at = time.monotonic()
-        for record in records:
-            if record.error() is not None:
-                self._trouble = f"{record.error()}"
-                continue
-            self._trouble = None
-            self._add(record)
+        with self._lock:
+            for record in records:
+                if record.error() is not None:
+                    self._trouble = f"{record.error()}"
+                    continue
+                self._trouble = None
+                self._add(record)
 
     def _add(self, record: Any) -> None:
         place, offset = (record.topic(), record.partition()), record.offset()
-        with self._lock:
-            partition = self._partitions.get(place)
-            if partition is None:
-                return  # revoked by now
-            partition.next = offset + 1
-            if offset in partition.acked:
-                if not partition.unacked:
-                    partition.acked.discard(offset)
-                return
-            delivery = _deliver(record, place, partition)
-            partition.unacked[offset] = delivery
-            self._unacked += 1
+        partition = self._partitions.get(place)
+        if partition is None:
+            return  # revoked by now
+        partition.next = offset + 1
+        if offset in partition.acked:
+            if not partition.unacked:
+                partition.acked.discard(offset)
+            return
+        delivery = _deliver(record, place, partition)
+        partition.unacked[offset] = delivery
+        self._unacked += 1
         self._arrived.append(delivery)
 
     def _pause(self, wanted: bool) -> None:
@@ -485,7 +486,11 @@ def _deliver(record: Any, place: Place, partition: _Partition) -> Delivery:
 
 def _decode(record: Any, body: bytes) -> tuple[bytes, Attributes]:
     """Decode a CloudEvent; name any other record by its topic, partition and offset."""
-    headers = dict(record.headers() or ())
+    given = record.headers() or ()
+    try:
+        headers: dict[str, Any] = {name: value.decode() for name, value in given}
+    except (UnicodeDecodeError, AttributeError):  # one that is binary, or null; perhaps not ours
+        headers = {name: value for name, value in given if value is not None}
     content_type = headers.get("content-type")
     if content_type is not None:
         content_type = plain_value("content-type", content_type)

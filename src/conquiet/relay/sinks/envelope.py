@@ -109,9 +109,11 @@ def unpack(
     attributes: Attributes = {}
     for prefix in prefixes:
         size = len(prefix)
-        for name, value in headers.items():
-            if name.startswith(prefix):
-                attributes[name[size:]] = value if type(value) is str else plain_value(name, value)
+        attributes = {
+            name[size:]: value if type(value) is str else plain_value(name, value)
+            for name, value in headers.items()
+            if name.startswith(prefix)
+        }
         if attributes:
             break
     else:
@@ -128,15 +130,15 @@ def unpack(
 
 def plain_value(name: str, value: Any) -> Any:
     """Return a header as a value of CloudEvents: text, a number, a boolean."""
-    if isinstance(value, datetime):
-        return value.replace(tzinfo=value.tzinfo or UTC).isoformat().replace("+00:00", "Z")
-    if isinstance(value, (str, bool, int)):
-        return value
     if isinstance(value, (bytes, bytearray)):
         try:
             return value.decode()
         except UnicodeDecodeError as error:
             raise InvalidMessage(f"the header {name!r:.60} is no UTF-8: {error}") from None
+    if isinstance(value, (str, bool, int)):
+        return value
+    if isinstance(value, datetime):
+        return value.replace(tzinfo=value.tzinfo or UTC).isoformat().replace("+00:00", "Z")
     raise InvalidMessage(f"the header {name!r:.60} is a {type(value).__name__}, not a text")
 
 
