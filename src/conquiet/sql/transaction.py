@@ -313,6 +313,8 @@ def find(engine: Engine) -> Unit | None:
         if unit.belongs_to(engine):
             if unit.ended:
                 raise _ended_error("connection")
+            if not engine.dialect.is_async:
+                _warn_of_blocked_loop(engine)
             return unit
     for unit in UNITS.get():
         if not unit.ended and unit.is_beside(engine):
@@ -420,6 +422,7 @@ _SECONDS_TO_RETURN = 1.0
 _LOOK_SECONDS = 0.005
 _watched: WeakSet[Engine] = WeakSet()
 _warned: WeakSet[Pool] = WeakSet()
+_warned_of_loop: WeakSet[Pool] = WeakSet()
 
 
 class Transaction(transaction.Transaction):
@@ -811,6 +814,25 @@ def _warn_once(engine: Engine) -> None:
         " transactions wait for one, the pool times out; use conquiet.sql.connection(engine) or"
         " conquiet.sql.session(factory) with the engine of Transaction; with an async one"
         " async_connection and async_session",
+        dialect.display_url(engine.url),
+    )
+
+
+def _warn_of_blocked_loop(engine: Engine) -> None:
+    """Log, once for each engine, that an async handler waits for its database by a sync one."""
+    if engine.pool in _warned_of_loop:
+        return
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    if bridge.is_inside():  # a chain in a thread of its own, or in a greenlet
+        return
+    _warned_of_loop.add(engine.pool)
+    logger.warning(
+        "%s: an async handler uses a sync engine, which blocks its event loop; two handlers that"
+        " wait for each other's rows would wait for ever. Use an async engine and"
+        " worker.run_async(), or a handler without async",
         dialect.display_url(engine.url),
     )
 

@@ -30,9 +30,11 @@ from conquiet.sql import (
     TransactionEnded,
     async_connection,
     async_session,
+    connection,
     session,
 )
 from conquiet.sql.schema import OUTBOX_TABLE
+from conquiet.testing import deliver
 from conquiet.worker import Lanes
 
 
@@ -441,6 +443,23 @@ def test_an_async_session_of_its_own_is_warned_of(
     asyncio.run(main())
     [warning] = [one for one in caplog.messages if "second connection" in one]
     assert "async_session" in warning
+
+
+def test_a_sync_engine_in_an_async_handler_is_warned_of(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    router = Router()
+    router.use(Transaction(engine), Inbox("shop"))
+
+    @router.event()
+    async def place(order: Place) -> None:
+        with connection(engine) as found:
+            found.execute(SAVE, {"id": order.id})
+
+    deliver(router, *map(Place, numbers(2)))
+    router.close()
+    assert saved(engine) == numbers(2)
+    assert len([one for one in caplog.messages if "blocks its event loop" in one]) == 1
 
 
 def test_a_server_that_refuses_costs_no_attempt() -> None:
