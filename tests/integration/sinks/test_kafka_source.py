@@ -175,6 +175,7 @@ def test_messages_acked_behind_an_unacked_one_do_not_return(
     assert list(second.read(1, 0.2)) == []
 
 
+@pytest.mark.slow
 def test_a_partition_revoked_in_a_batch_is_committed_by_its_new_owner_alone(
     cluster: Cluster, open_source: Callable[..., KafkaSource], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -232,6 +233,7 @@ def test_lag_is_what_is_not_acked(
     assert source.lag() == {("orders", 0): 7}
 
 
+@pytest.mark.slow
 def test_an_outage_is_reported_and_costs_nothing(
     cluster: Cluster, open_source: Callable[..., KafkaSource]
 ) -> None:

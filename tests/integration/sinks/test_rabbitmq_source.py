@@ -116,6 +116,7 @@ class TestClassicQueue(OnRabbitMQ, SourceContract):
     pass
 
 
+@pytest.mark.slow
 class TestClassicQueueUnderWorker(OnRabbitMQ, WorkerContract):
     pass
 
