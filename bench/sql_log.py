@@ -1,9 +1,9 @@
-"""The outbox of PostgreSQL as the log: consumed, and with an upsert per message.
+"""The outbox of PostgreSQL as the log: consumed, and with an upsert of each message.
 
 python bench/sql_log.py [--quick] [--json FILE]
 
 consume     LogSource beside a plain cursor over the same columns: read 200, ack 200.
-upsert      a worker's chain on batches of 200, with an upsert per message: the position in the
+upsert      a worker's chain on batches of 200, with one upsert of 200 rows: the position in the
             transaction of the effects (PositionInbox) beside a row per message (Inbox).
 """
 
@@ -43,7 +43,7 @@ ATTRIBUTES = {
 }
 DATA = b'{"order": 1234567, "customer": "customer-17", "amount": 4200}'
 UPSERT = text(
-    "INSERT INTO orders (id, amount) VALUES (:id, 1)"
+    "INSERT INTO orders (id, amount) SELECT id, 1 FROM unnest(CAST(:ids AS text[])) AS id"
     " ON CONFLICT (id) DO UPDATE SET amount = orders.amount + 1"
 )
 ROWS = (
@@ -120,9 +120,9 @@ def _upsert(made: Engine, count: int, rounds: int) -> Iterator[Case]:
         router.use(Transaction(made), inbox)
 
         @router.raw(name="upsert")
-        def upsert(message: Message[bytes]) -> None:
+        def upsert(messages: list[Message[bytes]]) -> None:
             with connection(made) as found:
-                found.execute(UPSERT, {"id": message.attributes["subject"]})
+                found.execute(UPSERT, {"ids": [item.attributes["subject"] for item in messages]})
 
         done = 0
         while done < count:
