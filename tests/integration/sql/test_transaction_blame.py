@@ -7,7 +7,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any
 
 import psycopg
@@ -220,7 +220,7 @@ def meet_a_router_whose_database_is_away(engine: Engine) -> None:
 def meet_itself(engine: Engine) -> None:
     """Write by a connection of its own, while the transaction has SQLite's write lock."""
     save(engine, "mine")
-    with sqlite3.connect(str(engine.url.database), timeout=0.01) as own:
+    with closing(sqlite3.connect(str(engine.url.database), timeout=0.01)) as own:
         own.execute("INSERT INTO orders (id) VALUES ('other')")
 
 
