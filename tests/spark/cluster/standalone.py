@@ -16,8 +16,10 @@ from tests.waiting import eventually
 from conquiet.embedded.server import free_port
 
 _SPARK_HOME = Path(pyspark.__file__).parent
-_START_SECONDS = 90.0
+_START_SECONDS = 240.0
 """Two JVMs on a busy machine."""
+JOB_SECONDS = 500.0
+"""A driver and two executors, which unpack an archive of 160 MB each: minutes on a busy machine."""
 
 
 class Daemon:
@@ -189,7 +191,7 @@ class Job:
                 stderr=err,
             )
 
-    def result(self, timeout: float = 300.0) -> Any:
+    def result(self, timeout: float = JOB_SECONDS) -> Any:
         """What the function returned; fails with what it said if it failed."""
         import json
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests import needs
-from tests.spark.cluster.standalone import ConnectServer
+from tests.spark.cluster.standalone import JOB_SECONDS, ConnectServer
 from tests.spark.conftest import INSTALL_JAVA, java_version
 from tests.spark.lake.test_kills import publish
 from tests.unit.lake.payments import entries, pipeline
@@ -19,7 +19,7 @@ from tests.unit.lake.test_engine import contents
 
 from conquiet.lake.pipeline import as_table
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ def test_sink_table_and_router_work_through_a_server(
         env={**os.environ, "PYSPARK_PYTHON": sys.executable, "PYTHONPATH": os.getcwd()},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=JOB_SECONDS,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     carried, handled, refused = json.loads(done.stdout.splitlines()[-1])
@@ -61,7 +61,7 @@ def conquiet(*arguments: str) -> str:
         env={**os.environ, "PYTHONPATH": os.getcwd()},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=JOB_SECONDS,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout

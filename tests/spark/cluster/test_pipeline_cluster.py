@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 from tests import needs
-from tests.spark.cluster.standalone import Cluster, Job, settings
+from tests.spark.cluster.standalone import JOB_SECONDS, Cluster, Job, settings
 from tests.spark.conftest import INSTALL_JAVA, java_version
 from tests.waiting import eventually
 
 from conquiet.spark.archive import MANIFEST
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 EVENTS = 30_000
 DEBIAN = "/usr/bin/python3"
@@ -70,7 +70,7 @@ class Pipeline:
     def end(self) -> int:
         """Wait for its end; how many events it has told of."""
         try:
-            self.process.wait(240)
+            self.process.wait(JOB_SECONDS)
         finally:
             if self.process.poll() is None:
                 self.process.kill()
@@ -79,7 +79,7 @@ class Pipeline:
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)
-        return self.process.wait(120)
+        return self.process.wait(JOB_SECONDS)
 
 
 def on(cluster: Cluster, directory: Path, *left_out: str) -> list[str]:
@@ -109,15 +109,15 @@ def test_a_stream_is_carried_once_though_a_worker_and_the_driver_are_killed(
     publish(redis_client, 0, EVENTS // 2)
     running = Pipeline(tmp_path, lake, *arguments)
     try:
-        eventually(lambda: running.events() >= 4_000, timeout=180)
+        eventually(lambda: running.events() >= 4_000, timeout=JOB_SECONDS)
         cluster.workers[0].kill()
         publish(redis_client, EVENTS // 2, EVENTS)
         before = running.events()
-        eventually(lambda: running.events() > before + 2_000, timeout=180)
+        eventually(lambda: running.events() > before + 2_000, timeout=JOB_SECONDS)
         running.stop(signal.SIGKILL)
         cluster.add_worker()
         running = Pipeline(tmp_path, lake, *arguments)
-        eventually(lambda: len(ids_in(lake)) >= EVENTS, timeout=240)
+        eventually(lambda: len(ids_in(lake)) >= EVENTS, timeout=JOB_SECONDS)
         assert running.stop() == 0, running.err.read_text()[-4000:]
     finally:
         if running.process.poll() is None:
@@ -133,7 +133,7 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
     packing = [sys.executable, "-m", "conquiet", "pipeline", "package", "--output", str(target)]
     heavy = ("sqlalchemy", "psycopg-binary", "adbc-driver-postgresql")
     without = [word for name in heavy for word in ("--without", name)]
-    subprocess.run([*packing, *without], check=True, timeout=120, stdout=subprocess.DEVNULL)
+    subprocess.run([*packing, *without], check=True, timeout=JOB_SECONDS, stdout=subprocess.DEVNULL)
     return target
 
 
@@ -212,7 +212,7 @@ def test_executors_whose_python_is_too_early_for_the_archive_are_refused(
     arguments += ["--broker", redis_url, "--streams", "events:*", "--archive", str(archive)]
     arguments += ["--conf", f"spark.pyspark.python={DEBIAN}"]
     running = Pipeline(tmp_path, tmp_path / "lake", *arguments, environment={})
-    assert running.process.wait(240) == 1
+    assert running.process.wait(JOB_SECONDS) == 1
     [line] = [line for line in running.err.read_text().splitlines() if "error:" in line]
     assert f"was packed for Python {first} and later patch releases" in line
     assert f"pack it again with --python {here[0]}" in line

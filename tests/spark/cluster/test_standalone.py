@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 from tests import needs
-from tests.spark.cluster.standalone import Cluster, Job
+from tests.spark.cluster.standalone import JOB_SECONDS, Cluster, Job
 from tests.spark.conftest import INSTALL_JAVA, java_version
 from tests.spark.router.redis_shop import OUTBOX, SALES
 from tests.spark.router.shop import create_tables, outbox_size, sales
 from tests.waiting import eventually
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 ROWS = 400
 
@@ -40,7 +40,7 @@ def test_a_batch_is_written_once_though_a_worker_is_killed(
 ) -> None:
     rows = 400_000
     with Job(two_workers, tmp_path, "write_batch", url=redis_url, rows=rows) as job:
-        eventually(lambda: redis_client.xlen("orders") > rows // 20, timeout=240)
+        eventually(lambda: redis_client.xlen("orders") > rows // 20, timeout=JOB_SECONDS)
         two_workers.alive()[0].kill()
         assert redis_client.xlen("orders") < rows
         assert job.result() == rows
