@@ -255,7 +255,9 @@ class Ground:
         with self.sync.begin() as found:
             found.exec_driver_sql(ORDERS)
         address = make_url(self.url).set(drivername="postgresql+asyncpg")
-        self.engine: AsyncEngine = create_async_engine(address, pool_size=IN_FLIGHT, max_overflow=0)
+        self.engine: AsyncEngine = create_async_engine(
+            address, pool_size=IN_FLIGHT + 1, max_overflow=0
+        )
         self.direct: list[Any] = []
 
     async def connect(self) -> None:

@@ -180,10 +180,11 @@ class Worker:
 
     def start(self) -> None:
         """Start the threads and return."""
-        if self._has_async_end:
+        if self._has_async_end or self.router.is_async:
             raise ConfigError(
-                "a source or a sink with an async client needs an event loop: use"
-                " await worker.run_async(), or async with worker"
+                "a source, a sink or a middleware with an async engine or client needs an event"
+                " loop: use await worker.run_async(), or async with worker; a worker of threads"
+                " takes sync ones"
             )
         self._check_unstarted()
         # A wrong chain is refused here, before any read.

@@ -340,6 +340,7 @@ def connection(engine: Engine | AsyncEngine) -> Iterator[Connection]:
     >>> engine.dispose()
     """
     engine = dialect.as_engine(engine)
+    _refuse_coroutines(engine, "connection", "async_connection(engine)")
     unit = find(engine)
     if unit is not None:
         yield unit.connection
@@ -392,18 +393,33 @@ def session(factory: sessionmaker[S] | scoped_session[S]) -> AbstractContextMana
     """
     given = factory.session_factory if isinstance(factory, scoped_session) else factory
     if not isinstance(given, sessionmaker):
+        advice = (
+            "use async with async_session(factory)"
+            if hasattr(given, "configure")  # an async_sessionmaker
+            else "as in session(sessionmaker(engine))"
+        )
         raise ConfigError(
             f"session() takes a sessionmaker, or a scoped_session of one, not"
-            f" {type(given).__name__}; as in session(sessionmaker(engine))"
+            f" {type(given).__name__}; {advice}"
         )
     factory = given
     bind = factory.kw.get("bind")
     bind = getattr(bind, "sync_engine", bind)
     if isinstance(bind, Engine):
+        _refuse_coroutines(bind, "session", "async_session(factory)")
         unit = find(bind)
     else:
         unit = current("a session without an engine of its own")
     return factory.begin() if unit is None else unit.session(factory)
+
+
+def _refuse_coroutines(engine: Engine, name: str, instead: str) -> None:
+    """Refuse an async engine where its statements cannot be waited for."""
+    if engine.dialect.is_async and not bridge.is_inside():
+        raise ConfigError(
+            f"{name}() of an async engine is for handlers without `async`, in an async worker; in a"
+            f" coroutine use async with {instead}"
+        )
 
 
 def _ended_error(what: str) -> TransactionEnded:
@@ -476,7 +492,10 @@ class Transaction(transaction.Transaction):
     def capacity(self) -> int | None:  # type: ignore[override]
         if dialect.is_sqlite(self.engine.dialect) and not self.read_only:
             return 1  # it has one writer at a time
-        return dialect.max_connections(self.engine)
+        connections = dialect.max_connections(self.engine)
+        # One is left over: if all were in transactions whose handlers wait for another, as for a
+        # session of their own, none could end. Notifications of relays use it too.
+        return None if connections is None else max(1, connections - 1)
 
     def _check_loop(self) -> None:
         if not self.blocks and not bridge.is_inside():

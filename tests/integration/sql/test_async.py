@@ -312,7 +312,7 @@ def test_a_handle_is_refused_after_its_transaction(database: Database) -> None:
 
 def test_no_more_transactions_are_open_than_the_pool_has_connections(asyncpg: Database) -> None:
     async def main() -> None:
-        async with asyncpg.open(pool_size=2, max_overflow=1, pool_timeout=0.2) as engine:
+        async with asyncpg.open(pool_size=2, max_overflow=2, pool_timeout=0.2) as engine:
             shop = Shop(engine)
             running, most = 0, 0
 
@@ -325,7 +325,29 @@ def test_no_more_transactions_are_open_than_the_pool_has_connections(asyncpg: Da
 
             shop.publish(*numbers(12))
             worker = await shop.work(shop.router(place), concurrency=50)
-            assert most == 3
+            assert most == 3, "one is left over"
+            assert worker.health().failed == 0
+
+    asyncio.run(main())
+
+
+def test_handlers_with_sessions_of_their_own_do_not_wait_for_each_other(asyncpg: Database) -> None:
+    """As they would if all connections were in transactions, until the pool times out."""
+
+    async def main() -> None:
+        async with asyncpg.open(pool_size=3, max_overflow=0) as engine:
+            shop = Shop(engine)
+            factory = async_sessionmaker(engine)
+            together = asyncio.Barrier(2)
+
+            async def place(order: Place) -> None:
+                await together.wait()
+                async with factory() as own:
+                    await own.execute(text("SELECT 1"))
+
+            shop.publish(*numbers(6))
+            async with asyncio.timeout(10):
+                worker = await shop.work(shop.router(place))
             assert worker.health().failed == 0
 
     asyncio.run(main())
@@ -388,9 +410,39 @@ def test_a_worker_of_threads_refuses_an_async_engine(database: Database) -> None
 
             async def place(order: Place) -> None: ...
 
-            worker = Worker(shop.log.source("g"), shop.router(place))
-            with pytest.raises(ConfigError, match="run_async"):
-                worker.start()
+            router = shop.router(place)
+            for _ in range(2):  # also after another worker has started the router
+                with pytest.raises(ConfigError, match="run_async"):
+                    Worker(shop.log.source("g"), router).start()
+                async with Worker(shop.log.source("h"), router):
+                    pass
+
+    asyncio.run(main())
+
+
+def test_a_coroutine_is_sent_to_the_async_functions(database: Database) -> None:
+    async def main() -> None:
+        async with database.open() as engine:
+            shop = Shop(engine)
+            sync, other = sessionmaker(engine.sync_engine), async_sessionmaker(engine)
+            said = []
+
+            async def place(order: Place) -> None:
+                for open_ in (
+                    lambda: connection(engine),
+                    lambda: session(sync),
+                    lambda: session(other),  # type: ignore[arg-type]
+                ):
+                    with (
+                        pytest.raises(ConfigError, match="use async with async_") as found,
+                        open_(),
+                    ):
+                        pass
+                    said.append(str(found.value))
+
+            shop.publish("a")
+            await shop.work(shop.router(place))
+            assert len(said) == 3
 
     asyncio.run(main())
 
