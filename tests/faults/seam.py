@@ -2,9 +2,10 @@
 
 Nothing in conquiet knows of it. Wrapped are the calls that all paths end in:
 
-- Python's sockets (redis-py, Kombu, the Spark sink): connect, send, recv;
-- psycopg's two waits, through which all of libpq's talk goes, with a point in the middle, when
-  the server has answered and the answer is not read; and its close;
+- Python's sockets (redis-py, Kombu, the Spark sink, and what writes by an event loop: asyncpg,
+  redis.asyncio): connect, send, recv;
+- psycopg's waits, of threads and of event loops, through which all of libpq's talk goes, with a
+  point in the middle, when the server has answered and the answer is not read; and its close;
 - sqlite3's connect, execute, commit, rollback, close; and `flock`.
 
 Calls are numbered per thread, so that a thread that tends leases shifts no number of another. What
@@ -26,7 +27,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,6 +109,24 @@ class Seam:
                 die()
             with self.aside():
                 result = call()
+            if side == "after":
+                die()
+            self._note(file)
+            return result
+        finally:
+            with self._lock:
+                self._under_way -= 1
+
+    async def passes_on_loop(
+        self, label: str, call: Callable[[], Awaitable[Any]], file: int = -1
+    ) -> Any:
+        """As `passes`; other tasks of the loop make their calls meanwhile."""
+        side = self._take(label, splits=False)
+        try:
+            self._compare(file, label)
+            if side == "before":
+                die()
+            result = await call()
             if side == "after":
                 die()
             self._note(file)
@@ -202,7 +221,7 @@ class Seam:
 
             setattr(plain, name, wrapped)
 
-        for name in ("send", "sendall"):
+        for name in ("send", "sendall"):  # an event loop sends by the first
             sending(name)
         for name in ("recv", "recv_into"):
             receiving(name)
@@ -246,6 +265,34 @@ class Seam:
             else:
                 self.passes("libpq close", lambda: close(connection), file=connection.fileno())
 
+        wait_async, wait_conn_async = waiting.wait_async, waiting.wait_conn_async
+
+        async def waited_on_loop(gen: Any, fileno: int, *given: Any, **named: Any) -> Any:
+            label = f"libpq {getattr(gen, '__name__', 'exchange')}"
+            out = self._with_middle(gen, label + _MIDDLE)
+            return await self.passes_on_loop(
+                label, lambda: wait_async(out, fileno, *given, **named), fileno
+            )
+
+        async def connected_on_loop(gen: Any, *given: Any, **named: Any) -> Any:
+            made = await self.passes_on_loop(
+                "libpq connect", lambda: wait_conn_async(gen, *given, **named)
+            )
+            self._note(made.fileno() if hasattr(made, "fileno") else made.socket)
+            return made
+
+        close_async = psycopg.AsyncConnection.close
+
+        async def closed_on_loop(connection: Any) -> None:
+            if connection.closed:
+                await close_async(connection)
+            else:
+                await self.passes_on_loop(
+                    "libpq close", lambda: close_async(connection), connection.fileno()
+                )
+
+        waiting.wait_async, waiting.wait_conn_async = waited_on_loop, connected_on_loop
+        psycopg.AsyncConnection.close = closed_on_loop  # type: ignore[method-assign]
         waiting.wait, waiting.wait_conn = waited, connected
         psycopg.Connection.close = closed  # type: ignore[method-assign]
 

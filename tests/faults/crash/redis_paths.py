@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 import msgspec
-import redis
+import redis.asyncio
 from tests.faults import invariants
 from tests.faults.crash.scenario import (
     COMMANDS,
@@ -17,6 +18,7 @@ from tests.faults.crash.scenario import (
     SENT,
     Place,
     Scenario,
+    answer,
     commands_settled,
     send_commands,
     until,
@@ -25,7 +27,6 @@ from tests.faults.invariants import Event, Facts
 from tests.faults.seam import Seam
 
 from conquiet import Message, Router, Worker
-from conquiet.errors import PermanentError
 from conquiet.middleware import DeadLetter
 from conquiet.redis import (
     Inbox,
@@ -61,16 +62,14 @@ class WorkerOverRedis(Scenario):
         def place_order(message: Message[bytes]) -> Message[Any]:
             order = msgspec.json.decode(message.data)
             commands(client).hincrby("effects", order["command"], 1)
-            if order["command"] in HOPELESS:
-                raise PermanentError("it never works")
-            return Message(order, {"type": "order.placed", "subject": order["key"]})
+            return answer(order)
 
         kind = until(StreamSource, commands_settled(place), seam)
         source = kind(client, COMMANDS, GROUP, lease=LEASE, max_backoff=0.1)
         Worker(source, router, batch_size=2).run()
         client.close()
 
-    def chain(self, client: redis.Redis) -> tuple[Any, ...]:
+    def chain(self, client: Any) -> tuple[Any, ...]:
         return Transaction(client), Inbox("billing", lease=LEASE)
 
     def facts(self, place: Place) -> Facts:
@@ -84,6 +83,32 @@ class WorkerOverRedis(Scenario):
         if len(facts.log) > len(SENT) - len(HOPELESS):
             facts.unsettled.append(f"{len(facts.log)} events in the outbox: one twice, which")
         return facts
+
+
+class AsyncWorkerOverRedis(WorkerOverRedis):
+    """The same on an event loop, with two groups in flight."""
+
+    name = "async worker over Redis"
+
+    def run(self, place: Place, seam: Seam, attempt: int) -> None:
+        asyncio.run(self.work(place, seam))
+
+    async def work(self, place: Place, seam: Seam) -> None:
+        client = redis.asyncio.Redis.from_url(place.redis)
+        router = Router()
+        router.use(DeadLetter(StreamSink(client), topic=DEAD))
+        router.use(*self.chain(client), Outbox(EVENTS, OUTBOX))
+
+        @router.raw(type="place.order", source="/shop", name="place_order")
+        async def place_order(message: Message[bytes]) -> Message[Any]:
+            order = msgspec.json.decode(message.data)
+            await commands(client).hincrby("effects", order["command"], 1)
+            return answer(order)
+
+        kind = until(StreamSource, commands_settled(place), seam)
+        source = kind(client, COMMANDS, GROUP, lease=LEASE, max_backoff=0.1)
+        await Worker(source, router, batch_size=2, concurrency=2).run_async()
+        await client.aclose()
 
 
 class WithTheSimpleInbox(WorkerOverRedis):

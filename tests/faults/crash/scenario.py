@@ -14,6 +14,8 @@ from tests.faults import invariants
 from tests.faults.invariants import Facts
 from tests.faults.seam import Seam
 
+from conquiet import Message
+from conquiet.errors import PermanentError
 from conquiet.source import EndOfSource
 
 LEASE = 1.5
@@ -71,6 +73,13 @@ def send_commands(client: redis.Redis) -> None:
         data = json.dumps({"command": command, "key": key, "number": number})
         about = {"specversion": "1.0", "id": command, "type": "place.order", "source": "/web"}
         client.xadd(COMMANDS, {**about, "data": data})
+
+
+def answer(order: dict[str, Any]) -> Message[Any]:
+    """What a handler returns, or raises, for a command."""
+    if order["command"] in HOPELESS:
+        raise PermanentError("it never works")
+    return Message(order, {"type": "order.placed", "subject": order["key"]})
 
 
 def until(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sqlite3
 from collections import Counter
@@ -10,8 +11,9 @@ from typing import Any
 
 import msgspec
 import psycopg
-import redis
-from sqlalchemy import text
+import redis.asyncio
+from sqlalchemy import make_url, text
+from sqlalchemy.ext.asyncio import create_async_engine
 from tests.faults import invariants
 from tests.faults.crash.scenario import (
     COMMANDS,
@@ -22,6 +24,7 @@ from tests.faults.crash.scenario import (
     SENT,
     Place,
     Scenario,
+    answer,
     commands_settled,
     send_commands,
     until,
@@ -30,7 +33,6 @@ from tests.faults.invariants import Facts
 from tests.faults.seam import Seam
 
 from conquiet import Message, Router, Worker
-from conquiet.errors import PermanentError
 from conquiet.middleware import DeadLetter
 from conquiet.redis import StreamSink, StreamSource
 from conquiet.relay import Relay
@@ -41,6 +43,7 @@ from conquiet.sql import (
     OutboxSource,
     PositionInbox,
     Transaction,
+    async_connection,
     connection,
     engine,
     schema,
@@ -141,9 +144,7 @@ class WorkerOverSql(OnSql):
             order = msgspec.json.decode(message.data)
             with connection(made) as found:
                 found.execute(UPSERT, {"id": order["command"]})
-            if order["command"] in HOPELESS:
-                raise PermanentError("it never works")
-            return Message(order, {"type": "order.placed", "subject": order["key"]})
+            return answer(order)
 
         kind = until(StreamSource, commands_settled(place), seam)
         source = kind(client, COMMANDS, GROUP, lease=LEASE)
@@ -172,6 +173,43 @@ class WorkerOverSql(OnSql):
         facts.unsettled += [f"{c}, no dead letter," for c in HOPELESS - dead]
         facts.locked = self.locked(place)
         return facts
+
+
+class AsyncWorkerOverPostgres(OnPostgres, WorkerOverSql):
+    """The same on an event loop, with two groups in flight; the stream is read there too."""
+
+    driver: str
+
+    def run(self, place: Place, seam: Seam, attempt: int) -> None:
+        asyncio.run(self.work(place, seam))
+
+    async def work(self, place: Place, seam: Seam) -> None:
+        made = self.async_engine(place)
+        client = redis.asyncio.Redis.from_url(place.redis)
+        router = Router()
+        router.use(DeadLetter(StreamSink(client), topic=DEAD))
+        router.use(Transaction(made), *self.inbox(), Outbox(EVENTS))
+
+        @router.raw(type="place.order", source="/shop", name="place_order")
+        async def place_order(message: Message[bytes]) -> Message[Any]:
+            order = msgspec.json.decode(message.data)
+            async with async_connection(made) as found:
+                await found.execute(UPSERT, {"id": order["command"]})
+            return answer(order)
+
+        kind = until(StreamSource, commands_settled(place), seam)
+        source = kind(client, COMMANDS, GROUP, lease=LEASE)
+        await Worker(source, router, batch_size=2, concurrency=2).run_async()
+        await made.dispose()
+        await client.aclose()
+
+    def async_engine(self, place: Place) -> Any:
+        url = make_url(place.postgres).set(drivername=self.driver)
+        if self.driver.endswith("psycopg_async"):
+            return create_async_engine(url)
+        path = str(url.query["options"]).partition("=")[2]
+        settings = {"server_settings": {"search_path": path}}
+        return create_async_engine(url.set(query={}), connect_args=settings)
 
 
 class RelayOverSql(OnSql):
@@ -247,9 +285,7 @@ class LogOverSql(OnSql):
             order = msgspec.json.decode(message.data)
             with connection(made) as found:
                 found.execute(UPSERT, {"id": order["command"]})
-            if order["command"] in HOPELESS:
-                raise PermanentError("it never works")
-            return Message(order, {"type": "order.placed", "subject": order["key"]})
+            return answer(order)
 
         Worker(source, router, batch_size=2).run()
         made.dispose()
@@ -299,6 +335,16 @@ class LogOverSqlite(OnSqlite, LogOverSql):
 
 class WorkerOverPostgres(OnPostgres, WorkerOverSql):
     name = "worker over PostgreSQL"
+
+
+class WorkerOverAsyncpg(AsyncWorkerOverPostgres):
+    name = "async worker over PostgreSQL, asyncpg"
+    driver = "postgresql+asyncpg"
+
+
+class WorkerOverAsyncPsycopg(AsyncWorkerOverPostgres):
+    name = "async worker over PostgreSQL, psycopg"
+    driver = "postgresql+psycopg_async"
 
 
 class WorkerOverSqlite(OnSqlite, WorkerOverSql):

@@ -17,7 +17,8 @@ ROOT = Path(__file__).resolve().parents[3]
 COUNTS = tomllib.loads((ROOT / "tests" / "faults" / "crash_points.toml").read_text())
 
 
-LONG = [one for one in SCENARIOS if any(word in one for word in ("PostgreSQL", "Kombu", "log"))]
+_WORDS = ("PostgreSQL", "Kombu", "log", "async")
+LONG = [one for one in SCENARIOS if any(word in one for word in _WORDS)]
 """20 seconds or more each: not in `make test`, but in CI."""
 
 
