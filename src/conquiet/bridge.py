@@ -44,7 +44,7 @@ def _greenlet() -> Any:
         module = require("greenlet", "async")
 
         class Bridge(module.greenlet):  # type: ignore[misc,name-defined]
-            on_loop = True
+            loop: asyncio.AbstractEventLoop | None = None  # of a thread's caller
             shields = 0
             cancelled = False
 
@@ -78,7 +78,12 @@ def is_inside() -> bool:
 
 def is_on_loop() -> bool:
     """Return whether the running code is inside, in the thread of the loop, and must not block."""
-    return is_inside() and getattr(_current(), "on_loop", True)
+    return is_inside() and getattr(_current(), "loop", None) is None
+
+
+def current_loop() -> asyncio.AbstractEventLoop:
+    """Return the event loop that `wait_for` waits for; in a thread, that of its caller."""
+    return (is_inside() and getattr(_current(), "loop", None)) or asyncio.get_running_loop()
 
 
 def current() -> object:
@@ -181,7 +186,7 @@ async def run_in_thread(function: Callable[P, T], *arguments: P.args, **options:
 
     def drive() -> T:
         bridge = kind(function)
-        bridge.on_loop = False
+        bridge.loop = loop
         result = bridge.switch(*arguments, **options)
         while not bridge.dead:
             try:

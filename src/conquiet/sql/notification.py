@@ -26,6 +26,7 @@ from sqlalchemy import event as hooks
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
+from conquiet import bridge
 from conquiet.backoff import Backoff
 from conquiet.sql import dialect
 from conquiet.sql.schema import OUTBOX_TABLE, split_name
@@ -262,9 +263,14 @@ def _notify_in_loop(engine: Engine, table: str) -> None:
     is_first = not tables
     tables.add(table)
     if is_first:
-        task = asyncio.get_running_loop().create_task(_notify(engine, engine.pool))
-        _tasks.add(task)  # a loop holds only weak references to its tasks
-        task.add_done_callback(_tasks.discard)
+        loop = bridge.current_loop()
+        loop.call_soon_threadsafe(_begin_to_notify, loop, engine)  # a handler may be in a thread
+
+
+def _begin_to_notify(loop: asyncio.AbstractEventLoop, engine: Engine) -> None:
+    task = loop.create_task(_notify(engine, engine.pool))
+    _tasks.add(task)  # a loop holds only weak references to its tasks
+    task.add_done_callback(_tasks.discard)
 
 
 async def _notify(engine: Engine, pool: Pool) -> None:

@@ -859,7 +859,7 @@ def _warn_of_blocked_loop(engine: Engine) -> None:
 def _refuse_other_loop(connection: Connection) -> None:
     """Refuse a connection of asyncpg that belongs to another event loop: it crashes the process."""
     owner = getattr(dialect.driver_connection(connection), "_loop", None)
-    if isinstance(owner, asyncio.AbstractEventLoop) and owner is not asyncio.get_running_loop():
+    if isinstance(owner, asyncio.AbstractEventLoop) and owner is not bridge.current_loop():
         Connection.close(connection)  # back to its pool, unused
         raise HandlerError(
             f"{dialect.display_url(connection.engine.url)}: a connection of the pool belongs to"

@@ -765,3 +765,31 @@ def test_a_session_beside_the_transaction_is_warned_of(
 
     asyncio.run(main())
     assert "a second connection was opened inside a transaction" in caplog.text
+
+
+def test_a_plain_handler_without_a_transaction_opens_one_of_an_async_engine(
+    database: Database,
+) -> None:
+    """In its thread, where no loop runs; relays are notified by a task of the worker's loop."""
+
+    async def main() -> None:
+        async with database.open() as engine:
+            shop = Shop(engine)
+            factory = sessionmaker(engine.sync_engine)
+            router = Router()
+
+            @router.event()
+            def place(order: Place) -> None:
+                with session(factory) as own:
+                    own.add(Order(id=order.id))
+                    Outbox("orders", source="/shop").add(own, [Placed(order.id)])
+                with connection(engine) as found:
+                    found.execute(SAVE, {"id": f"{order.id}, again"})
+
+            shop.publish("a")
+            worker = await shop.work(router)
+            assert worker.health().failed == 0, worker.health().last_error
+
+    asyncio.run(main())
+    assert saved(database.engine) == ["a", "a, again"]
+    assert database.events() == ["a"]
