@@ -21,7 +21,7 @@ UPSERT = text(
     " ON CONFLICT (id) DO UPDATE SET times = effects.times + 1"
 )
 SUMS = text("SELECT count(*), coalesce(sum(times), 0), coalesce(max(times), 0) FROM effects")
-MESSAGES = int(os.environ.get("CONQUIET_LOG_MESSAGES", "1000000"))
+MESSAGES = int(os.environ.get("CONQUIET_LOG_MESSAGES", "20000"))
 
 
 def prepare(made: Engine, count: int) -> None:
