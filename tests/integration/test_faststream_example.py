@@ -114,11 +114,11 @@ def test_an_ack_that_is_lost_after_the_commit_repeats_nothing(
 
 def test_a_handler_that_failed_leaves_nothing_and_runs_again(service: Service) -> None:
     service.place("a", amount=1 << 40)  # the column is an integer: the commit fails
-    service.run_until(
-        lambda: (
-            service.client.xpending_range("orders", "billing", "-", "+", 1)[0]["times_delivered"]
-            > 1
-        )
-    )
+
+    def was_redelivered() -> bool:
+        rows = service.client.xpending_range("orders", "billing", "-", "+", 1)
+        return bool(rows) and rows[0]["times_delivered"] > 1
+
+    service.run_until(was_redelivered)
     assert service.charges() == []
     assert service.events() == 0

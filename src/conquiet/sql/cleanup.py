@@ -21,6 +21,7 @@ from conquiet.sql.schema import (
     outbox_table,
     positions_table,
     retries_table,
+    split_name,
 )
 
 logger = logging.getLogger("conquiet.cleanup")
@@ -69,6 +70,9 @@ class Cleanup:
                 raise ConfigError(f"{name}={seconds!r}: must be more than 0 seconds")
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
             raise ConfigError(f"batch_size={batch_size!r}: must be a whole number from 1 on")
+        for table in (inbox, outbox):
+            if table is not None:
+                split_name(table)
         self.engine = dialect.as_engine(engine)
         self.retention = retention
         self.interval = interval

@@ -91,7 +91,7 @@ def test_the_rows_of_an_aggregate_are_found_by_it(engine: Engine) -> None:
 
 
 def test_cleanup_starts_at_the_oldest(engine: Engine) -> None:
-    sql = cleanup._POSTGRESQL.format(table="outbox_events", column="published_at")
+    sql = cleanup._POSTGRESQL.format(table="outbox_events", column="published_at", needs="")
     sql = sql.replace(":seconds", "604800").replace(":batch", "1000")
     indexes, kinds = plan(engine, sql)
     assert indexes == {"outbox_events_published_at"}
