@@ -107,6 +107,7 @@ class OnKafka:
         source._client._consumer.close()
 
 
+@pytest.mark.timeout(900)  # the model of settlements joins a group some 150 times
 @pytest.mark.slow  # each test joins a group once or twice, which takes seconds
 class TestKafkaSource(OnKafka, SourceContract):
     def open_other_group(self) -> Source:
