@@ -280,7 +280,10 @@ def test_the_inbox_of_setnx_takes_a_client_of_the_loop(run, redis_client, publis
         assert not router.blocks
         async with working(client, router, batch_size=1):
             await until(lambda: counted(redis_client))  # the group exists
-            await until(lambda: redis_client.xinfo_groups("orders")[0]["lag"] == 0)
+            last = redis_client.xinfo_stream("orders")["last-generated-id"]
+            await until(
+                lambda: redis_client.xinfo_groups("orders")[0]["last-delivered-id"] == last
+            )  # Redis 6.2 does not report the lag
             await until(lambda: not pending())
 
     run(test)
