@@ -43,6 +43,7 @@ def _greenlet() -> Any:
     if _kind is None:
         module = require("greenlet", "async")
 
+        # greenlet is optional, so its class is known at run time only.
         class Bridge(module.greenlet):  # type: ignore[misc,name-defined]
             loop: asyncio.AbstractEventLoop | None = None  # of a thread's caller
             shields = 0
@@ -116,7 +117,7 @@ async def run(function: Callable[P, T], *arguments: P.args, **options: P.kwargs)
             result = bridge.switch(value)
     if bridge.cancelled:
         raise asyncio.CancelledError
-    return result  # type: ignore[no-any-return]
+    return result  # type: ignore[no-any-return]  # a greenlet returns Any
 
 
 async def _await_later_cancelled(bridge: Any, awaitable: Awaitable[Any]) -> Any:
@@ -145,6 +146,7 @@ def wait_for(awaitable: Awaitable[T]) -> T:
             "an async client or engine was used where no event loop can be waited for; use it in"
             " an async worker: await worker.run_async(), or async with worker"
         )
+    # A greenlet returns Any.
     return _current().parent.switch(awaitable)  # type: ignore[no-any-return]
 
 
@@ -195,7 +197,7 @@ async def run_in_thread(function: Callable[P, T], *arguments: P.args, **options:
                 result = bridge.throw(*sys.exc_info())
             else:
                 result = bridge.switch(value)
-        return result  # type: ignore[no-any-return]
+        return result  # type: ignore[no-any-return]  # a greenlet returns Any
 
     return await asyncio.wrap_future(_threads.submit(lambda: context.run(drive)))
 

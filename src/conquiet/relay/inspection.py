@@ -7,7 +7,7 @@ Both tables are handled alike: the generic `outbox`, which parks a row by `parke
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, get_args
@@ -32,7 +32,6 @@ from sqlalchemy import (
     tuple_,
     update,
 )
-from sqlalchemy.exc import SQLAlchemyError
 
 from conquiet.config import has_events_layout
 from conquiet.errors import ConfigError
@@ -312,18 +311,11 @@ class Inspection:
 
     @contextmanager
     def _write(self) -> Iterator[Connection]:
-        with self._store_errors(), self.engine.begin() as connection:
-            if dialect.is_sqlite(connection.dialect):
-                dialect.begin_immediate(connection)
+        with self._store_errors(), dialect.begin_to_write(self.engine) as connection:
             yield connection
 
-    @contextmanager
-    def _store_errors(self) -> Iterator[None]:
-        """Raise database errors as `StoreError`, in one line and without the password."""
-        try:
-            yield
-        except SQLAlchemyError as error:
-            raise dialect.store_error(self.engine, error) from error
+    def _store_errors(self) -> AbstractContextManager[None]:
+        return dialect.raise_store_errors(self.engine)
 
 
 _NOTHING: ColumnElement[Any] = cast("", Text).label("aggregate_type")

@@ -170,13 +170,11 @@ class Cleanup:
         return statement.bindparams(seconds=float(self.retention), batch=self.batch_size)
 
     def _delete(self, statement: TextClause) -> int:
-        try:
-            with self.engine.begin() as connection:
-                if dialect.is_sqlite(connection.dialect):
-                    dialect.begin_immediate(connection)
-                return connection.execute(statement).rowcount
-        except SQLAlchemyError as error:
-            raise dialect.store_error(self.engine, error) from error
+        with (
+            dialect.raise_store_errors(self.engine),
+            dialect.begin_to_write(self.engine) as connection,
+        ):
+            return connection.execute(statement).rowcount
 
 
 # By ctid, since the inbox has no short key. The lock keeps the row's ctid, and SKIP LOCKED skips

@@ -21,7 +21,7 @@ from sqlalchemy import (
     inspect,
     make_url,
 )
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from conquiet.errors import ConfigError, HandlerError, StoreError
@@ -333,6 +333,24 @@ def one_line(error: BaseException) -> str:
     if is_missing_table(original):
         reason += " (conquiet outbox migrate creates the tables)"
     return add_advice(reason)
+
+
+@contextmanager
+def begin_to_write(engine: Engine) -> Iterator[Connection]:
+    """Open a transaction that writes; on SQLite with its write lock from the start."""
+    with engine.begin() as connection:
+        if is_sqlite(connection.dialect):
+            begin_immediate(connection)
+        yield connection
+
+
+@contextmanager
+def raise_store_errors(engine: Engine) -> Iterator[None]:
+    """Raise database errors as `StoreError`, in one line and without the password."""
+    try:
+        yield
+    except SQLAlchemyError as error:
+        raise store_error(engine, error) from error
 
 
 def store_error(engine: Engine, error: BaseException) -> StoreError:

@@ -637,19 +637,11 @@ class LogSource:
         """Open a connection for one statement that writes."""
         return self._begin() if dialect.is_sqlite(self.engine.dialect) else self._connect()
 
-    @contextmanager
-    def _begin(self) -> Iterator[Connection]:
-        with self.engine.begin() as connection:
-            if dialect.is_sqlite(connection.dialect):
-                dialect.begin_immediate(connection)
-            yield connection
+    def _begin(self) -> AbstractContextManager[Connection]:
+        return dialect.begin_to_write(self.engine)
 
-    @contextmanager
-    def _store_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except SQLAlchemyError as error:
-            raise dialect.store_error(self.engine, error) from error
+    def _store_errors(self) -> AbstractContextManager[None]:
+        return dialect.raise_store_errors(self.engine)
 
 
 def _place(delivery: Delivery) -> Position:
