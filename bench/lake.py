@@ -1,6 +1,7 @@
 """The lake of the marketplace: a log of files into tables, beside Spark and DuckDB by hand.
 
 python bench/lake.py [--quick] [--json FILE] [--events N] [--check] [--logs DIR] [--ours]
+    [--prepared]
 
 A million events (--quick: 100,000) with all faults, on `local[2]`. Of the log, 5,000 events that
 are spread over all days and the newest 5,000 are held back: the first run takes the rest, then each
@@ -8,6 +9,8 @@ of the two comes as a batch of its own to the same session. Memory is that of al
 
 Floors write nine tables by hand (bench/lake_floor.py says what they leave out), and the same nine
 are made by a pipeline. All three are timed from the start of their session on. Then all 17 tables.
+No session uses a class archive. With --prepared ours use that of `conquiet pipeline prepare`, made
+before; plain PySpark has no such thing.
 
 --ours leaves the floors and the nine tables out. --check compares every table with the oracle
 afterwards. --logs keeps the files of the generator, or takes those that are there. With more than a
@@ -34,6 +37,7 @@ import msgspec
 
 from bench.harness import Case, arguments, report
 from bench.lake_cost import Cost, costing
+from conquiet.spark.class_archive import make_archive
 from marketplace.generator import Generator, write_parquet
 from marketplace.oracle import TABLES, Oracle
 
@@ -50,6 +54,7 @@ class Wanted(NamedTuple):
     check: bool
     logs: Path | None
     floors: bool
+    prepared: bool
 
 
 class Log(NamedTuple):
@@ -79,6 +84,9 @@ def main() -> None:
     options = arguments(__doc__)
     events = wanted.events or (QUICK_EVENTS if options.quick else EVENTS)
     with tempfile.TemporaryDirectory(prefix="bench-", dir="/var/tmp") as directory:
+        os.environ["XDG_CACHE_HOME"] = directory  # where a class archive would be
+        if wanted.prepared:
+            make_archive()
         report(list(cases(events, Path(directory), wanted)), options)
 
 
@@ -89,8 +97,9 @@ def own_arguments() -> Wanted:
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--logs", type=Path)
     parser.add_argument("--ours", action="store_true")
+    parser.add_argument("--prepared", action="store_true")
     given, sys.argv[1:] = parser.parse_known_args()
-    return Wanted(given.events, given.check, given.logs, not given.ours)
+    return Wanted(given.events, given.check, given.logs, not given.ours, given.prepared)
 
 
 def cases(events: int, directory: Path, wanted: Wanted) -> Iterator[Case]:

@@ -13,9 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from tests import needs
+from tests.spark.conftest import INSTALL_JAVA, java_version
 
 from conquiet.errors import ConfigError
 from conquiet.spark.checkpoint import local_directory, lock_checkpoint
+from conquiet.spark.class_archive import OPTIONS, ClassArchive, archive_place
 from conquiet.spark.columns import CORES_VARIABLE
 from conquiet.spark.formats import executor_cores
 from conquiet.spark.log import tasks
@@ -239,3 +242,48 @@ def test_only_a_local_checkpoint_has_a_lock() -> None:
     assert local_directory("file:///a/b") == Path("/a/b")
     with lock_checkpoint("s3a://bucket/checkpoint"):
         pass
+
+
+def test_java_gets_the_class_archive_beside_the_options_of_the_caller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def given() -> str | None:
+        with ClassArchive():
+            return os.environ.get(OPTIONS)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(OPTIONS, raising=False)
+    place = archive_place()
+    assert given() is None  # there is none yet
+    place.parent.mkdir()
+    place.touch()
+    assert given() == f"-XX:SharedArchiveFile={place} -Xlog:cds*=off"
+    assert OPTIONS not in os.environ
+    monkeypatch.setenv(OPTIONS, "-Dx=1")
+    assert given() == f"-Dx=1 -XX:SharedArchiveFile={place} -Xlog:cds*=off"
+    assert os.environ[OPTIONS] == "-Dx=1"
+    monkeypatch.setenv(OPTIONS, "-XX:SharedArchiveFile=/own.jsa")
+    assert given() == "-XX:SharedArchiveFile=/own.jsa"
+
+
+_MAPPED = """
+from conquiet.spark.settings import session
+spark = session("mapped", formats=False, config={"spark.ui.enabled": False})
+print("jsa" in open(f"/proc/{spark.sparkContext._gateway.proc.pid}/maps").read())
+spark.stop()
+"""
+
+
+@pytest.mark.slow
+def test_a_session_maps_the_classes_that_prepare_has_kept(tmp_path: Path) -> None:
+    if java_version() < 17:
+        needs.missing("Java 17 or newer for Spark", INSTALL_JAVA)
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), OPTIONS: ""}
+    prepare = [sys.executable, "-m", "conquiet", "pipeline", "prepare", "--json"]
+    for command in (prepare, [sys.executable, "-c", _MAPPED]):
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        if command is prepare:
+            made = json.loads(done.stdout)  # and no line of Java's
+            assert Path(made["path"]).stat().st_size == made["bytes"] > 10_000_000
+    assert done.stdout.splitlines() == ["True"]

@@ -116,6 +116,10 @@ class Waiting:
     def __exit__(self, *exc_info: object) -> None:
         self.end()
 
+    def show(self, what: str) -> None:
+        """Replace the description."""
+        self.what = what
+
     def end(self) -> None:
         """Erase it for good."""
         self._ended.set()

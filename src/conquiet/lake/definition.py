@@ -27,7 +27,6 @@ OnFail = Literal["quarantine", "count", "stop"]
 Key = str | Callable[["Event"], "str | Iterable[str] | None"]
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-_MICROSECOND = timedelta(microseconds=1)
 _name = re.compile(r"[a-z][a-z0-9_]{0,62}")
 ROWS_QUARANTINE = "rows_quarantine"
 RESERVED = frozenset(
@@ -69,12 +68,6 @@ class Event(msgspec.Struct, gc=False):
     def moment(self) -> datetime:
         """When it happened: the time in its data, if the pipeline names one; else `occurred_at`."""
         return self.own_moment or _time(self.occurred_us)
-
-    @property
-    def moment_us(self) -> int:
-        if self.own_moment is None:
-            return self.occurred_us
-        return (self.own_moment - EPOCH) // _MICROSECOND
 
     @property
     def occurred_at(self) -> datetime:

@@ -37,7 +37,7 @@ from conquiet.lake.journal import FOLDER, Batch, Feed, Folded, Refresh, States
 from conquiet.lake.judge import BUCKETS, Counts, Judge, event_of, holds
 from conquiet.lake.schema import Encoder
 from conquiet.lake.silver import EXPECTATIONS
-from conquiet.lake.tables import CHANGE, Files, Store
+from conquiet.lake.tables import CHANGE, DataFile, Files, Store
 from conquiet.lake.tasks import Tasks, collector_paused, judge_of
 
 STATES = pa.schema([("hash", pa.int64()), ("key", pa.string()), ("state", pa.binary())])
@@ -424,12 +424,15 @@ def run_fold(
     files: Files,
     tasks: Tasks,
     *,
-    rebuild: bool = False,
-) -> tuple[Folded, pa.Table]:
-    """Fold the feed of some batches into new states; return what was written, and the counts of
-    rules over rows."""
+    through: int,
+    gone: dict[str, list[str]] | None = None,
+) -> Folded:
+    """Fold the feed of some batches into new states, up to the batch `through`.
+
+    `gone` is for a rebuild, which begins without states: the files of all rows that were there.
+    """
     feed = [one for batch in batches for one in batch.feed]
-    levels = [] if rebuild else refresh.levels
+    levels = [] if gone is not None else refresh.levels
     rows_of = np.zeros(BUCKETS, np.int64)
     for one in feed:
         for bucket, rows in one.rows.items():
@@ -459,13 +462,21 @@ def run_fold(
     for result in results:
         for name, uri in result.changes.items():
             changes.setdefault(name, []).append(uri)
+    for name, uris in (gone or {}).items():
+        changes.setdefault(name, []).extend(uris)
     level = [one.states for one in results if one.states is not None]
-    left = levels[merged:]
-    through = max((one.number for one in batches), default=refresh.through)
-    folded = Folded(through, [level, *left] if level else list(levels), changes, rebuild)
     counted = [row for one in results for row in one.counts]
-    columns = [list(one) for one in zip(*counted, strict=True)] or [[], [], [], []]
-    return folded, pa.table(columns, schema=EXPECTATIONS)
+    counts: list[DataFile] = []
+    if counted:
+        columns = [list(one) for one in zip(*counted, strict=True)]
+        counts = [files.write("expectations", pa.table(columns, schema=EXPECTATIONS))]
+    return Folded(
+        through,
+        [level, *levels[merged:]] if level else list(levels),
+        changes,
+        replace=gone is not None,
+        counts=counts,
+    )
 
 
 def _levels_to_merge(new: int, levels: Sequence[Sequence[States]]) -> int:

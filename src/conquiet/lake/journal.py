@@ -19,6 +19,7 @@ import uuid
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
+import numpy as np
 import pyarrow as pa
 
 from conquiet.errors import ConfigError, ConquietError
@@ -40,7 +41,7 @@ class LeaseLost(ConquietError):
     """A driver could not renew its lease of a lake in an object store."""
 
 
-class Plan(msgspec.Struct):
+class Plan(msgspec.Struct, frozen=True):
     """Which rows of a file of `raw_events` are first deliveries."""
 
     file: str
@@ -51,6 +52,18 @@ class Plan(msgspec.Struct):
     """Row numbers of first deliveries that came several times, as int32 …"""
     counts: bytes = b""
     """… and how often, as int32."""
+
+    @property
+    def stays(self) -> np.ndarray:
+        """A mask of the rows that are not skipped."""
+        mask = np.ones(self.rows, bool)
+        mask[np.frombuffer(self.skip, np.int32)] = False
+        return mask
+
+    def narrow(self, mask: np.ndarray) -> Plan:
+        """Return a plan that also skips the rows that a mask leaves out."""
+        skip = np.flatnonzero(~(self.stays & mask)).astype(np.int32)
+        return msgspec.structs.replace(self, skip=skip.tobytes())
 
 
 class Batch(msgspec.Struct):
@@ -73,6 +86,27 @@ class Batch(msgspec.Struct):
     feed: list[Feed] = msgspec.field(default_factory=list)
     rebuild: bool = False
     """Whether facts are made again from all events."""
+
+    def add(self, table: str, *files: DataFile) -> None:
+        """Enter files that the commit of a table adds."""
+        self.files.setdefault(table, []).extend(files)
+
+    def drop(self, table: str, *uris: str) -> None:
+        """Enter files that the commit of a table removes."""
+        self.remove.setdefault(table, []).extend(uris)
+
+    def change(self, table: str, *uris: str) -> None:
+        """Enter files of changes: they, and not its new files, are what changed in a table."""
+        self.changes.setdefault(table, []).extend(uris)
+
+    def give(self, feed: Feed | None) -> None:
+        """Enter a file of events for facts, if there is one."""
+        if feed is not None:
+            self.feed.append(feed)
+
+    def complete(self) -> None:
+        """Enter that all files are written."""
+        self.step = "judged"
 
 
 class Feed(msgspec.Struct):

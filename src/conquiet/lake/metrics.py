@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from conquiet.errors import ConfigError
 from conquiet.lake.definition import ROWS_QUARANTINE
+from conquiet.lake.reconcile import DELIVERY
 
 try:
     from prometheus_client.core import GaugeMetricFamily
@@ -63,6 +64,15 @@ METRICS = (
         "rows of facts in quarantine",
         ROWS_QUARANTINE,
         f"SELECT rule, count(*) FROM {ROWS_QUARANTINE} GROUP BY 1",
+    ),
+    Metric(
+        "conquiet_lake_delivery_lag_seconds",
+        "quantile",
+        "from an event's row in the outbox to its first entry in the log, in the newest hour",
+        DELIVERY,
+        "SELECT unnest(['0.5', '0.95', '0.99']),"
+        " unnest([lag_p50_ms, lag_p95_ms, lag_p99_ms]) / 1000"
+        f" FROM (FROM {DELIVERY} ORDER BY hour DESC LIMIT 1)",
     ),
 )
 

@@ -21,7 +21,7 @@ from conquiet.errors import ConfigError
 from conquiet.events.catalog import Catalog
 from conquiet.lake import facts, silver
 from conquiet.lake.definition import Definitions
-from conquiet.lake.journal import FOLDER, Batch, Folded, Journal, Lease, Lock, Refresh
+from conquiet.lake.journal import FOLDER, Batch, Folded, Journal, Lease, Lock, Plan, Refresh
 from conquiet.lake.query import ROWS_PER_FILE as QUERY_ROWS_PER_FILE
 from conquiet.lake.query import Database, Mart, Query, TableRefresh, forget_changes, mart
 from conquiet.lake.reconcile import COMPLETENESS, DELIVERY, Outbox, Scope, reconciliation
@@ -143,21 +143,22 @@ class Driver:
                 taken = self.tasks.take(entries, work)
             if not taken:
                 return 0
-            record = Batch(self.journal.next_number, query, batch)
-            self.step("raw_events written", record.number)
+            number = self.journal.next_number
+            self.step("raw_events written", number)
+            plans: list[Plan] = []
+            again = silver.REDELIVERIES.empty_table()
             if self.definition.structs:
                 plans, again = silver.plan(taken, self.known, self.files)
                 if new_only:
                     taken, plans = silver.drop_known(taken, plans, self.files)
-                elif len(again):
-                    record.files["redeliveries"] = [self.files.write("redeliveries", again)]
-                record.plans = plans
             elif new_only:
                 known = silver.plan_known(taken, self.store, self.files)
                 taken, _ = silver.drop_known(taken, known, self.files)
             rows = sum(one.file.rows for one in taken)
             self._events += rows
-            record.raw = [one.file for one in taken]
+            record = Batch(number, query, batch, raw=[one.file for one in taken], plans=plans)
+            if len(again) and not new_only:
+                record.add("redeliveries", self.files.write("redeliveries", again))
             self.journal.write(record)
             self.step("taken", record.number)
             self._finish(record)
@@ -194,7 +195,7 @@ class Driver:
     def enter(self, record: Batch) -> None:
         """Write the record of a batch whose files are written, and commit it."""
         with self._busy:
-            record.step = "judged"
+            record.complete()
             self.step("judged files written", record.number)
             self.journal.write(record)
             self.step("judged", record.number)
@@ -231,22 +232,30 @@ class Driver:
             fed = batches[last:]  # an earlier batch is part of what a rebuild has read
         else:
             fed = list(batches)
-        folded, counts = facts.run_fold(
-            self.shared, fed, before, self.files, self._tasks_for(rows), rebuild=rebuild
+        folded = facts.run_fold(
+            self.shared,
+            fed,
+            before,
+            self.files,
+            self._tasks_for(rows),
+            through=batches[-1].number,
+            gone=self._all_rows() if rebuild else None,
         )
-        folded.through = batches[-1].number
-        for name in self.definition.tables if rebuild else ():
-            rows = self.store.read(name)
-            if len(rows):  # for marts and queries: all rows go, all rows come
-                rows = rows.append_column(CHANGE, pa.array(np.full(len(rows), -1, np.int8)))
-                uri = facts.write_changes(self.files, name, rows)
-                folded.changes.setdefault(name, []).append(uri)
-        if len(counts):
-            folded.counts = [self.files.write("expectations", counts)]
         self.step("states and changes written", folded.through)
         self.journal.write_refresh(Refresh(before.through, before.levels, before.facts, folded))
         self.step("folded", folded.through)
         return folded
+
+    def _all_rows(self) -> dict[str, list[str]]:
+        """Write the rows of all tables of facts as removed: for marts and queries, all rows of a
+        rebuild go before all rows come."""
+        gone: dict[str, list[str]] = {}
+        for name in self.definition.tables:
+            for uri in self.store.files(name):
+                rows = self.files.read([uri])
+                rows = rows.append_column(CHANGE, pa.array(np.full(len(rows), -1, np.int8)))
+                gone.setdefault(name, []).append(facts.write_changes(self.files, name, rows))
+        return gone
 
     def _apply(self, folded: Folded, outbox: Outbox | str | None) -> int:
         batches = [one for one in self.journal.pending if one.number <= folded.through]
@@ -476,9 +485,11 @@ class Pipeline(Definitions):
             )
         return files.uri("_checkpoint")
 
-    def driver(self, spark: Any = None) -> Driver:
+    def driver(
+        self, spark: Any = None, on_progress: Callable[[Progress], None] = _say_nothing
+    ) -> Driver:
         """Return a driver of the lake, which works in this process unless it is given a session."""
-        return Driver(self, None if spark is None else Executors(spark))
+        return Driver(self, None if spark is None else Executors(spark), on_progress)
 
     def take(self, entries: pa.Table | Iterable[Mapping[str, Any]]) -> int:
         """Take entries in as one batch, without Spark; `refresh` brings facts up to them."""
@@ -497,10 +508,11 @@ class Pipeline(Definitions):
         *,
         spark: Any = None,
         outbox: Outbox | str | None = None,
+        on_progress: Callable[[Progress], None] = _say_nothing,
     ) -> int:
         """Judge days of `raw_events` again (UTC, `until` not included), after a fix; return the
         number of days. Facts are made again from all events."""
-        with self.driver(spark) as driver:
+        with self.driver(spark, on_progress) as driver:
             days = replay_days(driver, since, until)
             driver.refresh(outbox)
             return days

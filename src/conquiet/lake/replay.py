@@ -42,7 +42,10 @@ def survey_file(task: _Survey) -> silver.Taken:
 
 def replay_days(driver: Driver, since: date | None, until: date | None) -> int:
     """Judge the entries of some days (UTC, of the attribute `time`) again, and make facts again
-    from all events; return the number of days."""
+    from all events; return the number of days.
+
+    In the driver's memory are some numbers per entry of raw_events, and the rows of one file.
+    """
     if since is not None and until is not None and since >= until:
         raise ConfigError(f"since={since} is not before until={until}: name at least one day")
     low = _ANY_DAY[0] if since is None else (since - EPOCH.date()).days
@@ -56,16 +59,30 @@ def replay_days(driver: Driver, since: date | None, until: date | None) -> int:
     days = {int(day) for one, mask in zip(found, chosen, strict=True) for day in one.days[mask]}
     if not days:
         return 0
-    record = Batch(driver.journal.next_number, "replay", driver.journal.last_of("replay") + 1)
-    record.rebuild = True
-    record.plans, _ = silver.plan(found, None, files, chosen)
-    record.plans = [one for one in record.plans if len(one.skip) < one.rows * 4]
+    plans, _ = silver.plan(found, None, files, chosen)
+    record = Batch(
+        driver.journal.next_number,
+        "replay",
+        driver.journal.last_of("replay") + 1,
+        plans=[one for one in plans if one.stays.any()],
+        rebuild=True,
+    )
     others, _ = silver.plan(found, None, files, [~mask for mask in chosen])
     others = _accepted(driver, found, others)
-    silver.run_judge(record, driver.shared, files, driver.tasks, None, others)
+    driver.step("days found", record.number)
+    silver.run_judge(
+        record,
+        driver.shared,
+        files,
+        driver.tasks,
+        None,
+        others,
+        lambda done, total: driver.step(f"{done:,} of {total:,} files judged", record.number),
+    )
     for name in silver.schemas(driver.definition):
         if name not in ("raw_events", "expectations"):
             _remove_days(driver, record, name, low, high)
+            driver.step(f"{name} divided", record.number)
     _remove_counts(driver, record, low, high)
     driver.known.forget()
     driver.enter(record)
@@ -78,41 +95,30 @@ def _accepted(driver: Driver, found: list[silver.Taken], plans: list[Plan]) -> l
     known = silver.KnownIds(driver.store, tables)
     left = []
     for one, plan in zip(found, plans, strict=True):
-        skip = np.zeros(plan.rows, bool)
-        skip[np.frombuffer(plan.skip, np.int32)] = True
-        skip |= ~known.contains(one.hashes, one.checks, one.days)
-        if not skip.all():
-            plan.skip = np.flatnonzero(skip).astype(np.int32).tobytes()
+        plan = plan.narrow(known.contains(one.hashes, one.checks, one.days))
+        if plan.stays.any():
             left.append(plan)
     return left
 
 
 def _remove_days(driver: Driver, record: Batch, name: str, low: int, high: int) -> None:
-    """Take the rows of some days out of a table, and note them as changes."""
+    """Take the rows of some days out of a table; note them, and those that were judged again, as
+    changes."""
     files = driver.files
-    gone: list[pa.Table] = []
+    record.change(name)
+    for one in record.files.get(name, []):
+        note_changes(driver, record, name, files.read([files.uri(name, one.name)]), 1)
     for uri, least, most in driver.store.ranges(name, "_day"):
         if least is not None and (most < low or least > high):
             continue
         rows = files.read([uri])
         mask = pc.and_(pc.greater_equal(rows["_day"], low), pc.less_equal(rows["_day"], high))
         mask = pc.fill_null(mask, False)
-        record.remove.setdefault(name, []).append(uri)
-        gone.append(rows.filter(mask))
+        record.drop(name, uri)
+        note_changes(driver, record, name, rows.filter(mask), -1)
         left = rows.filter(pc.invert(mask))
         if len(left):
-            record.files.setdefault(name, []).append(silver.write_rows(files, name, left))
-    new = [one.name for one in record.files.get(name, [])]
-    if gone and sum(map(len, gone)):
-        note_changes(driver, record, name, pa.concat_tables(gone, promote_options="default"), -1)
-    added = [files.read([files.uri(name, one)]) for one in new]
-    inside = [
-        rows.filter(pc.and_(pc.greater_equal(rows["_day"], low), pc.less_equal(rows["_day"], high)))
-        for rows in added
-    ]
-    if inside:
-        note_changes(driver, record, name, pa.concat_tables(inside), 1)
-    record.changes.setdefault(name, [])
+            record.add(name, silver.write_rows(files, name, left))
 
 
 def _remove_counts(driver: Driver, record: Batch, low: int, high: int) -> None:
@@ -130,17 +136,19 @@ def _remove_counts(driver: Driver, record: Batch, low: int, high: int) -> None:
     stays = pc.and_(
         pc.is_in(rows["rule"], value_set=pa.array(events, pa.string())), pc.invert(inside)
     )
-    record.remove[name] = stored
+    record.drop(name, *stored)
     left = rows.filter(stays)
     if len(left):
-        record.files.setdefault(name, []).append(driver.files.write(name, left))
+        record.add(name, driver.files.write(name, left))
 
 
 def note_changes(driver: Driver, record: Batch, name: str, rows: pa.Table, sign: int) -> None:
     """Write removed or added rows for the marts and queries of the next refresh."""
+    if not len(rows):
+        return
     signs = pa.array(np.full(len(rows), sign, np.int8))
     uri = facts.write_changes(driver.files, name, rows.append_column(CHANGE, signs))
-    record.changes.setdefault(name, []).append(uri)
+    record.change(name, uri)
 
 
 # --- quarantine ---------------------------------------------------------------------------------
@@ -184,7 +192,7 @@ def retry_quarantine(driver: Driver, reason: str | None) -> int:
         if reason is not None:
             mask = pc.and_(mask, pc.equal(rows["reason"], reason))
         if pc.any(mask).as_py():
-            record.remove.setdefault(name, []).append(uri)
+            record.drop(name, uri)
             tried.append(rows.filter(mask))
             kept.append(rows.filter(pc.invert(mask)))
     if not tried:
@@ -199,10 +207,11 @@ def retry_quarantine(driver: Driver, reason: str | None) -> int:
     quarantined = judged.quarantine
     judged.quarantine = quarantined.slice(0, 0)
     result = silver.write_judged(files, judged, judge)
-    record.files = {table: [file] for table, file in result.files.items()}
-    record.feed = [] if result.feed is None else [result.feed]
+    for table, file in result.files.items():
+        record.add(table, file)
+    record.give(result.feed)
     if len(left):
-        record.files[name] = [silver.write_rows(files, name, left)]
+        record.add(name, silver.write_rows(files, name, left))
     note_changes(driver, record, name, before, -1)
     note_changes(driver, record, name, quarantined, 1)
     silver.enter_counts(record, files, result.counts)

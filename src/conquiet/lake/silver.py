@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from hashlib import blake2b
@@ -64,6 +64,8 @@ NO_DAY = -1
 """The day of an entry without the attribute `time`."""
 
 _ROWS_PER_FILE = 64_000
+_FILES_PER_CORE = 16
+"""Files of a job, which are entered when it is done: a replay judges all files of a lake."""
 _FEW_ROWS = 10_000
 _BYTES_PER_FILE = 64 * 2**20
 _DICTIONARY = (
@@ -427,8 +429,7 @@ def drop_known(
     kept: list[Taken] = []
     left: list[Plan] = []
     for one, plan in zip(taken, plans, strict=True):
-        stays = np.ones(plan.rows, bool)
-        stays[np.frombuffer(plan.skip, np.int32)] = False
+        stays = plan.stays
         if not stays.any():
             continue
         if not stays.all():
@@ -492,11 +493,7 @@ def first_deliveries(raw: pa.Table, plan: Plan) -> pa.Table:
     }
     columns = [made[one] if one in made else raw[one] for one in ENTRIES.names]
     entries = pa.table(columns, schema=ENTRIES)
-    if plan.skip:
-        stays = np.ones(len(raw), bool)
-        stays[np.frombuffer(plan.skip, np.int32)] = False
-        entries = entries.filter(pa.array(stays))
-    return entries
+    return entries.filter(pa.array(plan.stays)) if plan.skip else entries
 
 
 def write_judged(files: Files, judged: Judged, judge: Judge) -> JudgeResult:
@@ -548,24 +545,30 @@ def run_judge(
     tasks: Tasks,
     known: KnownIds | None,
     feed_only: Sequence[Plan] = (),
+    on_progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> None:
-    """Judge the files of a batch, and enter what was written in its record."""
+    """Judge the files of a batch, and enter what was written in its record. `on_progress` gets how
+    many files are done, of how many."""
     work = [JudgeTask(definition, files, one) for one in batch.plans]
     work += [JudgeTask(definition, files, one, with_silver=False) for one in feed_only]
-    results = tasks.map(judge_file, work)
-    for one in results:
-        for name, file in one.files.items():
-            batch.files.setdefault(name, []).append(file)
-        if one.feed is not None:
-            batch.feed.append(one.feed)
-        if known is not None and one.hashes:
-            known.add(
-                np.frombuffer(one.hashes, np.int64),
-                np.frombuffer(one.checks, np.int64),
-                np.frombuffer(one.days, np.int32),
-            )
-    enter_counts(batch, files, [row for one in results[: len(batch.plans)] for row in one.counts])
-    batch.step = "judged"
+    counted: list[tuple[str, date | None, int, int]] = []
+    at_once = _FILES_PER_CORE * tasks.cores
+    for start in range(0, len(work), at_once):
+        part = work[start : start + at_once]
+        for task, one in zip(part, tasks.map(judge_file, part), strict=True):
+            for name, file in one.files.items():
+                batch.add(name, file)
+            batch.give(one.feed)
+            if task.with_silver:
+                counted += one.counts
+            if known is not None and one.hashes:
+                known.add(
+                    np.frombuffer(one.hashes, np.int64),
+                    np.frombuffer(one.checks, np.int64),
+                    np.frombuffer(one.days, np.int32),
+                )
+        on_progress(start + len(part), len(work))
+    enter_counts(batch, files, counted)
 
 
 def enter_counts(
@@ -577,7 +580,7 @@ def enter_counts(
         rows = pa.table(columns, schema=EXPECTATIONS).group_by(["rule", "day"])
         table = rows.aggregate([("checked", "sum"), ("failed", "sum")])
         table = table.rename_columns(EXPECTATIONS.names)
-        batch.files.setdefault("expectations", []).append(files.write("expectations", table))
+        batch.add("expectations", files.write("expectations", table))
 
 
 def today() -> date:

@@ -52,33 +52,47 @@ class Executors:
     """Runs tasks on Spark's executors, one task per item."""
 
     def __init__(self, spark: SparkSession) -> None:
+        from pyspark.sql import SparkSession as ClassicSession
+
         self._spark = spark
+        self._is_remote = not isinstance(spark, ClassicSession)
 
     @property
     def cores(self) -> int:
         """The cores of the executors that there are now: those of a cluster come and go."""
-        try:
-            return max(1, int(self._spark.sparkContext.defaultParallelism))
-        except Exception:  # noqa: BLE001 - a Connect session has no context
-            return 8
+        if self._is_remote:
+            return 8  # a server says nothing of its executors
+        return max(1, int(self._spark.sparkContext.defaultParallelism))
 
     def map(self, function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
         if not items:
             return []
-        count = len(items)
-        given = [pickle.dumps(one) for one in items]
         paths = list(sys.path)
 
-        def run(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        def run(item: bytes) -> bytes:
             _see(paths)
-            for batch in batches:
-                for place in batch.column(0).to_pylist():
-                    done = pickle.dumps((place, function(pickle.loads(given[place]))))
-                    yield pa.RecordBatch.from_arrays([pa.array([done], pa.binary())], ["result"])
+            return pickle.dumps(function(pickle.loads(item)))
 
-        rows = self._spark.range(0, count, 1, count).mapInArrow(run, "result BINARY").collect()
-        found = dict(pickle.loads(bytes(row[0])) for row in rows)
-        return [found[place] for place in range(count)]
+        given = [pickle.dumps(one) for one in items]
+        done = self._map_rows(run, given) if self._is_remote else self._map_items(run, given)
+        return [pickle.loads(one) for one in done]
+
+    def _map_items(self, run: Callable[[bytes], bytes], given: list[bytes]) -> list[bytes]:
+        """Run a job without SQL: nothing is planned, and no code is generated for it."""
+        return self._spark.sparkContext.parallelize(given, len(given)).map(run).collect()
+
+    def _map_rows(self, run: Callable[[bytes], bytes], given: list[bytes]) -> list[bytes]:
+        """Run a job through Spark Connect, which knows frames alone."""
+
+        def run_batches(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+            for batch in batches:
+                places = batch.column(0)
+                done = pa.array([run(given[place]) for place in places.to_pylist()], pa.binary())
+                yield pa.RecordBatch.from_arrays([places, done], ["place", "result"])
+
+        numbers = self._spark.range(0, len(given), 1, len(given))
+        rows = numbers.mapInArrow(run_batches, "place BIGINT, result BINARY").collect()
+        return [bytes(row[1]) for row in sorted(rows)]
 
     def take(self, frame: DataFrame, take: Take) -> list[Any]:
         """Run a function over the rows of a frame, partition by partition."""

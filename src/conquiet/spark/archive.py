@@ -93,7 +93,7 @@ def pack(
             _write(archive, _files(item), written)
         for path in include:
             _write(archive, _tree(path), written)
-        first = first_python(left_out)
+        first = first_python({*found, *left_out})
         archive.writestr(MANIFEST, json.dumps({"python": first, "packages": versions}))
     part.replace(target)
     return Archive(target, first, versions, target.stat().st_size)
@@ -113,13 +113,13 @@ def check_minor(python: str) -> None:
         )
 
 
-def first_python(left_out: Iterable[str] = ()) -> str:
-    """Return the first patch release of this Python for which no installed package is missing."""
+def first_python(packages: set[str]) -> str:
+    """Return the first patch release of this Python that needs none but these packages."""
     major, minor = sys.version_info[:2]
     first = _LAST_PATCH
     for patch in reversed(range(_LAST_PATCH)):
-        _, missing = _resolve("conquiet", _EXTRAS, f"{major}.{minor}.{patch}")
-        if set(missing) - set(left_out):
+        needed, missing = _resolve("conquiet", _EXTRAS, f"{major}.{minor}.{patch}")
+        if {*needed, *missing} - packages:
             break
         first = patch
     return f"{major}.{minor}.{first}"

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conquiet.errors import ConfigError
+from conquiet.spark.class_archive import ClassArchive
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -91,7 +92,7 @@ def _start(app: str, master: str | None, chosen: Settings) -> tuple[SparkSession
         return running, {}
     if master is not None and is_local(master):
         _cores(master)  # refuses an invalid master before Java is started
-    with DriverPython() as python:
+    with DriverPython() as python, ClassArchive():
         # Java starts a Python of its own to look for data sources: this one, not that on the PATH.
         os.environ.setdefault("PYSPARK_DRIVER_PYTHON", python.command)
         known = _read_known(master, chosen)

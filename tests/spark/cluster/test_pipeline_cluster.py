@@ -9,6 +9,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -128,12 +129,16 @@ def test_a_stream_is_carried_once_though_a_worker_and_the_driver_are_killed(
 
 @pytest.fixture(scope="module")
 def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `conquiet pipeline package` makes, without what these tests have no use for."""
-    target = tmp_path_factory.mktemp("archive") / "packages.zip"
+    return pack_archive(tmp_path_factory.mktemp("archive") / "packages.zip")
+
+
+def pack_archive(target: Path, *more: str) -> Path:
+    """Run `conquiet pipeline package`, without what these tests have no use for."""
     packing = [sys.executable, "-m", "conquiet", "pipeline", "package", "--output", str(target)]
     heavy = ("sqlalchemy", "psycopg-binary", "adbc-driver-postgresql")
     without = [word for name in heavy for word in ("--without", name)]
-    subprocess.run([*packing, *without], check=True, timeout=JOB_SECONDS, stdout=subprocess.DEVNULL)
+    command = [*packing, *without, *more]
+    subprocess.run(command, check=True, timeout=JOB_SECONDS, stdout=subprocess.DEVNULL)
     return target
 
 
@@ -199,20 +204,45 @@ def test_the_command_brings_the_archive_to_executors_without_conquiet(
     assert ids_in(lake) == sorted(f"e-{number}" for number in range(500))
 
 
-def test_executors_whose_python_is_too_early_for_the_archive_are_refused(
-    cluster, tmp_path: Path, archive: Path, redis_client, redis_url
-) -> None:
-    """Debian 12 has 3.11.2, where redis needs a package that the archive lacks."""
-    here = subprocess.run([DEBIAN, "-V"], capture_output=True, text=True).stdout.split()[-1:]
-    first = json.loads(zipfile.ZipFile(archive).read(MANIFEST))["python"]
-    if not here or here[0].rpartition(".")[0] != first.rpartition(".")[0] or here[0] >= first:
-        pytest.skip(f"{DEBIAN} is {here}, which the archive for {first} fits, or never will")
-    publish(redis_client, 0, 5)
-    arguments = [*on(cluster, tmp_path, "spark.executorEnv.PYTHONPATH"), "--once"]
+@pytest.fixture
+def debian() -> str:
+    """The Python of Debian, if it is an earlier patch release of this one: 12 has 3.11.2, where
+    redis needs a package that later releases do not."""
+    said = subprocess.run([DEBIAN, "-V"], capture_output=True, text=True).stdout.split()
+    here = said[-1] if said else "none"
+    minor, _, patch = here.rpartition(".")
+    if minor != f"3.{sys.version_info.minor}" or int(patch) >= 3:
+        pytest.skip(f"{DEBIAN} is {here}")
+    return here
+
+
+def run_by_debian(cluster: Cluster, directory: Path, archive: Path, redis_url: str) -> Pipeline:
+    arguments = [*on(cluster, directory, "spark.executorEnv.PYTHONPATH"), "--once"]
     arguments += ["--broker", redis_url, "--streams", "events:*", "--archive", str(archive)]
     arguments += ["--conf", f"spark.pyspark.python={DEBIAN}"]
-    running = Pipeline(tmp_path, tmp_path / "lake", *arguments, environment={})
+    return Pipeline(directory, directory / "lake", *arguments, environment={})
+
+
+def test_executors_whose_python_is_too_early_for_the_archive_are_refused(
+    cluster, tmp_path: Path, archive: Path, debian: str, redis_client, redis_url
+) -> None:
+    first = json.loads(zipfile.ZipFile(archive).read(MANIFEST))["python"]
+    assert first.endswith(".3")
+    publish(redis_client, 0, 5)
+    running = run_by_debian(cluster, tmp_path, archive, redis_url)
     assert running.process.wait(JOB_SECONDS) == 1
     [line] = [line for line in running.err.read_text().splitlines() if "error:" in line]
     assert f"was packed for Python {first} and later patch releases" in line
-    assert f"pack it again with --python {here[0]}" in line
+    assert f"pack it again with --python {debian}" in line
+
+
+def test_an_archive_for_an_earlier_python_serves_executors_that_have_it(
+    cluster, tmp_path: Path, debian: str, redis_client, redis_url
+) -> None:
+    if find_spec("async_timeout") is None:
+        needs.missing("async-timeout", "pip install async-timeout")
+    publish(redis_client, 0, 500)
+    packed = pack_archive(tmp_path / "early.zip", "--python", debian)
+    running = run_by_debian(cluster, tmp_path, packed, redis_url)
+    assert running.end() == 500
+    assert ids_in(tmp_path / "lake") == sorted(f"e-{number}" for number in range(500))

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from tests.unit.lake.payments import entries, pipeline
+from tests.unit.lake.payments import CATALOG, Captured, entries, pipeline
 from tests.unit.lake.test_engine import contents
 
+from conquiet.lake import Pipeline
 from conquiet.lake import pipeline as engine
 from conquiet.lake.pipeline import as_table
 from conquiet.lake.source import plan_splits, read_files
+from conquiet.spark.query import QueryFailed
 
 
 @pytest.fixture
@@ -126,8 +128,6 @@ def test_the_log_in_redis(spark, lake, redis_client, redis_url, expected):
 def test_an_error_of_a_fact_ends_the_run_in_its_own_words(spark, tmp_path, monkeypatch):
     from tests.unit.lake import payments
 
-    from conquiet.spark.query import QueryFailed
-
     write(tmp_path / "log", entries(2), 1)
     payments.pipeline.lake = str(tmp_path / "lake")
 
@@ -141,6 +141,19 @@ def test_an_error_of_a_fact_ends_the_run_in_its_own_words(spark, tmp_path, monke
         payments.pipeline.run(events, once=True, refresh_seconds=0)
 
 
+def test_an_error_of_a_task_ends_the_run_in_its_own_words(spark, tmp_path):
+    write(tmp_path / "log", entries(5), 1)
+    strict = Pipeline(CATALOG, lake=tmp_path / "lake", name="payments")
+
+    @strict.expect("rich", on_fail="stop")
+    def rich(data: Captured) -> bool:
+        return data.cents > 10**9
+
+    with pytest.raises(QueryFailed, match=r"^event \S+ breaks the rule rich, which stops"):
+        strict.run(read_files(spark, str(tmp_path / "log")), once=True)
+
+
+@pytest.mark.slow
 def test_definitions_of_main_reach_executors(tmp_path, spark):
     """A script run as a program: its structs have no module that executors could import."""
     import subprocess

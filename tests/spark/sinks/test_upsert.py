@@ -302,6 +302,7 @@ def test_sqlite_waits_for_the_application(sqlite_url, tmp_path):
 # --- on Spark ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_frame_and_a_stream_on_spark(spark, database_url, tmp_path: Path):
     """A stream with a replayed batch: its commit in the checkpoint is lost, as by a crash."""
     from conquiet.spark import upsert_into

@@ -139,6 +139,8 @@ def test_replay_and_retry_leave_right_tables_alone(
     before = answers(capsys, "show", "--sql", ORDERS, *to)
     since = ("--since", "2026-03-01", "--until", "2026-03-03")
     assert answers(capsys, "replay", TARGET, *since, *to) == [{"days": 2}]
+    [everything] = answers(capsys, "replay", TARGET, *to)
+    assert everything["days"] > 2
     assert answers(capsys, "quarantine", "retry", TARGET, *to) == [{"events": 0}]
     refused = answers(capsys, "quarantine", "list", TARGET, "--limit", "1000", *to)
     assert len(refused) == oracle.count("events_quarantine")

@@ -80,31 +80,29 @@ def not_free(row: Payment) -> bool:
 class PaymentState(msgspec.Struct, array_like=True):
     key: str = ""
     shop: str | None = None
-    authorized_us: int = 0
-    captured: tuple[int, int] | None = None
-    corrected: tuple[int, str, int] | None = None
+    authorized_at: datetime | None = None
+    captured: tuple[datetime, int] | None = None
+    corrected: tuple[datetime, str, int] | None = None
 
     def apply(self, event: Event) -> None:
         data = event.data
         if isinstance(data, Authorized):
-            self.shop, self.authorized_us = data.shop, event.moment_us
+            self.shop, self.authorized_at = data.shop, event.moment
         elif isinstance(data, Captured):
-            first = (event.moment_us, data.cents)
+            first = (event.moment, data.cents)
             self.captured = min(self.captured or first, first)
         else:  # the latest correction holds, however late it comes
-            last = (event.moment_us, event.event_id, data.cents)
+            last = (event.moment, event.event_id, data.cents)
             self.corrected = max(self.corrected or last, last)
 
     def rows(self) -> Iterator[Payment]:
-        if self.shop is None:
+        if self.shop is None or self.authorized_at is None:
             return
-        at = datetime.fromtimestamp(self.authorized_us / 1e6, UTC)
         cents = self.captured[1] if self.captured else 0
         cents = self.corrected[2] if self.corrected else cents
-        captured_at = None
-        if self.captured:
-            captured_at = datetime.fromtimestamp(self.captured[0] / 1e6, UTC)
-        yield Payment(self.key, pipeline.day(at), self.shop, cents, captured_at)
+        captured_at = self.captured[0] if self.captured else None
+        day = pipeline.day(self.authorized_at)
+        yield Payment(self.key, day, self.shop, cents, captured_at)
 
 
 pipeline.mart(

@@ -15,9 +15,11 @@ from tests import zygote
 from tests.unit.lake.payments import CATALOG, Captured, entries, entry, pipeline
 
 from conquiet.errors import ConfigError
-from conquiet.lake import ExpectationFailed, Pipeline, facts, journal
+from conquiet.lake import ExpectationFailed, Pipeline, facts, journal, silver
 from conquiet.lake.facts import FactFailed
+from conquiet.lake.pipeline import Driver
 from conquiet.lake.tables import Files
+from conquiet.lake.tasks import Here
 from conquiet.testing import eventually
 
 
@@ -211,10 +213,10 @@ def test_a_row_that_breaks_a_rule_waits_in_quarantine_for_its_correction(tmp_pat
     @made.fact(key="payment_id", events=["payment_corrected"])
     class PaidState(msgspec.Struct):
         key: str = ""
-        last: tuple[int, int] = (0, 0)
+        last: tuple[datetime, int] = (datetime.min.replace(tzinfo=UTC), 0)
 
         def apply(self, event):
-            self.last = max(self.last, (event.moment_us, event.data.cents))
+            self.last = max(self.last, (event.moment, event.data.cents))
 
         def rows(self):
             yield Paid(self.key, "north", date(2026, 3, 1), self.last[1])
@@ -356,6 +358,32 @@ def test_quarantine_comes_back_after_a_fix(tmp_path):
     assert sum(new.read("events")["delivery_count"].to_pylist()) == 11
 
 
+def test_a_replay_holds_the_rows_of_one_file_and_says_how_far_it_is(lake, monkeypatch):
+    log = entries(20)
+    size = -(-len(log) // 4)
+    for start in range(0, len(log), size):
+        lake.take(log[start : start + size])
+    lake.refresh()
+    before = contents(lake)
+    rows, steps = [], []
+    write = facts.write_changes
+
+    def count(files, table, changed):
+        rows.append(len(changed))
+        return write(files, table, changed)
+
+    monkeypatch.setattr(facts, "write_changes", count)
+    monkeypatch.setattr(silver, "_FILES_PER_CORE", 3)
+    lake.replay(on_progress=lambda progress: steps.append(progress.step))
+    assert contents(lake) == before
+    assert 0 < max(rows) <= size
+    assert [one for one in steps if one.endswith("files judged")] == [
+        "3 of 4 files judged",
+        "4 of 4 files judged",
+    ]
+    assert steps[-1] == "applied"
+
+
 @pytest.mark.parametrize("bounds", [(None, None), (date(2026, 3, 2), date(2026, 3, 4))])
 def test_replay_after_a_fix_gives_what_a_new_lake_would(tmp_path, bounds):
     def made(folder: str, least: int) -> Pipeline:
@@ -414,6 +442,31 @@ def test_a_fold_in_many_tasks_gives_the_same_tables(lake, tmp_path, monkeypatch)
     assert len(list((tmp_path / "many" / "_pipeline" / "states").iterdir())) > 4
 
 
+def test_one_hot_day_is_divided_among_all_cores(lake, monkeypatch):
+    """Tasks are made of keys and not of days, and have about the same number of events."""
+    loads = []
+
+    class Four(Here):
+        cores = 4
+
+        def map(self, function, items):
+            done = super().map(function, items)
+            if function is facts.fold:
+                loads.extend(one.states.rows for one in done)
+            return done
+
+    log = [
+        entry("payment_corrected", {"payment_id": f"p{number}", "cents": 5}, hour=1, number=number)
+        for number in range(800)
+    ]
+    monkeypatch.setattr("conquiet.lake.pipeline._FEW_ROWS", 0)
+    with Driver(lake, Four()) as driver:
+        driver.take(as_table(log), "test", 0)
+        driver.refresh()
+    assert len(loads) == 8
+    assert max(loads) < 1.2 * sum(loads) / len(loads)
+
+
 @pytest.mark.slow
 def test_states_stay_in_few_levels(lake):
     log = entries(12)
@@ -444,6 +497,7 @@ def test_optimize_puts_small_files_together(lake):
     assert lake.read("payment").num_rows == 40
 
 
+@pytest.mark.slow
 def test_optimize_puts_small_files_of_facts_and_marts_together(lake):
     log = entries(24)
     for start in range(0, len(log), 6):

@@ -10,13 +10,15 @@ import pytest
 
 READ = """
 import pickle, sys
+from datetime import UTC, datetime
 definition = pickle.loads(open(sys.argv[1], "rb").read())
 from conquiet.lake.judge import Judge
 Judge(definition)
 first, second = (definition.structs["payment_authorized", one] for one in (1, 2))
 assert issubclass(second, first)
 assert second("p", "shop", 1, "USD").currency == "USD"
-state = definition.facts["payment_state"].state(key="p", shop="shop", authorized_us=10**15)
+at = datetime(2026, 3, 1, tzinfo=UTC)
+state = definition.facts["payment_state"].state(key="p", shop="shop", authorized_at=at)
 [row] = state.rows()
 assert type(row) is definition.tables["payment"].row, row
 print(row.shop)

@@ -46,7 +46,10 @@ ENTRIES = [
 ]
 
 
-@pytest.fixture(scope="module", params=["one batch", "a batch per entry"])
+@pytest.fixture(
+    scope="module",
+    params=["one batch", pytest.param("a batch per entry", marks=pytest.mark.slow)],
+)
 def tables(request: pytest.FixtureRequest) -> dict[str, list[dict[str, Any]]]:
     entries = [*ENTRIES, ENTRIES[0]]
     if request.param == "one batch":
