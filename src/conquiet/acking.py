@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from enum import Enum
 from typing import Any, Protocol, TypeVar
@@ -185,14 +185,26 @@ class _Deferral:
       └──rollback──▶ ended          discards it: the next attempt, or the router, settles
     """
 
-    def __init__(self, ackings: Sequence[Acking], outer: _Deferral | None) -> None:
+    __slots__ = ("_ackings", "_collected", "_ended", "_lock", "_outer", "_token")
+
+    def __init__(self, ackings: Sequence[Acking]) -> None:
         self._ackings = ackings
-        self._outer = outer
+        self._outer = _DEFERRAL.get()
         self._lock = threading.Lock()
         self._collected: dict[Acking, tuple[bool, Error]] = {}
         self._ended = False
-        for acking in ackings:  # for threads of a handler, which do not see its context
+
+    def __enter__(self) -> None:
+        for acking in self._ackings:  # for threads of a handler, which do not see its context
             acking._deferral = self
+        self._token = _DEFERRAL.set(self)
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        _DEFERRAL.reset(self._token)
+        if kind is None:
+            self.commit()
+        else:
+            self.end()
 
     def add(self, acking: Acking, good: bool, error: Error) -> bool:
         """Collect a settlement; return False if the message has one."""
@@ -212,6 +224,8 @@ class _Deferral:
         if self._outer is not None:
             for acking, (good, error) in collected.items():
                 self._outer.add(acking, good, error)
+            return
+        if not collected:
             return
         try:
             settle(
@@ -235,24 +249,13 @@ _DEFERRAL: ContextVar[_Deferral | None] = ContextVar("conquiet.deferral", defaul
 """The deferral of the transaction around the running code."""
 
 
-@contextmanager
-def defer_settlements(ackings: Sequence[Acking]) -> Iterator[None]:
+def defer_settlements(ackings: Sequence[Acking]) -> AbstractContextManager[None]:
     """Let settlements inside the block wait for its end; an exception discards them.
 
     `ackings` are those of the transaction's messages. Their settlements wait whichever thread makes
     them; those of other messages wait if they are made in the context of the block.
     """
-    outer = _DEFERRAL.get()
-    deferral = _Deferral(ackings, outer)
-    token = _DEFERRAL.set(deferral)
-    try:
-        yield
-    except BaseException:
-        deferral.end()
-        raise
-    finally:
-        _DEFERRAL.reset(token)
-    deferral.commit()
+    return _Deferral(ackings)
 
 
 class _Share:

@@ -19,7 +19,7 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Generator
 from concurrent.futures import Future
 from contextvars import copy_context
 from typing import Any, ParamSpec, TypeVar
@@ -89,7 +89,8 @@ def current_loop() -> asyncio.AbstractEventLoop:
 
 def current() -> object:
     """Return what identifies the running code: its greenlet."""
-    _greenlet()
+    if _current is None:
+        _greenlet()
     return _current()
 
 
@@ -132,9 +133,11 @@ async def _await_later_cancelled(bridge: Any, awaitable: Awaitable[Any]) -> Any:
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            if task.done():
+            if task.cancelled():
                 raise
             bridge.cancelled = True
+            if task.done():  # it ended just before the cancellation came
+                return task.result()
 
 
 def wait_for(awaitable: Awaitable[T]) -> T:
@@ -164,6 +167,66 @@ class shield:  # noqa: N801 - a context manager, used as a function
     def __exit__(self, *exc_info: object) -> None:
         if self._bridge is not None:
             self._bridge.shields -= 1
+
+
+class Unbroken(Awaitable[T]):
+    """Awaits something to its end; a cancellation of its task waits, as in `shield`.
+
+    It needs no task of its own, as `shield` does. So nothing inside may cancel the running task,
+    as `asyncio.timeout` does: that would wait too. `greenlet` is the one that `run` has made for
+    the code that waits.
+    """
+
+    __slots__ = ("_awaitable", "_greenlet")
+
+    def __init__(self, awaitable: Awaitable[T], greenlet: Any) -> None:
+        self._awaitable = awaitable
+        self._greenlet = greenlet
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        inner = self._awaitable.__await__()
+        step: Callable[[Any], Any] = inner.send
+        argument: Any = None
+        while True:
+            try:
+                future = step(argument)
+            except StopIteration as end:
+                return end.value  # type: ignore[no-any-return]  # a generator's value is Any
+            step, argument = inner.send, None
+            try:
+                yield None if future is None else _Uncancelled(future, self._greenlet)
+            except BaseException as error:  # noqa: BLE001 - the one who waits gets it
+                if future is None and isinstance(error, asyncio.CancelledError):
+                    self._greenlet.cancelled = True
+                else:
+                    step, argument = inner.throw, error
+
+
+class _Uncancelled:
+    """Takes the place of a future that a task waits for, and only notes a cancellation."""
+
+    __slots__ = ("_asyncio_future_blocking", "_future", "_greenlet")
+
+    def __init__(self, future: Any, greenlet: Any) -> None:
+        future._asyncio_future_blocking = False  # as a task does
+        self._asyncio_future_blocking = True
+        self._future = future
+        self._greenlet = greenlet
+
+    def get_loop(self) -> asyncio.AbstractEventLoop:
+        return self._future.get_loop()  # type: ignore[no-any-return]  # any kind of future
+
+    def add_done_callback(self, callback: Any, *, context: Any = None) -> None:
+        self._future.add_done_callback(callback, context=context)
+
+    def cancel(self, msg: object = None) -> bool:
+        self._greenlet.cancelled = True
+        return True
+
+
+def can_be_unbroken(greenlet: object) -> bool:
+    """Return whether `Unbroken` can be awaited for code in this greenlet: it is one of `run`."""
+    return _kind is not None and isinstance(greenlet, _kind) and greenlet.loop is None
 
 
 def sleep(seconds: float) -> None:

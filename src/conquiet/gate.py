@@ -26,6 +26,9 @@ logger = logging.getLogger("conquiet.router")
 Unknown = Literal["nack", "dead", "ack"]
 """What a router does with a message that no handler takes."""
 
+Judge = Callable[["Message[Any]"], Unknown]
+"""Decides it for each such message."""
+
 
 class FailedKeys:
     """Remembers the keys that failed in one batch, so that later messages of them wait.
@@ -71,28 +74,29 @@ class Gate:
         self,
         handlers: Sequence[Handler],
         max_data_bytes: int,
-        unknown: Unknown,
+        unknown: Unknown | Judge,
         admissions: Sequence[Admit],
     ) -> None:
         self._handlers = handlers
         self._max_data_bytes = max_data_bytes
-        self._unknown = unknown
+        self._judge: Judge = unknown if callable(unknown) else lambda message: unknown
         self._admissions = admissions
 
     def __call__(self, next: Process) -> Process:
         def gate(batch: Sequence[Message[Any]]) -> Sequence[Result]:
             refused: dict[int, Result] = {}
-            failed_keys = FailedKeys()
+            failed_keys: FailedKeys | None = None
             for index, message in enumerate(batch):
                 try:
-                    if message.order_key is not None:
+                    if failed_keys is not None:
                         failed_keys.check(message)
-                    if message.handler is None and self._unknown == "ack" and message.type:
+                    if message.handler is None and message.type and self._judge(message) == "ack":
                         logger.debug("ack, no handler: %s", describe(message.attributes))
                         refused[index] = SKIPPED
                         continue
                     self._admit(message)
                 except Exception as error:  # noqa: BLE001 - becomes this message's result
+                    failed_keys = failed_keys or FailedKeys()
                     failed_keys.add(message)
                     refused[index] = error
             if not refused:
@@ -128,7 +132,7 @@ class Gate:
                 f"{describe(message.attributes)}: no type, so no handler can be found;"
                 " let the producer set the attribute 'type'"
             )
-        kind = UnknownType if self._unknown == "dead" else NoHandler
+        kind = UnknownType if self._judge(message) == "dead" else NoHandler
         same = [handler for handler in self._handlers if handler.type == message.type]
         if same:
             names = ", ".join(handler.name for handler in same)

@@ -35,7 +35,7 @@ class Inbox(ABC):
 
     def admit(self, message: Message[Any]) -> None:
         """Refuse a message without id, whose duplicates could not be recognised."""
-        if not message.id:
+        if not message.attributes.get("id"):
             raise InvalidMessage(
                 f"{describe(message.attributes)}: the inbox needs an id; let the producer set one"
             )

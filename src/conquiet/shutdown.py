@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import threading
 import time
 from contextvars import ContextVar
+from functools import partial
 from types import FrameType
 from typing import Any, ClassVar
 
 from conquiet import bridge
+
+logger = logging.getLogger("conquiet.worker")
 
 
 class Stop(threading.Event):
@@ -81,6 +85,20 @@ class Signals:
                     self._former[number] = signal.signal(number, _count)
         return self
 
+    def warn_of_replaced(self) -> None:
+        """Log if a handler of a web server is replaced: its process would not end by a signal."""
+        replaced = {
+            getattr(handler, "__qualname__", repr(handler))
+            for handler in self._former.values()
+            if self in self._open and _is_foreign(handler)
+        }
+        if replaced:
+            logger.warning(
+                "SIGTERM and SIGINT stop this worker now, and do not reach %s any more; inside a"
+                " web server use `async with worker` in its lifespan, which leaves signals alone",
+                " and ".join(sorted(replaced)),
+            )
+
     def __exit__(self, *exc_info: object) -> None:
         if self not in self._open:
             return
@@ -88,6 +106,14 @@ class Signals:
         if not self._open:
             for number, handler in self._former.items():
                 signal.signal(number, handler)
+
+
+def _is_foreign(handler: Any) -> bool:
+    """Return whether a handler is neither Python's own nor that of an event loop."""
+    function = handler.func if isinstance(handler, partial) else handler
+    package = str(getattr(function, "__module__", "")).partition(".")[0]
+    # Handlers of loop.add_signal_handler() are called by the loop all the same.
+    return callable(handler) and package not in ("_signal", "signal", "asyncio", "uvloop")
 
 
 def _count(number: int, frame: FrameType | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from conquiet.message import Message
@@ -43,6 +43,17 @@ class Replayable(Protocol):
 
         A message has its position in `locals["position"]`.
         """
+
+
+@runtime_checkable
+class Positioned(Protocol):
+    """Can keep its position in the transaction of the effects.
+
+    A worker adds the middleware `inbox` to the chain of its router, inside the transaction; None
+    adds nothing.
+    """
+
+    inbox: Callable[[Any], Any] | None
 
 
 class EndOfSource(Exception):

@@ -193,8 +193,10 @@ class Batches:
             else:
                 self._size.grow()
                 self._suspects.remove(messages)
-                if any(not isinstance(result, Exception) for result in results):
-                    self._commits += 1
+                for result in results:
+                    if not isinstance(result, Exception):
+                        self._commits += 1
+                        break
                 return results
             if attempt >= last or not pause(seconds * attempt * random.uniform(0.5, 1.5)):
                 raise failure

@@ -32,7 +32,7 @@ from conquiet.message import Message, describe
 from conquiet.router import Handled, Router
 from conquiet.shutdown import STOPPING, Signals, Stop
 from conquiet.sink import Sink, collect_answers
-from conquiet.source import EndOfSource, Leased, Source
+from conquiet.source import EndOfSource, Leased, Positioned, Source
 from conquiet.stage import Stage
 
 logger = logging.getLogger("conquiet.worker")
@@ -47,6 +47,16 @@ _AHEAD_SECONDS = 0.05
 """On an event loop, what is expected to begin within this time is read ahead, in larger pages."""
 _CANCEL_SECONDS = 5.0
 """How long cancelled groups may take to roll back."""
+
+_BUGS = (
+    ConfigError,
+    TypeError,
+    AttributeError,
+    NameError,
+    ImportError,
+    NotImplementedError,
+)
+"""Errors of `read` that no retry can change: the worker ends with them."""
 
 State = Literal["starting", "running", "stopping", "stopped"]
 
@@ -79,6 +89,9 @@ class Worker:
     Outputs of the router are published to `sink` before their input is acked. `ordered` keeps the
     order of messages with the same key (`Message.key`, or your own function) while several threads
     work. The worker closes its source and its sink when it stops.
+
+    A read that fails is tried again, after a pause. A bug in `read`, such as a TypeError, or a
+    wrong setting ends the worker: `run` and `run_async` raise it, and `failure` holds it.
 
     `run` works in `threads` threads. `run_async`, and `async with worker:`, work on the running
     event loop: up to `concurrency` groups (100) are in flight at once, each in a transaction of its
@@ -138,6 +151,8 @@ class Worker:
         ]
         self._keeper = threading.Thread(target=self._keep, name="conquiet-keeper", daemon=True)
         self._chain: Process | None = None
+        self._blocks = True
+        """Whether the chain blocks its thread while it waits."""
         self._state: State = "starting"
         self._state_lock = threading.Lock()
         self._stopping = Stop()
@@ -151,20 +166,37 @@ class Worker:
         self._given_back = 0
         self._failures_in_a_row = 0
         self._last_error = ""
+        self.failure: Exception | None = None
+        """The error in `read` of its source, or of its reader, that ended it."""
 
     def run(self) -> bool:
         """Work until SIGTERM, SIGINT or `stop()`; return whether all in flight was finished.
 
         A second signal ends the grace time at once. Signals are handled only in the main thread;
         their former handlers are restored. Inside an event loop it is refused, since it would block
-        the loop: use `run_async()` there.
+        the loop: use `run_async()` there. A bug in `read` of the source is raised.
         """
         _refuse_in_event_loop()
         with Signals() as signals:
             self.start()
             while not signals.count and not self._stopping.wait(_LOOK_SECONDS):
                 pass
-            return self.stop(hurry=lambda: signals.count > 1)
+            self._log_signal(signals)
+            finished = self.stop(hurry=lambda: signals.count > 1)
+            self._raise_failure()
+            return finished
+
+    def _raise_failure(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def _log_signal(self, signals: Signals) -> None:
+        if signals.count:
+            logger.info(
+                "stopping by a signal; %d messages in flight have %.0f s to finish",
+                len(self._in_flight),
+                self.grace,
+            )
 
     @property
     def is_async(self) -> bool:
@@ -187,12 +219,19 @@ class Worker:
                 " takes sync ones"
             )
         self._check_unstarted()
-        # A wrong chain is refused here, before any read.
-        self._chain = self.router.start(Publish(self.sink, self.router))
+        self._chain = self.build_chain()
         self._become_running()
         self.router.loop.enter(self)
         for thread in (*self._threads, self._keeper):
             thread.start()
+
+    def build_chain(self) -> Process:
+        """Check and build the chain of the router, with what source and sink add to it.
+
+        A wrong chain is refused here, before any read.
+        """
+        inbox = self.source.inbox if isinstance(self.source, Positioned) else None
+        return self.router.start(Publish(self.sink, self.router), inbox)
 
     def _check_unstarted(self) -> None:
         if self._state != "starting":
@@ -211,6 +250,7 @@ class Worker:
         the grace time, and is then raised; a second one, or a second signal, ends the grace time.
         """
         with Signals() as signals:
+            signals.warn_of_replaced()
             await self._start_async()
             cancellation: asyncio.CancelledError | None = None
             try:
@@ -219,9 +259,11 @@ class Worker:
                         break
             except asyncio.CancelledError as error:
                 cancellation = error
+            self._log_signal(signals)
             finished = await self._stop_async(hurry=lambda: signals.count > 1)
             if cancellation is not None:
                 raise cancellation
+            self._raise_failure()
             return finished
 
     async def __aenter__(self) -> Worker:
@@ -236,8 +278,9 @@ class Worker:
     async def _start_async(self) -> None:
         self._check_unstarted()
         bridge.check_installed()
-        start = bridge.run_in_thread if self.router.blocks else bridge.run
-        self._chain = await start(self.router.start, Publish(self.sink, self.router))
+        self._blocks = self.router.blocks
+        start = bridge.run_in_thread if self._blocks else bridge.run
+        self._chain = await start(self.build_chain)
         self._become_running()
         if not self._has_batch_size and not any(item.is_batch for item in self.router.handlers):
             self.batch_size = 1  # the handlers of a group run one after the other
@@ -406,18 +449,35 @@ class Worker:
                 self._stopping.set()
 
     def _note_failed_read(self, error: Exception, reads: Backoff) -> float:
-        """Log a failed read; return the seconds until the next."""
-        wait = reads.next()
+        """Log a failed read; return the seconds until the next, or stop after a bug."""
         self._failures_in_a_row += 1
         self._last_error = repr(error)
+        if isinstance(error, _BUGS):
+            logger.error(
+                "%r: read() failed by a bug or a wrong setting, not by an outage; the worker ends:"
+                " %r",
+                self.source,
+                error,
+                exc_info=None if isinstance(error, ConquietError) else error,
+            )
+            self.failure = error
+            self._stopping.set()
+            return 0.0
+        wait = reads.next()
         logger.warning(
             "could not read, retry in %.1f s: %r",
             wait,
             error,
-            # Others than these are bugs of the source, which need their traceback.
+            # Others than these may be bugs of the source, which need their traceback.
             exc_info=None if isinstance(error, (ConquietError, OSError)) else error,
         )
         return wait
+
+    def _note_failed_reader(self, error: BaseException) -> None:
+        """Note that nothing more is read, as if a client raised `CancelledError` in `read`."""
+        if not self._abandoned:
+            self.failure = ConquietError(f"the worker ended, since its reader failed: {error!r}")
+            self.failure.__cause__ = error
 
     def _note_read(self, reads: Backoff) -> None:
         reads.reset()
@@ -428,7 +488,7 @@ class Worker:
             return self.router.run(batch, self._chain)
         ackings = [message.acking for message in batch if message.acking is not None]
         with defer_settlements(ackings):  # an async handler that acks could not wait for its source
-            if self.router.blocks:
+            if self._blocks:
                 return bridge.call(self.router.run, batch, self._chain)
             return self.router.run(batch, self._chain)
 
@@ -443,17 +503,10 @@ class Worker:
                 return True
             else:
                 self.router.settle(handled)
-            failed = [
-                message
-                for message, result in zip(handled.messages, handled.results, strict=True)
-                if isinstance(result, Exception)
-            ]
-            if failed:
-                self._intake.note_failed(failed)
-            self._count(handled, len(failed))
+            failed = self._count(handled)
             if self._lanes is not None:
                 self._lanes.settle(handled, batch)
-            return len(failed) < len(handled.messages) or _is_new_poison(handled)
+            return failed < len(handled.messages) or _is_new_poison(handled)
         except BaseException as error:
             if self._abandoned and bridge.is_cancelled():
                 done = ()  # all that is unfinished is given back at once
@@ -465,14 +518,21 @@ class Worker:
         finally:
             self._in_flight.remove(done)
 
-    def _count(self, handled: Handled, failed: int) -> None:
+    def _count(self, handled: Handled) -> int:
+        """Count handled messages and failed ones; return the number of the latter."""
         errors = [result for result in handled.results if isinstance(result, Exception)]
+        if errors:
+            pairs = zip(handled.messages, handled.results, strict=True)
+            self._intake.note_failed(
+                [one for one, result in pairs if isinstance(result, Exception)]
+            )
         with self._state_lock:
             self._handled += len(handled.messages)
-            self._failed += failed
-            self._given_back += sum(isinstance(error, Blameless) for error in errors)
-        if errors:
-            self._last_error = repr(errors[0])
+            if errors:
+                self._failed += len(errors)
+                self._given_back += sum(isinstance(error, Blameless) for error in errors)
+                self._last_error = repr(errors[0])
+        return len(errors)
 
     def _keep(self) -> None:
         """Renew the leases of messages in flight, and report stuck ones."""
@@ -528,7 +588,7 @@ class Lanes:
         self._loop = asyncio.get_running_loop()
         self._context = copy_context()
         self._free = set(range(count))
-        self._groups: set[asyncio.Task[None]] = set()
+        self._groups: dict[asyncio.Task[None], Taken] = {}
         self._outages = [Backoff(first=0.02, cap=10.0) for _ in range(count)]
         self._seconds = float("inf")
         """How long a group takes, as an average of the last ones."""
@@ -547,6 +607,15 @@ class Lanes:
         self._reader.add_done_callback(_log_failure)
 
     async def _read(self) -> None:
+        try:
+            await self._read_until_stopped()
+        except BaseException as error:
+            self._worker._note_failed_reader(error)
+            raise
+        finally:
+            self._worker._stopping.set()
+
+    async def _read_until_stopped(self) -> None:
         worker, stopping = self._worker, self._worker._stopping
         reads = Backoff(first=0.1, cap=10.0)
         while not stopping.is_set():
@@ -566,7 +635,6 @@ class Lanes:
             self._begin(tuple(self._free))
         while self._groups:
             await asyncio.wait(tuple(self._groups))
-        stopping.set()
 
     def _limit(self) -> int:
         size = self._worker.batch_size
@@ -594,7 +662,7 @@ class Lanes:
                 continue
             self._free.discard(lane)
             group = self._loop.create_task(self._run(lane, taken), context=self._context.copy())
-            self._groups.add(group)
+            self._groups[group] = taken
             group.add_done_callback(partial(self._end, lane))
 
     async def _run(self, lane: int, taken: Taken) -> None:
@@ -614,7 +682,7 @@ class Lanes:
         return not taken.messages or self._worker._handle(taken.messages)
 
     def _end(self, lane: int, group: asyncio.Task[None]) -> None:
-        self._groups.discard(group)
+        del self._groups[group]
         self._free.add(lane)
         _log_failure(group)
         self._begin((lane,))
@@ -672,7 +740,15 @@ class Lanes:
             if task is not self._settler:
                 task.cancel()
         end = self._loop.time() + _CANCEL_SECONDS
-        await self.finish(lambda: self._loop.time() >= end)
+        if await self.finish(lambda: self._loop.time() >= end):
+            return
+        for taken in self._groups.values():
+            logger.error(
+                "cancelled, and still not finished after %.0f s: %s; its handler catches"
+                " CancelledError, or its store does not answer. asyncio.run() waits for its end",
+                _CANCEL_SECONDS,
+                ", ".join(describe(message.attributes) for message in taken.messages[:3]),
+            )
 
     def _unfinished(self) -> list[asyncio.Task[None]]:
         tasks = (*self._groups, self._reader, self._settler)

@@ -16,13 +16,16 @@ from conquiet.testing.contracts import inbox, source
 
 
 class OnLoop:
-    """A binding with `client`, which an event loop owns; tests wait for it by `bridge`.
+    """A binding whose client or engine an event loop owns; tests wait for it by `bridge`.
 
     A test runs in a thread, since it may block, and so do the threads that it starts.
     """
 
     client: Any
     loop: asyncio.AbstractEventLoop
+
+    async def disconnect(self) -> None:
+        await self.client.aclose()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -52,8 +55,10 @@ def _on_loop(test: Callable[..., None]) -> Callable[..., None]:
     def on_loop(self: Any, *args: Any, **kwargs: Any) -> None:
         async def main() -> None:
             self.loop = asyncio.get_running_loop()
-            async with self.client:
+            try:
                 await bridge.run_in_thread(test, self, *args, **kwargs)
+            finally:
+                await self.disconnect()
 
         asyncio.run(main())
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -151,3 +153,17 @@ class TestOutboxSource(SourceContract):
 
     def crash(self, source: LogSource) -> None:
         source.crash()
+
+
+def _classes_of_page() -> dict[str, Any]:
+    """Run the source and the tests that the page on a source of one's own shows."""
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "own-source.md").read_text()
+    names: dict[str, Any] = {"__name__": __name__}
+    for block in re.findall(r"```py(?:thon)?\b[^\n]*\n(.*?)```", page, re.DOTALL):
+        exec(block.partition("\nwaiting:")[0], names)  # not the example of a worker
+    return names
+
+
+_page = _classes_of_page()
+TestSourceOfThePage = _page["TestMySource"]
+TestSourceOfThePageUnderWorker = _page["TestMySourceUnderWorker"]

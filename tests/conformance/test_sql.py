@@ -13,6 +13,8 @@ import pytest
 from psycopg import sql as quoted
 from sqlalchemy import Column, Engine, Insert, Integer, MetaData, Table, Text, select
 from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+from tests.conformance.on_loop import OnLoop
 
 from conquiet.embedded import PostgresServer
 from conquiet.message import Message
@@ -43,11 +45,15 @@ COUNTS = Table(
 class OverDatabase:
     """A storage in a database: effects are counters in a table."""
 
-    engine: Engine
+    direct: Engine
+    """Looks into the database."""
+    engine: Engine | AsyncEngine
+    """Is tested; the same one, unless it is async."""
 
-    def prepare(self) -> None:
-        schema.init(self.engine)
-        COUNTS.create(self.engine)
+    def prepare(self, url: str, **options: Any) -> None:
+        self.engine = self.direct = make_engine(url, **options)
+        schema.init(self.direct)
+        COUNTS.create(self.direct)
 
     def transaction(self) -> Transaction:
         return Transaction(self.engine)
@@ -57,7 +63,7 @@ class OverDatabase:
             found.execute(self.count_up, {"key": key, "value": 1})
 
     def read_note(self, key: str) -> int:
-        with connection(self.engine) as found:
+        with self.direct.connect() as found:
             return found.execute(select(COUNTS.c.value).where(COUNTS.c.key == key)).scalar() or 0
 
     def handle(self) -> Callable[[], object]:
@@ -66,7 +72,7 @@ class OverDatabase:
 
     @cached_property
     def count_up(self) -> Insert:
-        dialect = postgresql if self.engine.name == "postgresql" else sqlite
+        dialect = postgresql if self.direct.name == "postgresql" else sqlite
         return dialect.insert(COUNTS).on_conflict_do_update(
             index_elements=["key"], set_={"value": COUNTS.c.value + 1}
         )
@@ -78,27 +84,26 @@ class OverDatabase:
         return Outbox(topic)
 
     def clean(self, retention: float) -> None:
-        Cleanup(self.engine, retention=retention or 1e-6).run_once()
+        Cleanup(self.direct, retention=retention or 1e-6).run_once()
 
     def relay(self) -> OutboxSource:
-        return OutboxSource(self.engine)
+        return OutboxSource(self.direct)
 
     def ordered_relay(self) -> OutboxSource:
-        return OutboxSource(self.engine, ordered=True)
+        return OutboxSource(self.direct, ordered=True)
 
 
 class OverSqlite(OverDatabase):
     @pytest.fixture(autouse=True)
     def _database(self, sqlite_url: str) -> Iterator[None]:
-        self.engine = make_engine(sqlite_url, connect_args={"timeout": 1.0})
-        self.prepare()
+        self.prepare(sqlite_url, connect_args={"timeout": 1.0})
         yield
-        self.engine.dispose()
+        self.direct.dispose()
 
     @contextmanager
     def outage(self) -> Iterator[None]:
         """Somebody else has the write lock for longer than anyone waits."""
-        with closing(sqlite3.connect(str(self.engine.url.database))) as other:
+        with closing(sqlite3.connect(str(self.direct.url.database))) as other:
             other.isolation_level = None
             other.execute("BEGIN IMMEDIATE")
             yield
@@ -109,21 +114,20 @@ class OverPostgresql(OverDatabase):
     @pytest.fixture(autouse=True)
     def _database(self, database_url: str, postgres_server: PostgresServer) -> Iterator[None]:
         self.server = postgres_server
-        self.engine = make_engine(database_url)
-        self.prepare()
+        self.prepare(database_url)
         yield
-        self.engine.dispose()
+        self.direct.dispose()
 
     @contextmanager
     def outage(self) -> Iterator[None]:
         """The database throws everybody out and lets nobody in."""
-        name = quoted.Identifier(str(self.engine.url.database))
+        name = quoted.Identifier(str(self.direct.url.database))
         allow = quoted.SQL("ALTER DATABASE {} ALLOW_CONNECTIONS {}")
         with psycopg.connect(self.server.url, autocommit=True) as admin:
             admin.execute(allow.format(name, quoted.SQL("false")))
             admin.execute(
                 "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s",
-                (self.engine.url.database,),
+                (self.direct.url.database,),
             )
             yield
             admin.execute(allow.format(name, quoted.SQL("true")))
@@ -180,21 +184,96 @@ class TestPostgresqlInboxUnderSerializable(OverPostgresql, InboxContract):
         return Transaction(self.engine, isolation_level="SERIALIZABLE")
 
 
+class OverAsyncDatabase(OnLoop):
+    """The same database by an async engine; to look into it stays the part of a sync one."""
+
+    direct: Engine
+    driver = "postgresql+asyncpg"
+
+    def prepare(self, url: str, **options: Any) -> None:
+        # An outage of the tested one breaks its connections too.
+        super().prepare(url, pool_pre_ping=True, **options)  # type: ignore[misc]
+        address = self.direct.url.set(drivername=self.driver)
+        self.engine = create_async_engine(address, **options)
+
+    async def disconnect(self) -> None:
+        await self.engine.dispose()
+
+
+class TestAsyncpgTransaction(OverAsyncDatabase, OverPostgresql, TransactionContract):
+    pass
+
+
+@pytest.mark.slow
+class TestAsyncpgTransactionWithSavepoints(TestAsyncpgTransaction):
+    def transaction(self) -> Transaction:
+        return Transaction(self.engine, isolate="savepoint")
+
+
+class TestAsyncpgInbox(OverAsyncDatabase, OverPostgresql, InboxContract):
+    pass
+
+
+@pytest.mark.slow
+class TestAsyncpgInboxUnderSerializable(TestAsyncpgInbox):
+    def transaction(self) -> Transaction:
+        return Transaction(self.engine, isolation_level="SERIALIZABLE")
+
+
+@pytest.mark.slow
+class TestAsyncpgOutbox(OverAsyncDatabase, OverPostgresql, OutboxContract):
+    pass
+
+
+@pytest.mark.slow
+class TestAsyncPsycopgTransaction(TestAsyncpgTransaction):
+    driver = "postgresql+psycopg_async"
+
+
+@pytest.mark.slow
+class TestAsyncPsycopgInbox(TestAsyncpgInbox):
+    driver = "postgresql+psycopg_async"
+
+
+@pytest.mark.slow
+class TestAsyncPsycopgOutbox(TestAsyncpgOutbox):
+    driver = "postgresql+psycopg_async"
+
+
+class OverAiosqlite(OverAsyncDatabase, OverSqlite):
+    driver = "sqlite+aiosqlite"
+
+
+@pytest.mark.slow
+class TestAiosqliteTransaction(OverAiosqlite, TransactionContract):
+    pass
+
+
+@pytest.mark.slow
+class TestAiosqliteInbox(OverAiosqlite, InboxContract):
+    pass
+
+
+@pytest.mark.slow
+class TestAiosqliteOutbox(OverAiosqlite, OutboxContract):
+    one_relay_at_a_time = True
+
+
 class OverLog:
     """The log of a database; no pause after a nack, so that what failed comes back in its place."""
 
     lease = 0.5
-    engine: Engine
+    direct: Engine
 
     def open(self, lease: float, group: str = "billing", partitions: int = 1) -> LogSource:
         settings: dict[str, Any] = {"lease": lease, "poll": 0.02, "backoff": 0.0}
-        return LogSource(self.engine, "orders", group, partitions=partitions, **settings)
+        return LogSource(self.direct, "orders", group, partitions=partitions, **settings)
 
     def open_other_group(self) -> LogSource:
         return self.open(60.0, "shipping")
 
     def publish(self, messages: Sequence[Message[Any]]) -> None:
-        with Transaction(self.engine).scope(messages):
+        with Transaction(self.direct).scope(messages):
             Outbox("orders").store(messages)
 
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
+from collections.abc import Coroutine
+from typing import Any
 
 import redis
+import redis.asyncio
+from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 from sqlalchemy import text
+from sqlalchemy.ext.asyncio import create_async_engine
 from tests.faults import invariants
 from tests.faults.crash.sql_paths import ORDERS, UPSERT
 
@@ -16,6 +22,11 @@ from conquiet import redis as redis_room
 from conquiet import sql
 from conquiet.redis import OutboxSource
 
+ASYNC_DRIVERS = {
+    "asyncpg": ("postgresql+asyncpg", {"server_settings": {"lock_timeout": "1ms"}}),
+    "psycopg_async": ("postgresql+psycopg_async", {"options": "-c lock_timeout=1ms"}),
+    "aiosqlite": ("sqlite+aiosqlite", {"timeout": 0.0}),
+}
 COMMANDS, GROUP, OUTBOX, EVENTS = "commands", "billing", "outbox", "events"
 LONG = 60.0
 
@@ -144,3 +155,49 @@ class SqlStores(Stores):
 
     def close(self) -> None:
         self.engine.dispose()
+
+
+class OnLoop:
+    """An event loop, which owns the async clients and engines of a store."""
+
+    url: dict[str, Any]
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._runner = asyncio.Runner()
+
+    def run(self, work: Coroutine[Any, Any, None]) -> None:
+        self._runner.run(work)
+
+    def connect_async(self) -> redis.asyncio.Redis:
+        known = {name: self.url[name] for name in ("host", "port", "db")}
+        return redis.asyncio.Redis(**known, retry=AsyncRetry(NoBackoff(), 0))
+
+    def close(self) -> None:
+        super().close()
+        self._runner.close()
+
+
+class AsyncRedisStores(OnLoop, RedisStores):
+    async def take_effect_async(self, client, name):
+        await redis_room.commands(client).hincrby("effects", name, 1)
+
+
+class AsyncSqlStores(OnLoop, SqlStores):
+    def __init__(self, client: redis.Redis, url: str, driver: str) -> None:
+        super().__init__(client, url)
+        name, impatient = ASYNC_DRIVERS[driver]
+        address = self.engine.url.set(drivername=name)
+        self.async_engine = create_async_engine(address, connect_args=impatient, pool_size=10)
+
+    def chain(self, client):
+        outbox = sql.Outbox(EVENTS, notify=False)
+        return sql.Transaction(self.async_engine), sql.Inbox("b"), outbox
+
+    async def take_effect_async(self, client, name):
+        async with sql.async_connection(self.async_engine) as connection:
+            await connection.execute(UPSERT, {"id": name})
+
+    def close(self) -> None:
+        self.run(self.async_engine.dispose())
+        super().close()

@@ -1,11 +1,13 @@
 """Two workers and a relay, stepped in any order, crashing anywhere, against a model of ten lines.
 
 Each is a greenlet that stops before its read, inside its transaction, before its commit is acked,
-between publish and mark; hypothesis decides who goes on, who dies, and whose lease ends.
+between publish and mark; hypothesis decides who goes on, who dies, and whose lease ends. Workers
+with async clients and engines are tasks of an event loop, and stop at the same places.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections import Counter
 from collections.abc import Iterator
@@ -16,17 +18,20 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from tests.faults.model_stores import (
+    ASYNC_DRIVERS,
     COMMANDS,
     EVENTS,
     GROUP,
     LONG,
     OUTBOX,
+    AsyncRedisStores,
+    AsyncSqlStores,
     RedisStores,
     SqlStores,
     Stores,
 )
 
-from conquiet import Message, Router
+from conquiet import Message, Router, bridge
 from conquiet import redis as redis_room
 from conquiet.redis import StreamSink, StreamSource
 from conquiet.relay import Relay
@@ -102,6 +107,70 @@ class AWorker(Process):
                 router.settle(handled)
 
 
+class AnAsyncWorker:
+    """Goes on from stop to stop as a task of the loop of its stores, until it is killed."""
+
+    def __init__(self, stores: AsyncRedisStores | AsyncSqlStores) -> None:
+        self.stores = stores
+        self.client = stores.connect_async()
+        self.stopped = asyncio.Event()
+        self.goes_on = asyncio.Event()
+        self.life: asyncio.Task[None] | None = None
+
+    async def stop_here(self) -> None:
+        self.stopped.set()
+        await self.goes_on.wait()
+        self.goes_on.clear()
+
+    def step(self) -> None:
+        self.stores.run(self._step())
+
+    async def _step(self) -> None:
+        if self.life is None:
+            self.life = asyncio.create_task(self.live())
+        self.stopped.clear()
+        self.goes_on.set()
+        stop = asyncio.create_task(self.stopped.wait())
+        await asyncio.wait((stop, self.life), return_when=asyncio.FIRST_COMPLETED)
+        if self.life.done():
+            self.life.result()
+
+    def crash(self) -> None:
+        self.stores.run(self._crash())
+
+    async def _crash(self) -> None:
+        pool = self.client.connection_pool  # so that nothing is given back in good order:
+        pool.connection_kwargs["port"] = 1
+        await pool.disconnect()
+        if self.life is not None:
+            self.life.cancel()
+            await asyncio.wait((self.life,))
+        await self.client.aclose()
+
+    async def live(self) -> None:
+        source = StreamSource(
+            self.client, COMMANDS, GROUP, lease=LONG, claim_interval=0.0001, backoff=0.0001
+        )
+        router = Router()
+        router.use(*self.stores.chain(self.client))
+
+        @router.raw(type="place.order", name="place", source="/shop")
+        async def place(message: Message[bytes]) -> Message[bytes]:
+            await self.stop_here()
+            await self.stores.take_effect_async(self.client, message.id)
+            await self.stop_here()
+            return Message(message.data, {"type": "order.placed"})
+
+        while True:
+            await self.stop_here()
+            batch = list(await bridge.run(source.read, 2, 0.0))
+            await self.stop_here()
+            if batch:
+                handled = await bridge.run(router.run, batch)
+                await self.stop_here()
+                await bridge.run(router.settle, handled)
+
+
 class ARelay(Process):
     def live(self) -> None:
         source = self.stores.outbox(self.client)
@@ -133,7 +202,8 @@ class Stopping:
 
 def check(stores: Stores, examples: int) -> None:
     names = itertools.count()
-    kinds = (AWorker, AWorker, ARelay)
+    worker = AnAsyncWorker if isinstance(stores, AsyncRedisStores | AsyncSqlStores) else AWorker
+    kinds = (worker, worker, ARelay)
 
     class Machine(RuleBasedStateMachine):
         def __init__(self) -> None:
@@ -171,7 +241,7 @@ def check(stores: Stores, examples: int) -> None:
             for process in self.processes:
                 process.crash()
             stores.end_leases()
-            last = [AWorker(stores), ARelay(stores)]
+            last = [worker(stores), ARelay(stores)]
             for _ in range(500):
                 if stores.settled() and stores.published():
                     break
@@ -199,13 +269,19 @@ def _settings(examples: int) -> settings:
     )
 
 
-@pytest.fixture(params=["redis", "postgresql", "sqlite"])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("psycopg_async", "aiosqlite")]
+
+
+@pytest.fixture(params=["redis", "postgresql", "sqlite", "redis.asyncio", "asyncpg", *SLOW])
 def stores(request, redis_client) -> Iterator[Stores]:
-    if request.param == "redis":
-        made: Stores = RedisStores(redis_client)
+    name = request.param
+    if name.startswith("redis"):
+        kind = AsyncRedisStores if name.endswith("asyncio") else RedisStores
+        made: Stores = kind(redis_client)
     else:
-        name = {"postgresql": "database_url", "sqlite": "sqlite_url"}[request.param]
-        made = SqlStores(redis_client, request.getfixturevalue(name))
+        url = request.getfixturevalue("sqlite_url" if "sqlite" in name else "database_url")
+        is_async = name in ASYNC_DRIVERS
+        made = AsyncSqlStores(redis_client, url, name) if is_async else SqlStores(redis_client, url)
     yield made
     made.close()
 
@@ -214,9 +290,17 @@ def test_any_interleaving_of_two_workers_and_a_relay_is_exactly_once(stores):
     check(stores, examples=12)
 
 
-class ForgetfulStores(RedisStores):
+class Forgetful:
     def chain(self, client):
         return redis_room.Transaction(client), redis_room.Outbox(EVENTS, OUTBOX)
+
+
+class ForgetfulStores(Forgetful, RedisStores):
+    pass
+
+
+class AsyncForgetfulStores(Forgetful, AsyncRedisStores):
+    pass
 
 
 class SimpleInbox(RedisStores):
@@ -229,11 +313,18 @@ class SimpleInbox(RedisStores):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "found"), [(ForgetfulStores, "2 effects"), (SimpleInbox, "are lost")]
+    ("kind", "found"),
+    [
+        (ForgetfulStores, "2 effects"),
+        (AsyncForgetfulStores, "2 effects"),
+        (SimpleInbox, "are lost"),
+    ],
 )
 def test_the_model_finds_what_a_chain_without_a_sound_inbox_does(redis_client, kind, found):
+    stores = kind(redis_client)
     with pytest.raises(AssertionError, match=found):
-        check(kind(redis_client), examples=100)
+        check(stores, examples=100)
+    stores.close()
 
 
 @pytest.mark.slow

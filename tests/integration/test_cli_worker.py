@@ -290,6 +290,20 @@ async def ask(order: Greet) -> None:
     async with async_connection(engine) as connection:
         await connection.execute(text("SELECT 1"))
 
+def make_deaf():
+    log, router = Log(), Router()
+    log.append([Message(b"{}", {"id": "1", "type": "t", "source": "/s"})])
+    router.use(Transaction(engine))
+    @router.raw()
+    async def ignore_cancellations(message: Message[bytes]) -> None:
+        (here / "begun").touch()
+        while True:
+            try:
+                await asyncio.sleep(3600)
+            except asyncio.CancelledError:
+                pass
+    return Worker(log.source("group"), router, concurrency=1)
+
 def make_worker():
     log, router = Log(), Router()
     log.append([Message(b"{}", {"id": i, "type": "t", "source": "/s"}) for i in "123"])
@@ -307,6 +321,19 @@ def test_an_async_router_runs_on_an_event_loop(app: Path, arguments: list[str]) 
     done = run(app, *arguments, given="".join(map(line, range(3))))
     assert done.stderr.startswith("handled 3, failed 0"), done.stderr
     assert done.returncode == 0
+
+
+@pytest.mark.slow
+def test_an_async_handler_that_ignores_its_cancellation_does_not_keep_the_process(
+    app: Path, started: Any
+) -> None:
+    (app / "loop.py").write_text(ASYNC_APP)
+    process = started("loop:make_deaf", "--grace-seconds", "0.1")
+    eventually((app / "begun").exists, timeout=30)
+    process.terminate()
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "still not finished after 5 s: t id=1" in errors
 
 
 def test_several_processes_run_an_async_worker_each(app: Path, started: Any) -> None:

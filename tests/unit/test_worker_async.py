@@ -12,17 +12,31 @@ from typing import Any
 
 import pytest
 import uvloop
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from prometheus_client import CollectorRegistry
 from tests.unit.chains import OrderPlaced, PlaceOrder
 from tests.unit.workers import drained, log_of, order
 
 from conquiet import Message, Router, Worker, bridge
-from conquiet.errors import ConfigError, DeadlineExceeded
+from conquiet.errors import ConfigError, ConquietError, DeadlineExceeded
 from conquiet.memory import Inbox, Log, Outbox, Store, Transaction
-from conquiet.middleware import Deadline, Retry
+from conquiet.middleware import Deadline, Metrics, Retry, Tracing
 from conquiet.source import EndOfSource
 
 
-@pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def eager_loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.SelectorEventLoop()  # whatever the policy: uvloop has no eager tasks
+    loop.set_task_factory(asyncio.eager_task_factory)  # type: ignore[attr-defined]
+    return loop
+
+
+LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+if sys.version_info >= (3, 12):
+    LOOPS["eager"] = eager_loop
+
+
+@pytest.fixture(params=LOOPS.values(), ids=LOOPS)
 def run(request):
     """Runs a coroutine function on each kind of loop."""
 
@@ -227,6 +241,50 @@ def test_a_deadline_ends_a_handler_and_not_the_loop(is_async, untraced):
     assert errors
 
 
+@pytest.mark.parametrize("is_async", [True, False])
+def test_spans_and_metrics_of_messages_in_flight_stay_apart(run, is_async):
+    log = Log()
+    traces = [f"{number + 1:032x}" for number in range(8)]
+    for number, trace_id in enumerate(traces):
+        parent = f"00-{trace_id}-{'1' * 16}-01"
+        log.sink("commands").publish([order(number, traceparent=parent)])
+    registry, provider = CollectorRegistry(), TracerProvider()
+    seen: dict[int, set[str]] = {}
+    in_flight: list[float | None] = []
+    threads = threading.Barrier(8)
+
+    def note(order: PlaceOrder) -> None:
+        context = trace.get_current_span().get_span_context()
+        seen.setdefault(order.id, set()).add(f"{context.trace_id:032x}")
+        in_flight.append(registry.get_sample_value("conquiet_messages_in_flight"))
+
+    def block(order: PlaceOrder) -> None:
+        note(order)
+        threads.wait(10)
+        note(order)
+
+    async def main():
+        tasks = asyncio.Barrier(8)
+
+        async def wait(order: PlaceOrder) -> None:
+            note(order)
+            await tasks.wait()
+            note(order)
+
+        router = router_of(wait if is_async else block, Metrics(registry), Tracing(provider))
+        async with Worker(log.source("g"), router):
+            await until(lambda: drained(log))
+
+    run(main)
+    assert seen == {number: {trace_id} for number, trace_id in enumerate(traces)}
+    assert max(in_flight) == 8
+    assert registry.get_sample_value("conquiet_messages_in_flight") == 0
+    name = {"handler": "wait" if is_async else "block"}
+    assert registry.get_sample_value("conquiet_handler_seconds_count", name) == 8
+    labels = {**name, "outcome": "ok"}
+    assert registry.get_sample_value("conquiet_messages_total", labels) == 8
+
+
 # --- how much at once -------------------------------------------------------------------------
 
 
@@ -428,10 +486,13 @@ def test_the_grace_time_of_a_stop_from_a_thread_counts():
         blocked = Blocked(grace=60)
         running = asyncio.create_task(blocked.worker.run_async())
         await blocked.running.wait()
-        await asyncio.to_thread(blocked.worker.stop)
-        await asyncio.to_thread(blocked.worker.stop, 0)
+        patient = asyncio.create_task(asyncio.to_thread(blocked.worker.stop))
+        while not blocked.worker._stopping.is_set():
+            await asyncio.sleep(0)
         async with asyncio.timeout(5):
+            assert not await asyncio.to_thread(blocked.worker.stop, 0)
             assert not await running
+            assert not await patient
         assert blocked.ended == ["cancelled"]
 
     asyncio.run(main())
@@ -579,3 +640,173 @@ def test_greenlet_missing_is_named(monkeypatch):
             await Worker(Log().source("g"), router_of(nothing)).run_async()
 
     asyncio.run(main())
+
+
+# --- what it must not do in silence -----------------------------------------------------------
+
+
+def test_a_handler_that_ignores_its_cancellation_is_named_and_does_not_keep_the_worker(
+    monkeypatch, caplog
+):
+    monkeypatch.setattr("conquiet.worker._CANCEL_SECONDS", 0.05)
+    log = log_of(1)
+
+    async def main():
+        begun, release = asyncio.Event(), asyncio.Event()
+
+        async def ignore(order: PlaceOrder) -> None:
+            begun.set()
+            while not release.is_set():
+                try:
+                    await release.wait()
+                except asyncio.CancelledError:
+                    pass
+
+        worker = Worker(log.source("g"), router_of(ignore), grace=0.01)
+        running = asyncio.create_task(worker.run_async())
+        await begun.wait()
+        worker.stop()
+        async with asyncio.timeout(5):
+            assert not await running
+        assert len(log.unsettled("g")) == 1
+        release.set()
+
+    asyncio.run(main())
+    [line] = [one for one in caplog.messages if "still not finished" in one]
+    assert "place.order id=" in line
+    assert "CancelledError" in line
+
+
+def test_a_reader_that_fails_ends_the_worker_with_an_error():
+    class Broken:
+        is_async = True
+
+        def read(self, limit, timeout):
+            raise asyncio.CancelledError  # as of a client whose own task was cancelled
+
+        def close(self) -> None: ...
+
+    async def nothing(order: PlaceOrder) -> None: ...
+
+    async def main():
+        async with asyncio.timeout(5):
+            with pytest.raises(ConquietError, match="its reader failed: CancelledError"):
+                await Worker(Broken(), router_of(nothing)).run_async()
+
+    asyncio.run(main())
+
+
+def test_a_signal_is_logged(caplog):
+    async def main():
+        blocked = Blocked(grace=7)
+        task = asyncio.create_task(blocked.worker.run_async())
+        await blocked.running.wait()
+        signal.raise_signal(signal.SIGTERM)
+        blocked.release.set()
+        await task
+
+    with caplog.at_level("INFO", logger="conquiet.worker"):
+        asyncio.run(main())
+    assert "stopping by a signal" in caplog.text
+
+
+def test_a_cancellation_that_comes_as_a_shielded_wait_ends_waits_for_the_end_of_the_shield():
+    """A COMMIT that has succeeded must not look as if it had not."""
+
+    async def main():
+        committed = asyncio.get_running_loop().create_future()
+        seen = []
+
+        def chain():
+            with bridge.shield():
+                seen.append(bridge.wait_for(committed))
+            seen.append("shield ended")
+            bridge.sleep(0)
+            seen.append("not reached")
+
+        task = asyncio.create_task(bridge.run(chain))
+        await asyncio.sleep(0)
+        committed.set_result("committed")
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert seen == ["committed", "shield ended"]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("has_server", [True, False])
+def test_a_signal_handler_that_it_replaces_is_named(caplog, has_server):
+    class Server:
+        def handle_exit(self, number, frame) -> None: ...
+
+    async def nothing(order: PlaceOrder) -> None: ...
+
+    async def main():
+        worker = Worker(log_of(1).source("g"), router_of(nothing))
+        running = asyncio.create_task(worker.run_async())
+        await until(lambda: worker.health().handled)
+        worker.stop()
+        await running
+
+    former = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # others in this process have theirs
+    signal.signal(signal.SIGTERM, Server().handle_exit if has_server else signal.SIG_DFL)
+    try:
+        asyncio.run(main())
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+    assert ("Server.handle_exit" in caplog.text) == has_server
+    assert ("async with worker" in caplog.text) == has_server
+
+
+class Steps:
+    """Waits for a future, for the next turn of the loop, and for another future."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.first, self.second = loop.create_future(), loop.create_future()
+        self.seen: list[object] = []
+
+    async def run(self) -> str:
+        self.seen.append(await self.first)
+        await asyncio.sleep(0)
+        try:
+            await self.second
+        except LookupError as error:
+            self.seen.append(str(error))
+        return "done"
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_a_cancellation_waits_for_what_is_unbroken(run, at):
+    async def main() -> None:
+        steps = Steps()
+        after: list[object] = []
+
+        def chain() -> None:
+            whole = bridge.Unbroken(steps.run(), bridge.current())
+            after.append(bridge.wait_for(whole))
+            bridge.wait_for(asyncio.sleep(0))
+            after.append("not cancelled")
+
+        task = asyncio.ensure_future(bridge.run(chain))
+        for number, go_on in enumerate(
+            (
+                lambda: None,
+                lambda: steps.first.set_result(1),
+                lambda: None,
+                lambda: steps.second.set_exception(LookupError("lost")),
+            )
+        ):
+            await asyncio.sleep(0)
+            go_on()
+            if number == at:
+                task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert steps.seen == [1, "lost"]
+        assert after == ["done"]
+
+    run(main)

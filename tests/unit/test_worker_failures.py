@@ -1,7 +1,8 @@
-"""Nothing ends a worker, and what fails is asked for again, not as fast as possible."""
+"""Only a bug in its source ends a worker; what fails is asked for again, with pauses."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,9 +11,11 @@ from tests.unit.chains import PlaceOrder
 from tests.unit.workers import drained, log_of, recording, refusing, start
 from tests.waiting import eventually
 
-from conquiet import Message, Router
+from conquiet import Message, Router, Worker
+from conquiet.app.app import Running
+from conquiet.app.store import SqlStore
 from conquiet.backoff import Backoff
-from conquiet.errors import StoreError
+from conquiet.errors import ConfigError, StoreError
 from conquiet.memory import Log
 from conquiet.message import new_id
 from conquiet.middleware import DeadLetter
@@ -124,21 +127,82 @@ def test_a_source_that_fails_is_asked_again(workers):
     assert worker.health().failures_in_a_row == 0
 
 
+class Broken:
+    """A source whose reads fail, after those of another source."""
+
+    def __init__(self, error: Exception, *, source: Any = None) -> None:
+        self.error = error
+        self.source = source
+        self.is_closed = False
+
+    def read(self, limit: int, timeout: float) -> Sequence[Message[Any]]:
+        found = self.source.read(limit, 0) if self.source is not None else ()
+        if not found:
+            raise self.error
+        return found
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
 @pytest.mark.parametrize(
     ("error", "has_traceback"),
-    [(TypeError("a bug"), True), (ConnectionError("away"), False), (StoreError("away"), False)],
+    [(ValueError("?"), True), (ConnectionError("away"), False), (StoreError("away"), False)],
 )
-def test_a_bug_in_a_source_is_logged_with_its_traceback(workers, caplog, error, has_traceback):
-    class Broken:
-        def read(self, limit: int, timeout: float) -> list[Message[Any]]:
-            raise error
-
-        def close(self) -> None: ...
-
-    worker = start(workers, Broken(), recording([]))
+def test_a_strange_error_of_a_source_is_logged_with_its_traceback(
+    workers, caplog, error, has_traceback
+):
+    worker = start(workers, Broken(error), recording([]))
     eventually(lambda: worker.health().failures_in_a_row)
     eventually(lambda: "could not read" in caplog.text)
     assert ("in read\n" in caplog.text) is has_traceback
+    assert worker.failure is None
+
+
+BUGS = [TypeError("a bug"), AttributeError("a bug"), ConfigError("8 partitions, not 4")]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("error", BUGS, ids=repr)
+def test_a_bug_in_a_source_ends_the_worker_which_raises_it(caplog, error, threads):
+    log, seen = log_of(2), []
+    source = Broken(error, source=log.source("g"))
+    worker = Worker(source, recording(seen), threads=threads)
+    with pytest.raises(type(error), match=str(error)):
+        worker.run()
+    assert (sorted(seen), drained(log), source.is_closed) == ([0, 1], True, True)
+    assert worker.failure is error
+    assert not worker.health().ok
+    assert "the worker ends" in caplog.text
+
+
+@pytest.mark.parametrize("error", BUGS, ids=repr)
+def test_a_bug_in_a_source_ends_an_async_worker_which_raises_it(caplog, error):
+    log, seen = log_of(2), []
+    source = Broken(error, source=log.source("g"))
+    worker = Worker(source, recording(seen))
+    with pytest.raises(type(error), match=str(error)):
+        asyncio.run(worker.run_async())
+    assert (sorted(seen), drained(log), source.is_closed) == ([0, 1], True, True)
+    assert worker.failure is error
+    assert "the worker ends" in caplog.text
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_an_app_whose_source_has_a_bug_does_not_end_as_if_all_were_well(is_async, tmp_path):
+    worker = Worker(Broken(TypeError("a bug")), recording([]))
+    store = SqlStore(f"sqlite:///{tmp_path}/shop.db", "shop", None)
+    assert not Running([worker], None, store).run(is_async=is_async)
+
+
+def test_a_source_that_returns_nothing_at_all_ends_the_worker():
+    class Forgetful:
+        def read(self, limit: int, timeout: float) -> None: ...
+
+        def close(self) -> None: ...
+
+    with pytest.raises(TypeError, match="NoneType"):
+        Worker(Forgetful(), recording([])).run()
 
 
 def test_new_poison_does_not_slow_down_what_comes_after_it(workers):

@@ -30,8 +30,9 @@ from conquiet.errors import ConfigError
 
 _PLACES = """
 PLACE is the name of a Redis stream, file:PATH of JSON lines (worker run --dead-letters),
-kombu:QUEUE, or the URL of a log with topic and group (worker run --source). A letter is named by
-its place in there (entry id, line, position) or by the id of its event.
+kombu:QUEUE, the URL of a log with topic and group (worker run --source), or that of a dead letter
+queue or topic: amqp://…?queue=orders.dead, kafka://…?topic=orders.dead, sqs://REGION/orders-dead. A
+letter is named by its place in there (entry id, line, position, number) or by the id of its event.
 """
 _SHOWN = 160
 
@@ -209,10 +210,11 @@ def _require_filter(options: Namespace) -> Any:
 @contextmanager
 def _letters(options: Namespace) -> Iterator[Any]:
     """Open the place that was named."""
+    from conquiet.operations.brokers import is_broker
     from conquiet.operations.dead_letters import open_letters
 
     kind = options.place.partition(":")[0].partition("+")[0]
-    if kind in DATABASES and options.place != kind:
+    if (kind in DATABASES and options.place != kind) or is_broker(options.place):
         yield open_letters(options.place)
         return
     if not options.place.startswith("file:"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
@@ -97,7 +98,10 @@ def _list(options: Namespace) -> int:
 def _lag(options: Namespace) -> int:
     if options.database is not None:
         return _show_lags(options, _log_lags(options), "no groups")
-    from conquiet.operations import streams
+    from conquiet.operations import brokers, streams
+
+    if brokers.is_broker(options.pattern):
+        return _show_lags(options, _broker_lags(options.pattern), "no queues")
 
     with redis_at(options.broker) as client:
         found = streams.survey(client, options.pattern)
@@ -144,6 +148,23 @@ def _log_lags(options: Namespace) -> list[dict[str, Any]]:
     ]
 
 
+def _broker_lags(url: str) -> list[dict[str, Any]]:
+    from conquiet.operations import brokers
+
+    return [
+        {
+            "stream": backlog.place,
+            "kind": "group" if backlog.group else "queue",
+            "name": backlog.group,
+            "lag": backlog.waiting,
+            "lag_is_exact": backlog.is_exact,
+            "behind_seconds": None,
+            "pending": backlog.pending,
+        }
+        for backlog in brokers.survey(url)
+    ]
+
+
 def _show_lags(options: Namespace, lags: list[dict[str, Any]], none: str) -> int:
     late = [options.max is not None and lag["lag"] > options.max for lag in lags]
     if options.json:
@@ -156,15 +177,22 @@ def _show_lags(options: Namespace, lags: list[dict[str, Any]], none: str) -> int
             [
                 (
                     lag["stream"],
-                    f"{lag['kind']} {lag['name']}",
-                    lag["lag"] if lag["lag_is_exact"] else f">{lag['lag']:,}",
-                    *(lag["behind_seconds"], lag["pending"]),
+                    f"{lag['kind']} {lag['name']}".rstrip(),
+                    lag["lag"] if lag["lag_is_exact"] else _about(lag),
+                    *("-" if lag[name] is None else lag[name] for name in _OFTEN_UNKNOWN),
                 )
                 for lag in lags
             ],
             [yellow if is_late else None for is_late in late],
         )
     return FAILED if any(late) else OK
+
+
+_OFTEN_UNKNOWN = ("behind_seconds", "pending")
+
+
+def _about(lag: Mapping[str, Any]) -> str:
+    return f"{'~' if lag['kind'] == 'queue' else '>'}{lag['lag']:,}"
 
 
 def _trim(options: Namespace) -> int:
@@ -247,10 +275,15 @@ _VERBS = (
         (
             "conquiet streams lag 'orders*' --max 1000",
             "conquiet streams lag --database postgresql://db/shop",
+            "conquiet streams lag 'kafka://broker:9092?topic=orders&group=billing' --max 1000",
         ),
         "0 no lag is above --max; 1 one is, no stream matches PATTERN, or Redis is out of reach; 2"
         " wrong usage",
         _lag,
+        more="""
+In place of PATTERN, the URL of a source shows what waits at a broker: amqp://…?queue=orders,
+kafka://…?topic=orders&group=billing (by partition, without joining the group), or sqs://REGION/orders.
+""",
     ),
     Verb(
         "trim",

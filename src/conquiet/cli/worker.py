@@ -47,6 +47,9 @@ a sink. Both are JSON lines of CloudEvents unless you say otherwise:
   redis://HOST/0?stream=NAME&group=NAME
                        a Redis Stream; a sink needs no group. Also &partitions=N and
                        &dead_letters=NAME. redis:?stream=… is on the server of --broker.
+  postgresql://HOST/NAME?topic=NAME&group=NAME, sqlite:///FILE?…
+                       an outbox as a log, a source only. Also &partitions=N, &start=now, and
+                       &exactly_once=position&producers_repeat=false
   amqp://USER:PASSWORD@HOST/VHOST?queue=NAME
                        a queue of RabbitMQ; a sink needs none. Also &topic=NAME (an exchange to
                        bind it to), &prefetch=N, &dead_letters=NAME
@@ -104,7 +107,7 @@ def register(commands: Any, common: ArgumentParser) -> None:
     run.add_argument("--source", metavar="URL", help="where a router's messages come from")
     run.add_argument("--sink", metavar="URL", help="where a router's events go to")
     add_broker(run)
-    run.add_argument("--batch-size", type=count, metavar="N", help="messages per batch (100)")
+    add_worker_options(run)
     run.add_argument(
         "--batch-wait-seconds",
         dest="batch_wait",
@@ -112,46 +115,60 @@ def register(commands: Any, common: ArgumentParser) -> None:
         metavar="S",
         help="how long to wait for a full batch (0)",
     )
-    run.add_argument("--threads", type=count, metavar="N", help="threads of a router (1)")
     run.add_argument(
-        "--concurrency",
+        "--processes",
         type=count,
         metavar="N",
-        help="on an event loop, transactions of a router in flight at once (100)",
-    )
-    run.add_argument("--processes", type=count, metavar="N", help="workers, each in a process")
-    run.add_argument(
-        "--ordered", action="store_true", default=None, help="keep the order of each key"
+        help="workers, each in a process; one that ends is replaced",
     )
     run.add_argument(
         "--max-attempts",
         type=count,
         metavar="N",
-        help="deliveries before a message is a dead letter (3; 25 on Redis and brokers)",
-    )
-    run.add_argument(
-        "--grace-seconds",
-        dest="grace",
-        type=seconds,
-        metavar="S",
-        help="time to finish messages in flight at a stop (30)",
-    )
-    run.add_argument(
-        "--stuck-after-seconds",
-        dest="stuck_after",
-        type=positive_seconds,
-        metavar="S",
-        help="end a worker whose handler takes longer; with --processes it is replaced",
+        help="deliveries before a dead letter (3; 10 in a database, 25 on Redis and brokers)",
     )
     run.add_argument("--dead-letters", metavar="PATH", help="file to append failed messages to")
     run.add_argument(
         "--max-line-bytes", type=count, metavar="N", help="longest line accepted (32 MiB)"
     )
     add_setting(run, LOG_FORMAT)
-    run.add_argument(
+    add_log_level(run)
+    run.add_argument("--json", action="store_true", help="the summary, on stderr, as JSON")
+
+
+def add_worker_options(parser: ArgumentParser) -> None:
+    """Add what a worker takes, of a router or of an app."""
+    parser.add_argument("--batch-size", type=count, metavar="N", help="messages per batch (100)")
+    parser.add_argument("--threads", type=count, metavar="N", help="threads of a worker (1)")
+    parser.add_argument(
+        "--concurrency",
+        type=count,
+        metavar="N",
+        help="on an event loop, transactions in flight at once (100)",
+    )
+    parser.add_argument(
+        "--ordered", action="store_true", default=None, help="keep the order of each key"
+    )
+    parser.add_argument(
+        "--grace-seconds",
+        dest="grace",
+        type=seconds,
+        metavar="S",
+        help="time to finish messages in flight at a stop (30)",
+    )
+    parser.add_argument(
+        "--stuck-after-seconds",
+        dest="stuck_after",
+        type=positive_seconds,
+        metavar="S",
+        help="end a process whose handler takes longer",
+    )
+
+
+def add_log_level(parser: ArgumentParser) -> None:
+    parser.add_argument(
         "--log-level", metavar="VALUE", help=f"{LOG_LEVEL.meaning} (warning); {LOG_LEVEL.variable}"
     )
-    run.add_argument("--json", action="store_true", help="the summary, on stderr, as JSON")
 
 
 def _run(options: Namespace) -> int:
@@ -163,26 +180,26 @@ def _run(options: Namespace) -> int:
         for name, value in vars(options).items()
         if value is not None and name not in left_out
     }
-    logs = _logs_of(options)
+    logs = logs_of(options)
     search_here()
     if options.processes:
         from conquiet.processes import run_processes
 
         grace = chosen.pop("grace", _GRACE_SECONDS)
         arguments = {"options": chosen, "logs": logs}
-        _set_up_logs(logs)
+        set_up_logs_of(logs)
         return run_processes(
             "conquiet.cli.worker:make_in_child", options.processes, grace, arguments=arguments
         )
     with ExitStack() as files:
         worker = _make(chosen, files)
         if "stuck_after" in chosen and worker.on_stuck is None:
-            worker.on_stuck = partial(_stop_stuck, worker)
-        _set_up_logs(logs, quiet_nacks=isinstance(worker.source, LinesSource))
+            worker.on_stuck = partial(stop_stuck, worker)
+        set_up_logs_of(logs, quiet_nacks=isinstance(worker.source, LinesSource))
         return _run_worker(worker, options.json)
 
 
-def _stop_stuck(worker: Worker, health: Health) -> None:
+def stop_stuck(worker: Worker, health: Health) -> None:
     """Stop at once; a handler that blocks the event loop would keep the process for ever."""
     worker.stop(grace=0)
     worker.stop(grace=_BLOCKED_SECONDS)
@@ -198,7 +215,7 @@ def _stop_stuck(worker: Worker, health: Health) -> None:
 
 def make_in_child(options: dict[str, Any], logs: dict[str, str]) -> Worker:
     """Build the worker of one of several processes."""
-    _set_up_logs(logs)
+    set_up_logs_of(logs)
     return _make(options, ExitStack(), shared=True)
 
 
@@ -307,17 +324,25 @@ def _adjust_times(worker: Worker, options: dict[str, Any]) -> Worker:
 
 
 def _run_worker(worker: Worker, as_json: bool) -> int:
-    import asyncio
-
     started = time.monotonic()
     with _WorkerProgress(worker):
-        finished = asyncio.run(worker.run_async()) if worker.is_async else worker.run()
+        finished = _run_on_loop(worker) if worker.is_async else worker.run()
     summary = _summary(worker, finished, time.monotonic() - started)
     if as_json:
         print_json(summary, sys.stderr)
     else:
-        print(_sentence(summary), file=sys.stderr)
+        print(sentence_of(summary), file=sys.stderr)
     return OK if summary["ok"] else FAILED
+
+
+def _run_on_loop(worker: Worker) -> bool:
+    import asyncio
+
+    runner = asyncio.Runner()
+    finished = runner.run(worker.run_async())
+    if finished:  # else it would wait for a handler that ignores its cancellation
+        runner.close()
+    return finished
 
 
 def _summary(worker: Worker, finished: bool, seconds: float) -> dict[str, Any]:
@@ -340,7 +365,8 @@ def _summary(worker: Worker, finished: bool, seconds: float) -> dict[str, Any]:
     return {"ok": finished, **summary}
 
 
-def _sentence(summary: dict[str, Any]) -> str:
+def sentence_of(summary: dict[str, Any]) -> str:
+    """Format a summary in one line."""
     parts = [f"handled {summary['handled']:,}", f"failed {summary['failed']:,}"]
     if summary["unhandled"]:
         parts.append(f"put aside unhandled {summary['unhandled']:,}")
@@ -379,7 +405,8 @@ class _WorkerProgress:
 # --- logs -----------------------------------------------------------------------------------
 
 
-def _logs_of(options: Namespace) -> dict[str, str]:
+def logs_of(options: Namespace) -> dict[str, str]:
+    """Return format and level of the logs; warnings and errors, if nothing else was chosen."""
     from conquiet.config import load
 
     flags = {"log_format": options.log_format, "log_level": options.log_level}
@@ -392,7 +419,7 @@ def _logs_of(options: Namespace) -> dict[str, str]:
     return {"format": found.values["log_format"], "level": level}
 
 
-def _set_up_logs(logs: dict[str, str], quiet_nacks: bool = False) -> None:
+def set_up_logs_of(logs: dict[str, str], quiet_nacks: bool = False) -> None:
     """Log to stderr, unless the application has set up its logs itself."""
     from conquiet.cli.logs import set_up_logs
 

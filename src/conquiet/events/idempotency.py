@@ -18,12 +18,12 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from datetime import timedelta
-from functools import wraps
+from functools import partial, wraps
 from importlib.resources import files
 from types import TracebackType
-from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
+from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar, cast, overload
 from uuid import UUID
 
 import redis
@@ -51,8 +51,32 @@ class LeaseLost(Blameless):
     """The lease expired while the handler ran, and another consumer took the event."""
 
 
+class Ask(NamedTuple):
+    """One step of the script: what to do with a key, for which owner, for how long."""
+
+    key: str
+    does: str
+    owner: str
+    seconds: float = 0.0
+
+    @property
+    def arguments(self) -> list[str | int]:
+        milliseconds = max(1, round(self.seconds * 1000)) if self.seconds else 0
+        return [self.does, self.owner, milliseconds]
+
+    def error(self, error: Exception) -> StoreError:
+        return StoreError(f"{self.key}: Redis could not {self.does}: {error}")
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Steps: TypeAlias = Generator[Ask | float, Any, T]
+"""Yields steps of the script, receives their answers, or their StoreErrors, and returns a result.
+A number is a pause in seconds. Both classes run the same steps."""
+
+
 class _Rules:
-    """Keys, times and the meaning of answers; the base of both classes."""
+    """Keys, times, and the steps of a claim; the base of both classes."""
 
     def __init__(
         self,
@@ -84,39 +108,57 @@ class _Rules:
             raise ConfigError(f"event id {event_id!r:.60} is not a UUID") from None
         return f"{self.prefix}:{consumer}:{plain}"
 
+    def _mark_steps(self, key: str, ttl: float | timedelta | None) -> Steps[bool]:
+        seconds = self.ttl if ttl is None else as_seconds("ttl", ttl)
+        answer = yield Ask(key, "mark", uuid.uuid4().hex, seconds)
+        return _is_done(key, answer)
 
-def _arguments(does: str, owner: str, seconds: float) -> list[str | int]:
-    return [does, owner, max(1, round(seconds * 1000)) if seconds else 0]
+    def _claim_steps(self, key: str, owner: str) -> Steps[bool]:
+        """Return whether the event is ours now; False if it is done."""
+        answer = yield Ask(key, "claim", owner, self.lease)
+        return not _is_done(key, answer)
+
+    def _renew_steps(self, key: str, owner: str) -> Steps[float | None]:
+        answer = _as_text((yield Ask(key, "renew", owner, self.lease)))
+        if answer == "held":
+            logger.warning("%s: the lease was lost while its handler is running", key)
+        return self.renew_every if answer == "ours" else None
+
+    def _confirm_steps(self, key: str, owner: str, ttl: float | None) -> Steps[None]:
+        """Confirm, with retries if the reply was lost; confirming twice is harmless."""
+        ask = Ask(key, "confirm", owner, self.ttl if ttl is None else ttl)
+        for left in reversed(range(_CONFIRMS)):
+            try:
+                answer = yield ask
+                break
+            except StoreError:
+                if not left:
+                    raise
+            yield _PAUSE_SECONDS
+        if _as_text(answer) != "ours":
+            raise LeaseLost(
+                f"{key}: its lease expired and another consumer took the event; its effects"
+                " may have happened twice. Use a longer lease"
+            )
+
+    def _release_steps(self, key: str, owner: str) -> Steps[None]:
+        try:
+            yield Ask(key, "release", owner)
+        except StoreError as error:
+            logger.warning(
+                "could not release an event, it waits for its lease to expire: %s", error
+            )
+
+
+def _as_text(answer: bytes | str) -> str:
+    return answer.decode() if isinstance(answer, bytes) else answer
 
 
 def _is_done(key: str, answer: bytes | str) -> bool:
     """Return whether an event was done before; raise if it is in progress elsewhere."""
-    if answer in (b"held", "held"):
+    if _as_text(answer) == "held":
         raise InProgress(f"{key}: in progress elsewhere; do not ack")
-    return answer in (b"done", "done")
-
-
-def _is_ours(key: str, answer: bytes | str) -> bool:
-    """Return whether a renewal kept the lease."""
-    if answer in (b"held", "held"):
-        logger.warning("%s: the lease was lost while its handler is running", key)
-    return answer in (b"ours", "ours")
-
-
-def _check_confirmed(key: str, answer: bytes | str) -> None:
-    if answer not in (b"ours", "ours"):
-        raise LeaseLost(
-            f"{key}: its lease expired and another consumer took the event; its effects"
-            " may have happened twice. Use a longer lease"
-        )
-
-
-def _unreachable(key: str, does: str, error: Exception) -> StoreError:
-    return StoreError(f"{key}: Redis could not {does}: {error}")
-
-
-def _log_not_released(error: Exception) -> None:
-    logger.warning("could not release an event, it waits for its lease to expire: %s", error)
+    return _as_text(answer) == "done"
 
 
 class Idempotency(_Rules):
@@ -152,7 +194,7 @@ class Idempotency(_Rules):
                 " redis.asyncio.Redis"
             )
         self.keeper = LeaseKeeper("conquiet-idempotency")
-        self._run: Callable[..., Any] = client.register_script(_script)
+        self._script: Callable[..., Any] = client.register_script(_script)
 
     def check_and_mark_processed(
         self, consumer: str, event_id: UUID | str, ttl: float | timedelta | None = None
@@ -162,9 +204,7 @@ class Idempotency(_Rules):
         It marks before the side effects: **a crash after the mark drops the event**. Prefer
         `guard`, which marks after success. Raises `InProgress` while another consumer holds it.
         """
-        key = self.key(consumer, event_id)
-        seconds = self.ttl if ttl is None else as_seconds("ttl", ttl)
-        return _is_done(key, self.ask(key, "mark", uuid.uuid4().hex, seconds))
+        return self.run(self._mark_steps(self.key(consumer, event_id), ttl))
 
     def claim(self, consumer: str, event_id: UUID | str) -> Claim | None:
         """Claim an event under a lease; None if it is done. Raises `InProgress` if it is held.
@@ -172,7 +212,7 @@ class Idempotency(_Rules):
         Use it instead of `guard` to confirm or release the claim yourself.
         """
         claim = Claim(self, self.key(consumer, event_id), uuid.uuid4().hex)
-        if _is_done(claim.key, self.ask(claim.key, "claim", claim.owner, self.lease)):
+        if not self.run(self._claim_steps(claim.key, claim.owner)):
             return None
         self.keeper.add(claim, self.renew_every)
         return claim
@@ -180,7 +220,7 @@ class Idempotency(_Rules):
     def guard(
         self,
         consumer: str,
-        event_id: UUID | str | Callable[..., UUID | str],
+        event_id: EventId,
         *,
         ttl: float | timedelta | None = None,
     ) -> Guard:
@@ -194,13 +234,26 @@ class Idempotency(_Rules):
             self.key(consumer, event_id)
         return Guard(self, consumer, event_id, None if ttl is None else as_seconds("ttl", ttl))
 
-    def ask(self, key: str, does: str, owner: str, seconds: float) -> bytes | str:
-        """Run one step of the script; return its answer."""
+    def run(self, steps: Steps[T]) -> T:
+        """Run steps to their end."""
+        send: Callable[[], Ask | float] = partial(next, steps)
         try:
-            answer: bytes | str = self._run(keys=[key], args=_arguments(does, owner, seconds))
+            while True:
+                step = send()
+                try:
+                    send = partial(steps.send, self._take(step))
+                except StoreError as error:
+                    send = partial(steps.throw, error)
+        except StopIteration as end:
+            return cast("T", end.value)
+
+    def _take(self, step: Ask | float) -> Any:
+        if not isinstance(step, Ask):
+            return time.sleep(step)
+        try:
+            return self._script(keys=[step.key], args=step.arguments)
         except (redis.RedisError, OSError) as error:
-            raise _unreachable(key, does, error) from error
-        return answer
+            raise step.error(error) from error
 
 
 class Claim(NamedTuple):
@@ -212,42 +265,47 @@ class Claim(NamedTuple):
 
     def renew(self) -> float | None:
         """Renew the lease and return when to renew it next; None if it was lost."""
-        is_ours = _is_ours(self.key, self._ask("renew", self.idempotency.lease))
-        return self.idempotency.renew_every if is_ours else None
+        return self.idempotency.run(self.idempotency._renew_steps(self.key, self.owner))
 
     def confirm(self, ttl: float | None = None) -> None:
         """Mark the event as done for the TTL; raise `LeaseLost` if another consumer took it."""
         self.idempotency.keeper.remove(self)
-        _check_confirmed(self.key, self._confirm(self.idempotency.ttl if ttl is None else ttl))
+        self.idempotency.run(self.idempotency._confirm_steps(self.key, self.owner, ttl))
 
     def release(self) -> None:
         """Release the event, so that the next delivery is handled; does nothing if it was lost."""
         self.idempotency.keeper.remove(self)
-        try:
-            self._ask("release", 0)
-        except StoreError as error:
-            _log_not_released(error)
-
-    def _confirm(self, ttl: float) -> bytes | str:
-        """Confirm, with retries if the reply was lost; confirming twice is harmless."""
-        for left in reversed(range(_CONFIRMS)):
-            try:
-                return self._ask("confirm", ttl)
-            except StoreError:
-                if not left:
-                    raise
-                time.sleep(_PAUSE_SECONDS)
-        raise AssertionError("unreachable")
-
-    def _ask(self, does: str, seconds: float) -> bytes | str:
-        return self.idempotency.ask(self.key, does, self.owner, seconds)
+        self.idempotency.run(self.idempotency._release_steps(self.key, self.owner))
 
     def __repr__(self) -> str:
         return f"<Claim {self.key}>"
 
 
-P = ParamSpec("P")
-T = TypeVar("T")
+EventId: TypeAlias = UUID | str | Callable[..., UUID | str]
+
+
+def _id_of_block(event_id: EventId) -> UUID | str:
+    if callable(event_id):
+        raise ConfigError("guard(…, function) is a decorator; a block needs the event's id")
+    return event_id
+
+
+def _id_of_call(event_id: EventId, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UUID | str:
+    return event_id(*args, **kwargs) if callable(event_id) else event_id
+
+
+def _guard_coroutines(
+    guard_of: Callable[[tuple[Any, ...], dict[str, Any]], Guard | AsyncGuard],
+    function: Callable[P, Coroutine[Any, Any, T]],
+) -> Callable[P, Coroutine[Any, Any, T | None]]:
+    """Wrap a coroutine function; each call has a guard of its own, since calls may overlap."""
+
+    @wraps(function)
+    async def guarded(*args: P.args, **kwargs: P.kwargs) -> T | None:
+        async with guard_of(args, kwargs) as fresh:
+            return await function(*args, **kwargs) if fresh else None
+
+    return guarded
 
 
 class Guard:
@@ -260,7 +318,7 @@ class Guard:
         self,
         idempotency: Idempotency,
         consumer: str,
-        event_id: UUID | str | Callable[..., UUID | str],
+        event_id: EventId,
         ttl: float | None,
     ) -> None:
         self.claim: Claim | None = None
@@ -272,9 +330,8 @@ class Guard:
         self._entered = self._cancelled = False
 
     def __enter__(self) -> bool:
-        if callable(self._event_id):
-            raise ConfigError("guard(…, function) is a decorator; a block needs the event's id")
-        self.claim = self._idempotency.claim(self._consumer, self._event_id)
+        event_id = _id_of_block(self._event_id)
+        self.claim = self._idempotency.claim(self._consumer, event_id)
         return self.claim is not None
 
     def __exit__(
@@ -337,13 +394,7 @@ class Guard:
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         if inspect.iscoroutinefunction(function):
-
-            @wraps(function)
-            async def guarded_async(*args: Any, **kwargs: Any) -> Any:
-                async with self._for(args, kwargs) as fresh:
-                    return await function(*args, **kwargs) if fresh else None
-
-            return guarded_async
+            return _guard_coroutines(self._for, function)
 
         @wraps(function)
         def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -353,9 +404,7 @@ class Guard:
         return guarded
 
     def _for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Guard:
-        """Create a guard for one call: calls may run concurrently."""
-        given = self._event_id
-        event_id = given(*args, **kwargs) if callable(given) else given
+        event_id = _id_of_call(self._event_id, args, kwargs)
         return Guard(self._idempotency, self._consumer, event_id, self._ttl)
 
 
@@ -393,7 +442,7 @@ class AsyncIdempotency(_Rules):
                 " takes a redis.Redis"
             )
         self.keeper = LoopLeaseKeeper("conquiet-idempotency", AsyncClaim.renew)
-        self._run: Callable[..., Awaitable[bytes | str]] = client.register_script(_script)
+        self._script: Callable[..., Awaitable[bytes | str]] = client.register_script(_script)
         self._settling: set[asyncio.Task[None]] = set()
 
     async def check_and_mark_processed(
@@ -404,9 +453,7 @@ class AsyncIdempotency(_Rules):
         It marks before the side effects: **a crash after the mark drops the event**. Prefer
         `guard`, which marks after success. Raises `InProgress` while another consumer holds it.
         """
-        key = self.key(consumer, event_id)
-        seconds = self.ttl if ttl is None else as_seconds("ttl", ttl)
-        return _is_done(key, await self.ask(key, "mark", uuid.uuid4().hex, seconds))
+        return await self.run(self._mark_steps(self.key(consumer, event_id), ttl))
 
     async def claim(self, consumer: str, event_id: UUID | str) -> AsyncClaim | None:
         """Claim an event under a lease; None if it is done. Raises `InProgress` if it is held.
@@ -415,13 +462,13 @@ class AsyncIdempotency(_Rules):
         event is released.
         """
         claim = AsyncClaim(self, self.key(consumer, event_id), uuid.uuid4().hex)
-        asked = asyncio.create_task(self.ask(claim.key, "claim", claim.owner, self.lease))
+        asked = asyncio.create_task(self.run(self._claim_steps(claim.key, claim.owner)))
         try:
-            answer = await asyncio.shield(asked)
+            is_ours = await asyncio.shield(asked)
         except asyncio.CancelledError:
             self.settle(claim.release_after(asked))
             raise
-        if _is_done(claim.key, answer):
+        if not is_ours:
             return None
         self.keeper.add(claim, self.renew_every)
         return claim
@@ -429,7 +476,7 @@ class AsyncIdempotency(_Rules):
     def guard(
         self,
         consumer: str,
-        event_id: UUID | str | Callable[..., UUID | str],
+        event_id: EventId,
         *,
         ttl: float | timedelta | None = None,
     ) -> AsyncGuard:
@@ -443,12 +490,26 @@ class AsyncIdempotency(_Rules):
             self.key(consumer, event_id)
         return AsyncGuard(self, consumer, event_id, None if ttl is None else as_seconds("ttl", ttl))
 
-    async def ask(self, key: str, does: str, owner: str, seconds: float) -> bytes | str:
-        """Run one step of the script; return its answer."""
+    async def run(self, steps: Steps[T]) -> T:
+        """Run steps to their end."""
+        send: Callable[[], Ask | float] = partial(next, steps)
+        while True:
+            try:
+                step = send()
+            except StopIteration as end:
+                return cast("T", end.value)
+            try:
+                send = partial(steps.send, await self._take(step))
+            except StoreError as error:
+                send = partial(steps.throw, error)
+
+    async def _take(self, step: Ask | float) -> Any:
+        if not isinstance(step, Ask):
+            return await asyncio.sleep(step)
         try:
-            return await self._run(keys=[key], args=_arguments(does, owner, seconds))
+            return await self._script(keys=[step.key], args=step.arguments)
         except (redis.RedisError, OSError) as error:
-            raise _unreachable(key, does, error) from error
+            raise step.error(error) from error
 
     def settle(self, step: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Start a step that goes on if the task that waits for it is cancelled."""
@@ -467,42 +528,23 @@ class AsyncClaim(NamedTuple):
 
     async def renew(self) -> float | None:
         """Renew the lease and return when to renew it next; None if it was lost."""
-        is_ours = _is_ours(self.key, await self._ask("renew", self.idempotency.lease))
-        return self.idempotency.renew_every if is_ours else None
+        return await self.idempotency.run(self.idempotency._renew_steps(self.key, self.owner))
 
     async def confirm(self, ttl: float | None = None) -> None:
         """Mark the event as done for the TTL; raise `LeaseLost` if another consumer took it."""
         self.idempotency.keeper.remove(self)
-        seconds = self.idempotency.ttl if ttl is None else ttl
-        _check_confirmed(self.key, await self._confirm(seconds))
+        await self.idempotency.run(self.idempotency._confirm_steps(self.key, self.owner, ttl))
 
     async def release(self) -> None:
         """Release the event, so that the next delivery is handled; does nothing if it was lost."""
         self.idempotency.keeper.remove(self)
-        try:
-            await self._ask("release", 0)
-        except StoreError as error:
-            _log_not_released(error)
+        await self.idempotency.run(self.idempotency._release_steps(self.key, self.owner))
 
-    async def release_after(self, asked: asyncio.Task[bytes | str]) -> None:
+    async def release_after(self, asked: asyncio.Task[bool]) -> None:
         """Release the event once the answer to its claim is known."""
         await asyncio.wait([asked])
         if not asked.cancelled() and asked.exception() is None:
             await self.release()
-
-    async def _confirm(self, ttl: float) -> bytes | str:
-        """Confirm, with retries if the reply was lost; confirming twice is harmless."""
-        for left in reversed(range(_CONFIRMS)):
-            try:
-                return await self._ask("confirm", ttl)
-            except StoreError:
-                if not left:
-                    raise
-                await asyncio.sleep(_PAUSE_SECONDS)
-        raise AssertionError("unreachable")
-
-    async def _ask(self, does: str, seconds: float) -> bytes | str:
-        return await self.idempotency.ask(self.key, does, self.owner, seconds)
 
     def __repr__(self) -> str:
         return f"<AsyncClaim {self.key}>"
@@ -518,7 +560,7 @@ class AsyncGuard:
         self,
         idempotency: AsyncIdempotency,
         consumer: str,
-        event_id: UUID | str | Callable[..., UUID | str],
+        event_id: EventId,
         ttl: float | None,
     ) -> None:
         self.claim: AsyncClaim | None = None
@@ -528,9 +570,8 @@ class AsyncGuard:
         self._ttl = ttl
 
     async def __aenter__(self) -> bool:
-        if callable(self._event_id):
-            raise ConfigError("guard(…, function) is a decorator; a block needs the event's id")
-        self.claim = await self._idempotency.claim(self._consumer, self._event_id)
+        event_id = _id_of_block(self._event_id)
+        self.claim = await self._idempotency.claim(self._consumer, event_id)
         return self.claim is not None
 
     async def __aexit__(
@@ -554,15 +595,11 @@ class AsyncGuard:
                 f"{function!r} is not a coroutine function: guard it by Idempotency, with a"
                 " redis.Redis"
             )
+        return _guard_coroutines(self._for, function)
 
-        @wraps(function)
-        async def guarded(*args: P.args, **kwargs: P.kwargs) -> T | None:
-            given = self._event_id
-            event_id = given(*args, **kwargs) if callable(given) else given
-            async with AsyncGuard(self._idempotency, self._consumer, event_id, self._ttl) as fresh:
-                return await function(*args, **kwargs) if fresh else None
-
-        return guarded
+    def _for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AsyncGuard:
+        event_id = _id_of_call(self._event_id, args, kwargs)
+        return AsyncGuard(self._idempotency, self._consumer, event_id, self._ttl)
 
 
 def _kind(client: object) -> str:

@@ -1,4 +1,4 @@
-"""Dead letters in a Redis Stream, a file or a queue of Kombu: find, show, replay and drop them.
+"""Dead letters of streams, files, queues, logs and brokers: find, show, replay and drop them.
 
     letters ──filter──▶ found ──replay──▶ published where it came from ──▶ then removed here
                           └────drop───▶ removed
@@ -144,9 +144,10 @@ class Outcome:
 def open_letters(
     place: str, client: Any = None, *, prefix: str = "", sink: Sink | None = None
 ) -> Letters:
-    """Open a place by its name: a Redis Stream, `file:PATH`, `kombu:QUEUE`, or the URL of a log.
+    """Open a place by its name: a Redis Stream, `file:PATH`, `kombu:QUEUE`, or a URL.
 
-    The URL is that of a `LogSource`: `postgresql://HOST/NAME?topic=…&group=…`, `sqlite:///FILE?…`.
+    The URL is that of a `LogSource`: `postgresql://HOST/NAME?topic=…&group=…`, `sqlite:///FILE?…`,
+    or that of a dead letter queue: `amqp://…?queue=NAME`, `kafka://…?topic=NAME`, `sqs://…/NAME`.
     `client` is a Redis client, `prefix` the `global_keyprefix` of a Kombu application; `sink`
     receives the messages that are replayed from a file.
     """
@@ -159,6 +160,10 @@ def open_letters(
         from conquiet.operations.log_groups import LogLetters
 
         return LogLetters(place)
+    if colon and rest.startswith("//") and kind in ("amqp", "amqps", "kafka", "sqs"):
+        from conquiet.operations.brokers import BrokerLetters
+
+        return BrokerLetters(place)
     if colon and kind == "kombu":
         from conquiet.operations.dead_letter_queues import KombuLetters
 

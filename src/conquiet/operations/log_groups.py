@@ -16,8 +16,8 @@ from conquiet.errors import ConquietError, NotFound
 from conquiet.operations.dead_letters import Filter, Letter
 from conquiet.operations.text import as_text
 from conquiet.sql import dialect
-from conquiet.sql.log_group import GroupTables
-from conquiet.sql.log_source import open_log
+from conquiet.sql.log_group import KAFKA_PREFIX, GroupTables
+from conquiet.sql.log_source import MAX_PARTITIONS, open_log
 from conquiet.sql.outbox_source import stored_message
 from conquiet.sql.schema import OUTBOX_TABLE, positions_table
 
@@ -41,7 +41,7 @@ class LogGroup:
 
 
 def survey(engine: Engine, pattern: str = "*", table: str = OUTBOX_TABLE) -> list[LogGroup]:
-    """Return the groups whose topics match a pattern."""
+    """Return the groups whose topics match a pattern; offsets of Kafka are not of an outbox."""
     with _reading(engine) as connection:
         if not dialect.has_table(connection, positions_table(table).fullname):
             return []
@@ -54,7 +54,7 @@ def survey(engine: Engine, pattern: str = "*", table: str = OUTBOX_TABLE) -> lis
         return [
             _describe(connection, GroupTables(engine, table, topic, group), topic, group)
             for topic, group in found
-            if fnmatchcase(topic, pattern)
+            if fnmatchcase(topic, pattern) and not topic.startswith(KAFKA_PREFIX)
         ]
 
 
@@ -67,9 +67,19 @@ def _describe(connection: Connection, tables: GroupTables, topic: str, group: st
 
 
 def remove(engine: Engine, topic: str, group: str, table: str = OUTBOX_TABLE) -> None:
-    """Remove a group with its positions and dead letters; a running member creates it again."""
+    """Remove a group with its positions and dead letters, unless a member holds a lease.
+
+    A member would create it again, and handle all events again from the beginning.
+    """
     tables = GroupTables(engine, table, topic, group)
     with _reading(engine) as connection, connection.begin():
+        rows = tables.lock(connection, range(MAX_PARTITIONS)).values()
+        left = max((row.seconds_left for row in rows if row.owner is not None), default=0.0)
+        if left > 0:
+            raise ConquietError(
+                f"workers of group {group!r:.100} read topic {topic!r:.100}, and would begin again"
+                f" with its first event; stop them first (the last lease ends in {left:.0f} s)"
+            )
         removed = tables.remove(connection)
     if not removed:
         raise NotFound(

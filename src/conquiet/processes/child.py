@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from conquiet.errors import ConfigError, ConquietError
 from conquiet.shutdown import Signals
-from conquiet.worker import Health, Publish, Worker
+from conquiet.worker import Health, Worker
 
 logger = logging.getLogger("conquiet.processes")
 
@@ -64,7 +64,7 @@ def serve(ready: int) -> NoReturn:
                 time.sleep(_LOOK_SECONDS)
         finished = stop()
     if finished:
-        sys.exit(FINISHED)
+        sys.exit(FINISHED if worker.failure is None else FAILED)
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
@@ -144,7 +144,7 @@ def _make_worker(settings: dict[str, Any]) -> Worker:
             raise ConfigError(f"{settings['target']} returned {worker!r:.80}, not a Worker")
         worker.on_stuck = _end_process_after(worker.on_stuck)
         if not worker.is_async:  # else its start on the event loop checks the chain
-            worker.router.start(Publish(worker.sink, worker.router))
+            worker.build_chain()
     except ConquietError as error:
         _refuse(error)
     return worker

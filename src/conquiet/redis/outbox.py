@@ -78,7 +78,7 @@ class Outbox(outbox.Outbox):
 
     def _entry(self, output: Message[Any]) -> tuple[Any, ...]:
         try:
-            topic = (output.topic or self.topic).encode()
+            topic = (output.topic or self.topic_of(output)).encode()
             return (b"XADD", self._key, b"*", TOPIC_FIELD, topic, *self._encode(output))
         except (ConquietError, UnicodeEncodeError) as error:
             # The fault is the handler's, not that of the message that came in.

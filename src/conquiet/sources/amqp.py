@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from struct import Struct
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, Unpack
 
 from conquiet.config import Url, check_timeout, explain, require
 from conquiet.errors import ConfigError, InvalidMessage, StoreError
@@ -25,7 +25,7 @@ from conquiet.message import Attributes
 from conquiet.relay.sinks.envelope import plain_value, unpack
 from conquiet.relay.sinks.kombu import KombuSink, connect, open_connection
 from conquiet.sink import Sink
-from conquiet.sources.broker import MAX_ATTEMPTS, BrokerSource, Delivery, KeyOf, logger
+from conquiet.sources.broker import MAX_ATTEMPTS, BrokerSource, Delivery, Redelivery, logger
 
 QueueType = Literal["quorum", "classic"]
 
@@ -37,6 +37,7 @@ _FRAME_END = 0xCE
 _PIECE_BYTES = 65_536
 _NOT_FOUND = 404
 _MAX_PREFETCH = 65_535
+_MAX_HEARTBEAT_SECONDS = 65_535
 
 
 class AmqpSource(BrokerSource):
@@ -65,14 +66,10 @@ class AmqpSource(BrokerSource):
         prefetch: int = 1_000,
         declare: bool = True,
         queue_type: QueueType = "quorum",
-        max_attempts: int | None = MAX_ATTEMPTS,
-        dead_letters: str | Sink | None = None,
-        backoff: float = 0.05,
-        max_backoff: float = 5.0,
-        key: KeyOf | None = None,
         heartbeat: float = 30.0,
         timeout: float = 10.0,
         tls: Mapping[str, Any] | None = None,
+        **redelivery: Unpack[Redelivery],
     ) -> None:
         names = [queues] if isinstance(queues, str) else list(queues)
         if not names or not all(names):
@@ -81,27 +78,19 @@ class AmqpSource(BrokerSource):
             raise ConfigError(f"prefetch={prefetch}: must be from 1 to {_MAX_PREFETCH}")
         if queue_type not in ("quorum", "classic"):
             raise ConfigError(f"queue_type={queue_type!r}: choose 'quorum' or 'classic'")
-        if not heartbeat >= 1:
-            raise ConfigError(f"heartbeat={heartbeat}: must be 1 second or more")
+        if not 1 <= heartbeat <= _MAX_HEARTBEAT_SECONDS:
+            raise ConfigError(f"heartbeat={heartbeat}: must be from 1 to 65535 seconds")
         client = _AmqpClient(
             url,
             names,
             list(topics),
             prefetch,
             queue_type if declare else None,
-            dead_letters,
             heartbeat,
             check_timeout(timeout),
             tls,
         )
-        super().__init__(
-            client,
-            ", ".join(names),
-            max_attempts=max_attempts,
-            backoff=backoff,
-            max_backoff=max_backoff,
-            key=key,
-        )
+        super().__init__(client, ", ".join(names), **redelivery)
 
     @classmethod
     def from_url(cls, url: str, max_attempts: int | None = None) -> Self:
@@ -141,7 +130,6 @@ class _AmqpClient:
         topics: Sequence[str],
         prefetch: int,
         queue_type: QueueType | None,
-        dead_letters: str | Sink | None,
         heartbeat: float,
         timeout: float,
         tls: Mapping[str, Any] | None,
@@ -152,7 +140,6 @@ class _AmqpClient:
         self._topics = topics
         self._prefetch = prefetch
         self._queue_type = queue_type
-        self._dead_letters = dead_letters
         self._timeout = timeout
         self._tls = tls
         self._heartbeat = heartbeat
@@ -181,7 +168,6 @@ class _AmqpClient:
         self._generation = 0
         self._unacked: dict[int, Delivery] = {}
         self._arrived: deque[Delivery] = deque()
-        self._letters: dict[str, Sink] = {}
         self._keeper = LeaseKeeper("conquiet-amqp")
         self._closed = False
 
@@ -282,17 +268,8 @@ class _AmqpClient:
                     *(len(tags), error),
                 )
 
-    def dead_letters(self, origin: str) -> tuple[Sink, str]:
-        given = self._dead_letters
-        if given is not None and not isinstance(given, str):
-            return given, f"{origin}.dead"
-        name = given or f"{origin}.dead"
-        sink = self._letters.get(name)
-        if sink is None:
-            sink = self._letters[name] = KombuSink(
-                self._url, name, queues=[name], timeout=self._timeout, tls=self._tls
-            )
-        return sink, name
+    def open_letters(self, name: str) -> Sink:
+        return KombuSink(self._url, name, queues=[name], timeout=self._timeout, tls=self._tls)
 
     # --- the connection ---------------------------------------------------------------------
 
@@ -381,8 +358,6 @@ class _AmqpClient:
                 with suppress(*self._troubles):
                     self._link.release()
             self._connection = self._channel = None
-        for sink in self._letters.values():
-            sink.close()
 
 
 class _Frames:

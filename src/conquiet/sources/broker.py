@@ -18,7 +18,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 from conquiet.acking import Acking, Error
 from conquiet.errors import (
@@ -49,6 +49,8 @@ class Delivery:
         "data",
         "deliveries",
         "error",
+        "is_moved",
+        "is_tried",
         "nacks",
         "origin",
         "place",
@@ -81,6 +83,10 @@ class Delivery:
         self.error = error
         """Why it could not be decoded; `data` is then the body as it came."""
         self.nacks = 0
+        self.is_tried = False
+        """Whether a transaction moved a stored position past it; perhaps it was committed."""
+        self.is_moved = False
+        """Whether the last transaction with it did."""
 
     def __repr__(self) -> str:
         return f"<{describe(self.attributes)} from {self.origin}>"
@@ -98,11 +104,21 @@ class Broker(Protocol):
     def holds(self, delivery: Delivery) -> bool:
         """Return whether a delivery is still ours: its connection, partition or lease is."""
 
-    def dead_letters(self, origin: str) -> tuple[Sink, str]:
-        """Return the sink and the topic for dead letters of a queue or topic."""
+    def open_letters(self, name: str) -> Sink:
+        """Open the queue or topic for dead letters."""
 
     def close(self) -> None:
         """Return unacked messages to the broker."""
+
+
+class Redelivery(TypedDict, total=False):
+    """What the sources of all brokers take: how often a message is tried, and what comes then."""
+
+    max_attempts: int | None
+    dead_letters: str | Sink | None
+    backoff: float
+    max_backoff: float
+    key: KeyOf | None
 
 
 class _Waiter:
@@ -117,18 +133,27 @@ class _Waiter:
 
 
 class BrokerSource:
-    """Reads from a broker. The base of `AmqpSource`, `KafkaSource` and `SqsSource`."""
+    """Reads from a broker. The base of `AmqpSource`, `KafkaSource` and `SqsSource`.
+
+    A failed message pauses `backoff` seconds, then twice as long, up to `max_backoff`; later ones
+    of its `key` wait behind it. After `max_attempts` deliveries, or a permanent error, it goes to
+    `dead_letters`: the name of a queue or topic, by default its own name and `dead`, or a `Sink`.
+    """
+
+    _letters_suffix = ".dead"
+    _look_seconds = 0.02
+    """How often a waiting read checks for nacks, while messages are in flight."""
 
     def __init__(
         self,
         broker: Broker,
         name: str,
         *,
-        max_attempts: int | None,
-        backoff: float,
-        max_backoff: float,
-        key: KeyOf | None,
-        look_seconds: float = 0.02,
+        max_attempts: int | None = MAX_ATTEMPTS,
+        dead_letters: str | Sink | None = None,
+        backoff: float = 0.05,
+        max_backoff: float = 5.0,
+        key: KeyOf | None = None,
     ) -> None:
         if max_attempts is not None and (isinstance(max_attempts, bool) or max_attempts < 1):
             raise ConfigError(f"max_attempts={max_attempts}: must be at least 1, or None")
@@ -143,10 +168,10 @@ class BrokerSource:
         self._backoff = backoff
         self._max_backoff = max_backoff
         self._key = key
-        self._look_seconds = look_seconds
-        """How often a waiting read checks for nacks, while messages are in flight."""
         self._lock = threading.Lock()
-        self._letters = threading.Lock()  # a sink belongs to one thread at a time
+        self._dead_letters = dead_letters
+        self._letters: dict[str, Sink] = {}
+        self._burial = threading.Lock()  # a sink belongs to one thread at a time
         self._waiters: dict[Delivery, _Waiter] = {}
         self._in_flight = 0
         self._closed = False
@@ -234,6 +259,7 @@ class BrokerSource:
     def settle(self, acked: Sequence[Delivery], nacked: Sequence[tuple[Delivery, Error]]) -> None:
         """Ack a batch; let nacked messages pause until their redelivery, or bury them."""
         for delivery, error in nacked:
+            delivery.is_moved = False  # rolled back
             if self._broker.holds(delivery):  # else the broker delivers it again
                 self._nack(delivery, error)
         if acked:
@@ -306,8 +332,8 @@ class BrokerSource:
             deliveries=delivery.deliveries,
         )
         try:
-            with self._letters:
-                sink, topic = self._broker.dead_letters(delivery.origin)
+            with self._burial:
+                sink, topic = self._find_letters(delivery.origin)
                 sink.publish([to_letter(message, error, topic)])
         except Exception as failure:  # noqa: BLE001 - a user's sink
             logger.error(
@@ -320,6 +346,19 @@ class BrokerSource:
         why = printable(f"{type(error).__name__}: {error}")
         logger.error("dead letter in %r: %r: %s", topic, delivery, why)
 
+    def _find_letters(self, origin: str) -> tuple[Sink, str]:
+        """Return the sink for dead letters of a queue or topic, and the topic there."""
+        given = self._dead_letters
+        name = given if isinstance(given, str) and given else self._name_letters(origin)
+        if given is not None and not isinstance(given, str):
+            return given, name
+        if name not in self._letters:
+            self._letters[name] = self._broker.open_letters(name)
+        return self._letters[name], name
+
+    def _name_letters(self, origin: str) -> str:
+        return f"{origin}{self._letters_suffix}"
+
     # --- the end ----------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -331,6 +370,9 @@ class BrokerSource:
         self._broker.close()
         with self._lock:
             self._waiters.clear()
+        with self._burial:
+            for sink in self._letters.values():
+                sink.close()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._name}>"

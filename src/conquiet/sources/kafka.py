@@ -3,6 +3,8 @@
 An offset says "all before it is done". Messages behind an unacked one that are done already are
 listed in the metadata of the commit, so that the next owner of the partition does not get them
 again: `1:` and their distances from the offset, as `1:2-5,9`.
+
+With `positions`, offsets are kept in a database (`conquiet.sources.offsets`), and those count.
 """
 
 from __future__ import annotations
@@ -10,9 +12,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, get_args
 
 from conquiet.config import Url, check_timeout, require
 from conquiet.errors import ConfigError, InvalidMessage, StoreError
@@ -21,11 +23,20 @@ from conquiet.message import Attributes
 from conquiet.relay.sinks.envelope import plain_value, unpack
 from conquiet.relay.sinks.kafka import KafkaSink, quiet
 from conquiet.sink import Sink
-from conquiet.sources.broker import MAX_ATTEMPTS, BrokerSource, Delivery, KeyOf, logger
+from conquiet.sources.broker import MAX_ATTEMPTS, BrokerSource, Delivery, Redelivery, logger
+
+if TYPE_CHECKING:
+    from sqlalchemy import URL, Connection, Engine
+
+    from conquiet.sources.offsets import StoredOffsets
+    from conquiet.sql.log_group import PartitionRow
+    from conquiet.sql.log_source import PositionInbox
 
 Start = Literal["beginning", "now"]
 
 _PREFIX = "ce_"
+_STRATEGY = "partition.assignment.strategy"
+_COOPERATIVE = "cooperative-sticky"
 _KEEP_SECONDS = 1.0
 """How often a consumer whose handlers work takes part in the rebalances of its group."""
 _FLUSH_SECONDS = 5.0
@@ -59,8 +70,14 @@ class KafkaSource(BrokerSource):
     deliveries: after a crash the count begins again. `settings` are librdkafka's.
 
     When a partition is revoked, what is acked by then is committed; later acks of its messages are
-    dropped, and its new owner gets them again: an inbox skips those whose effects are there.
+    dropped, and its new owner gets them again: an inbox skips those whose effects are there. With
+    `positions`, the engine of the effects, offsets are kept in that database. Then
+    `exactly_once="position"` lets a worker add a `PositionInbox` to the chain, which moves them in
+    the transaction of the effects, in place of an inbox; `producers_repeat=False` says that no
+    event is written to the topic twice.
     """
+
+    delivery_type = Delivery
 
     def __init__(
         self,
@@ -69,14 +86,13 @@ class KafkaSource(BrokerSource):
         group: str,
         *,
         start: Start = "beginning",
+        positions: Engine | str | URL | None = None,
+        exactly_once: Literal["inbox", "position"] = "inbox",
+        producers_repeat: bool = True,
         max_in_flight: int = 10_000,
-        max_attempts: int | None = MAX_ATTEMPTS,
-        dead_letters: str | Sink | None = None,
-        backoff: float = 0.05,
-        max_backoff: float = 5.0,
-        key: KeyOf | None = None,
         timeout: float = 10.0,
         settings: Mapping[str, Any] | None = None,
+        **redelivery: Unpack[Redelivery],
     ) -> None:
         names = [topics] if isinstance(topics, str) else list(topics)
         if not servers:
@@ -91,24 +107,33 @@ class KafkaSource(BrokerSource):
         taken = sorted(_OURS & given.keys())
         if taken:
             raise ConfigError(f"the setting {taken[0]!r} is the Kafka source's own; leave it out")
+        if exactly_once not in ("inbox", "position"):
+            raise ConfigError(f"exactly_once={exactly_once!r:.40}: choose 'inbox' or 'position'")
+        if exactly_once == "position" and (positions is None or producers_repeat):
+            raise ConfigError(
+                "exactly_once=position needs positions, the database of the effects, and"
+                " producers_repeat=false: an event that a producer wrote twice is handled twice"
+            )
+        if positions is not None and given.get(_STRATEGY, _COOPERATIVE) != _COOPERATIVE:
+            raise ConfigError(f"positions=… needs the setting {_STRATEGY}={_COOPERATIVE}")
         self._client = _KafkaClient(
-            servers, names, group, start, max_in_flight, dead_letters, check_timeout(timeout), given
+            *(servers, names, group, start, max_in_flight, check_timeout(timeout), given),
+            positions,
         )
-        super().__init__(
-            self._client,
-            f"{', '.join(names)} group={group}",
-            max_attempts=max_attempts,
-            backoff=backoff,
-            max_backoff=max_backoff,
-            key=key,
-        )
+        super().__init__(self._client, f"{', '.join(names)} group={group}", **redelivery)
+        self.inbox: PositionInbox | None = None
+        """The middleware that a worker adds to its router."""
+        if exactly_once == "position":
+            room = require("conquiet.sql.log_source", "sql")
+            self.inbox = room.PositionInbox(self, producers_repeat=producers_repeat)
 
     @classmethod
     def from_url(cls, url: str, max_attempts: int | None = None) -> Self:
         """Create one by `kafka://HOST:PORT,HOST:PORT?topic=NAME,NAME&group=NAME`.
 
-        Also `start=now`, `max_in_flight=`, `dead_letters=NAME` and `timeout=` in seconds; others
-        are librdkafka's.
+        Also `start=now`, `positions=` with the URL of a database, `exactly_once=position` with
+        `producers_repeat=false`, `max_in_flight=`, `dead_letters=NAME` and `timeout=` in seconds;
+        others are librdkafka's.
         """
         given = Url(url, "--source")
         topics = given.names("topic") or [name for name in [given.path] if name]
@@ -120,6 +145,9 @@ class KafkaSource(BrokerSource):
                 )
         settings: dict[str, Any] = {
             "start": given.text("start") or "beginning",
+            "positions": given.text("positions"),
+            "exactly_once": given.text("exactly_once") or "inbox",
+            "producers_repeat": given.flag("producers_repeat", default=True),
             "max_in_flight": given.count("max_in_flight", 10_000),
             "dead_letters": given.text("dead_letters"),
             "timeout": given.seconds(10.0),
@@ -131,16 +159,50 @@ class KafkaSource(BrokerSource):
         """Return how many messages of each of our partitions are not acked, as of the last read."""
         return self._client.lag()
 
+    # --- in the transaction of the effects --------------------------------------------------
 
-class _Partition:
+    @property
+    def engine(self) -> Engine:
+        """The engine of `positions`."""
+        return self._stored.engine
+
+    @property
+    def positions(self) -> str:
+        """The table of positions."""
+        return self._stored.table
+
+    def find_done(self, connection: Connection, deliveries: Sequence[Delivery]) -> set[Delivery]:
+        """Return which deliveries a transaction has committed whose end is not known here."""
+        return self._stored.find_done(connection, deliveries)
+
+    def confirm(self, connection: Connection, deliveries: Sequence[Delivery]) -> None:
+        """Move the stored offsets past deliveries, in the caller's transaction."""
+        self._stored.confirm(connection, deliveries)
+
+    @property
+    def _stored(self) -> StoredOffsets:
+        if self._client.stored is None:
+            raise ConfigError(
+                "this KafkaSource keeps its offsets in Kafka; give it positions=engine, the engine"
+                " of the Transaction, or use Inbox(…) in place of PositionInbox"
+            )
+        return self._client.stored
+
+
+class Partition:
     """The messages of a partition that is assigned to us: where to begin, if it is taken away."""
 
-    __slots__ = ("acked", "next", "unacked")
+    __slots__ = ("acked", "is_lost", "next", "partition", "start", "unacked")
 
-    def __init__(self, acked: set[int]) -> None:
+    def __init__(self, partition: int, acked: Iterable[int]) -> None:
+        self.partition = partition
+        self.start: int | None = None
+        """The offset to begin with, if it is not the committed one."""
+        self.is_lost = False
         self.unacked: dict[int, Delivery] = {}
         """By offset, in ascending order."""
-        self.acked = acked
+        # Anyone who may commit may write it, and a range of any length.
+        self.acked = set(islice(acked, _MAX_ACKED))
         """Offsets beyond the position that are done."""
         self.next: int | None = None
         """The offset after the last one received."""
@@ -169,27 +231,32 @@ class _KafkaClient:
         group: str,
         start: Start,
         max_in_flight: int,
-        dead_letters: str | Sink | None,
         timeout: float,
         settings: Mapping[str, Any],
+        positions: Engine | str | URL | None,
     ) -> None:
         self._kafka = require("confluent_kafka", "kafka")
+        self._untaken: set[Place] = set()
+        """Assigned partitions whose stored offset is not known, or no longer."""
+        self._start = start
         self._servers = servers
         self._max_in_flight = max_in_flight
-        self._dead_letters = dead_letters
         self._timeout = timeout
         self._settings = settings
         self._lock = threading.Lock()  # guards the partitions; never held while polling
+        self.stored: StoredOffsets | None = None
+        if positions is not None:
+            room = require("conquiet.sources.offsets", "sql")
+            self.stored = room.StoredOffsets(positions, group, self._lock)
         # Held by the one thread that calls the consumer: two calls at a time can block for ever
         # (confluent-kafka 2.16, commit beside consume).
         self._poll = threading.Lock()
-        self._partitions: dict[Place, _Partition] = {}
+        self._partitions: dict[Place, Partition] = {}
         self._unacked = 0
         self._uncommitted: set[Place] = set()
         self._commits = 0
         """Commits that are sent and not answered."""
         self._arrived: deque[Delivery] = deque()
-        self._letters: dict[str, Sink] = {}
         self._is_paused: bool | None = False
         """None if some partitions are paused and others not."""
         self._polled_at = time.monotonic()
@@ -205,7 +272,7 @@ class _KafkaClient:
             "on_commit": self._on_commit,
         }
         # A rebalance of this kind leaves partitions alone that do not move.
-        defaults = {"partition.assignment.strategy": "cooperative-sticky"}
+        defaults = {_STRATEGY: _COOPERATIVE}
         try:
             self._consumer = self._kafka.Consumer({**defaults, **settings, **own}, logger=quiet)
         except (self._kafka.KafkaException, TypeError, ValueError) as error:
@@ -256,6 +323,8 @@ class _KafkaClient:
                     continue
                 self._trouble = None
                 self._add(record)
+        if self.stored is not None:
+            self._take_again(self.stored)
 
     def _add(self, record: Any) -> None:
         place, offset = (record.topic(), record.partition()), record.offset()
@@ -278,7 +347,7 @@ class _KafkaClient:
         try:
             assigned = self._consumer.assignment()
             (self._consumer.pause if wanted else self._consumer.resume)(assigned)
-        except self._kafka.KafkaException as error:
+        except (self._kafka.KafkaException, RuntimeError) as error:  # the latter if it is closed
             raise StoreError(f"cannot pause or resume partitions: {error}") from error
         self._is_paused = wanted
 
@@ -306,10 +375,14 @@ class _KafkaClient:
     def holds(self, delivery: Delivery) -> bool:
         place, partition, offset = delivery.receipt
         owned = self._partitions.get(place)
-        return owned is not None and owned is partition and offset in owned.unacked
+        if owned is None or owned is not partition or owned.is_lost:
+            return False
+        return offset in owned.unacked
 
     def ack(self, deliveries: Sequence[Delivery]) -> None:
         late = 0
+        if self.stored is not None:
+            self.stored.store([d for d in deliveries if not d.is_moved and self.holds(d)])
         with self._lock:
             for delivery in deliveries:
                 if not self.holds(delivery):
@@ -319,7 +392,7 @@ class _KafkaClient:
                 partition.ack(offset)
                 self._unacked -= 1
                 self._uncommitted.add(place)
-        if late:
+        if late and self.stored is None:
             logger.warning(
                 "%d acks came after their partition was revoked; its new owner gets these messages",
                 late,
@@ -339,7 +412,7 @@ class _KafkaClient:
         try:
             self._consumer.commit(offsets=offsets, asynchronous=not wait)
         except (self._kafka.KafkaException, RuntimeError) as error:
-            logger.warning("offsets could not be committed: %s; %s", error, _REPEATED)
+            logger.warning("offsets could not be committed: %s; %s", error, REPEATED)
 
     def _on_commit(self, error: Any, offsets: Sequence[Any]) -> None:
         """Note the answer to a commit; one that failed, say in a rebalance, is repeated."""
@@ -357,24 +430,15 @@ class _KafkaClient:
             while (self._uncommitted or self._commits > 0) and time.monotonic() < end:
                 self._consume(1, 0.02)
         except StoreError as error:
-            logger.warning("offsets could not be committed: %s; %s", error, _REPEATED)
+            logger.warning("offsets could not be committed: %s; %s", error, REPEATED)
 
-    def dead_letters(self, origin: str) -> tuple[Sink, str]:
-        given = self._dead_letters
-        if given is not None and not isinstance(given, str):
-            return given, f"{origin}.dead"
-        name = given or f"{origin}.dead"
-        sink = self._letters.get(name)
-        if sink is None:
-            settings = {
-                setting: value
-                for setting, value in self._settings.items()
-                if not setting.startswith(_OF_CONSUMERS)
-            }
-            sink = self._letters[name] = KafkaSink(
-                self._servers, name, timeout=self._timeout, settings=settings
-            )
-        return sink, name
+    def open_letters(self, name: str) -> Sink:
+        settings = {
+            setting: value
+            for setting, value in self._settings.items()
+            if not setting.startswith(_OF_CONSUMERS)
+        }
+        return KafkaSink(self._servers, name, timeout=self._timeout, settings=settings)
 
     def lag(self) -> dict[Place, int]:
         with self._lock:
@@ -401,32 +465,80 @@ class _KafkaClient:
         try:
             committed = consumer.committed(partitions, timeout=self._timeout)
         except self._kafka.KafkaException as error:
-            logger.warning("committed offsets could not be read: %s; %s", error, _REPEATED)
+            logger.warning("committed offsets could not be read: %s; %s", error, REPEATED)
             committed = partitions
-        with self._lock:
-            for each in committed:
-                self._partitions[each.topic, each.partition] = _Partition(
-                    # Anyone who may commit may write it, and a range of any length.
-                    set(islice(decode_acked(each.offset, each.metadata), _MAX_ACKED))
-                )
+        if self.stored is None:
+            self._adopt(committed, {})
+        else:
+            try:
+                rows = self.stored.take([_place(each) for each in partitions])
+            except StoreError as error:
+                self._trouble = f"{error}"
+                self._untaken.update(_place(each) for each in partitions)
+            else:
+                consumer.incremental_assign(self._adopt(committed, rows))
         self._is_paused = None  # new partitions are not paused, others may be
+
+    def _adopt(self, found: list[Any], rows: Mapping[Place, PartitionRow]) -> list[Any]:
+        """Note new partitions, and set the offsets that they begin with."""
+        with self._lock:
+            for each in found:
+                acked, row = decode_acked(each.offset, each.metadata), rows.get(_place(each))
+                if row is None:
+                    partition = Partition(each.partition, acked)
+                else:
+                    partition = require("conquiet.sources.offsets", "sql").StoredPartition(
+                        row, acked
+                    )
+                if partition.start is not None:
+                    each.offset = partition.start
+                self._partitions[_place(each)] = partition
+        return found
+
+    def _take_again(self, stored: StoredOffsets) -> None:
+        """Take partitions whose stored offset is not known any more, and read on from there."""
+        lost = [place for place, partition in self._partitions.items() if partition.is_lost]
+        if not lost and not self._untaken:
+            return
+        self._drop(lost)
+        self._untaken.update(lost)
+        kafka = self._kafka
+        try:
+            found = [each for each in self._consumer.assignment() if _place(each) in self._untaken]
+            if found:
+                found = self._consumer.committed(found, timeout=self._timeout)
+                self._adopt(found, stored.take([_place(each) for each in found]))
+            for each in found:
+                if each.offset < 0:
+                    is_old = self._start == "beginning"
+                    each.offset = kafka.OFFSET_BEGINNING if is_old else kafka.OFFSET_END
+                self._consumer.seek(each)
+                self._untaken.discard(_place(each))
+        except (kafka.KafkaException, RuntimeError, StoreError) as error:
+            self._drop(self._untaken)  # until the next call
+            self._trouble = f"{error}"
 
     def _on_revoke(self, consumer: Any, partitions: list[Any]) -> None:
         with self._lock:
-            places = [(each.topic, each.partition) for each in partitions]
-            offsets = self._offsets(places)
+            offsets = self._offsets([_place(each) for each in partitions])
         if offsets:
             self._commit(offsets, wait=True)
         self._on_lost(consumer, partitions)
 
     def _on_lost(self, _: object, partitions: list[Any]) -> None:
+        places = [_place(each) for each in partitions]
+        self._untaken.difference_update(places)
+        self._drop(places)
+
+    def _drop(self, places: Iterable[Place]) -> None:
         with self._lock:
-            for each in partitions:
-                gone = self._partitions.pop((each.topic, each.partition), None)
+            for place in places:
+                gone = self._partitions.pop(place, None)
                 if gone is not None:
+                    gone.is_lost = True
                     self._unacked -= len(gone.unacked)
             kept = [delivery for delivery in self._arrived if self.holds(delivery)]
-        self._arrived = deque(kept)
+            self._arrived = deque(kept)
 
     def _on_error(self, error: Any) -> None:
         codes = self._kafka.KafkaError
@@ -451,8 +563,8 @@ class _KafkaClient:
                 logger.warning("the consumer did not leave its group in %.0f s", self._timeout)
             with self._lock:
                 self._partitions.clear()
-        for sink in self._letters.values():
-            sink.close()
+        if self.stored is not None:
+            self.stored.close()
 
     def _leave(self) -> None:
         try:
@@ -461,10 +573,14 @@ class _KafkaClient:
             logger.warning("the consumer could not leave its group: %s", error)
 
 
-_REPEATED = "these messages may be delivered again"
+REPEATED = "these messages may be delivered again"
 
 
-def _deliver(record: Any, place: Place, partition: _Partition) -> Delivery:
+def _place(partition: Any) -> Place:
+    return partition.topic, partition.partition
+
+
+def _deliver(record: Any, place: Place, partition: Partition) -> Delivery:
     topic, number = place
     offset, body = record.offset(), record.value() or b""
     attributes: Attributes = {}
@@ -518,7 +634,9 @@ def encode_acked(position: int, acked: Collection[int]) -> str:
     """
     parts: list[str] = []
     size = 0
-    for first, last in _runs(sorted(offset - position for offset in acked if offset > position)):
+    for first, last in find_runs(
+        sorted(offset - position for offset in acked if offset > position)
+    ):
         parts.append(f"{first}-{last}" if last > first else str(first))
         size += len(parts[-1]) + 1
         if size > _MAX_METADATA_CHARS:
@@ -527,7 +645,7 @@ def encode_acked(position: int, acked: Collection[int]) -> str:
     return f"1:{','.join(parts)}" if parts else ""
 
 
-def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+def find_runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
     start = 0
     for place, number in enumerate(numbers):
         if place + 1 == len(numbers) or numbers[place + 1] != number + 1:

@@ -7,7 +7,7 @@ import threading
 import time
 from base64 import b64decode
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Self, Unpack
 from urllib.parse import urlsplit
 
 import msgspec
@@ -19,7 +19,7 @@ from conquiet.errors import ConfigError, InvalidMessage, Refused, SinkUnavailabl
 from conquiet.message import Attributes, Message, describe
 from conquiet.relay.sinks.envelope import unpack
 from conquiet.sink import Sink
-from conquiet.sources.broker import MAX_ATTEMPTS, BrokerSource, Delivery, KeyOf, logger
+from conquiet.sources.broker import MAX_ATTEMPTS, BrokerSource, Delivery, Redelivery, logger
 
 _BATCH = 10
 """SQS takes and gives no more messages in one request."""
@@ -42,6 +42,9 @@ class SqsSource(BrokerSource):
     those that boto3 finds.
     """
 
+    _letters_suffix = "-dead"
+    _look_seconds = _LOOK_SECONDS
+
     def __init__(
         self,
         queue: str,
@@ -50,12 +53,8 @@ class SqsSource(BrokerSource):
         endpoint: str | None = None,
         lease: float = 60.0,
         max_in_flight: int = 10_000,
-        max_attempts: int | None = MAX_ATTEMPTS,
-        dead_letters: str | Sink | None = None,
-        backoff: float = 0.05,
-        max_backoff: float = 5.0,
-        key: KeyOf | None = None,
         timeout: float = 10.0,
+        **redelivery: Unpack[Redelivery],
     ) -> None:
         if not queue:
             raise ConfigError("an SQS source needs the name of a queue, such as 'orders'")
@@ -65,17 +64,9 @@ class SqsSource(BrokerSource):
             raise ConfigError(f"max_in_flight={max_in_flight}: must be at least 1")
         self.lease = lease
         self._client = _Client(
-            queue, region, endpoint, int(lease), max_in_flight, dead_letters, check_timeout(timeout)
+            queue, region, endpoint, int(lease), max_in_flight, check_timeout(timeout)
         )
-        super().__init__(
-            self._client,
-            queue,
-            max_attempts=max_attempts,
-            backoff=backoff,
-            max_backoff=max_backoff,
-            key=key,
-            look_seconds=_LOOK_SECONDS,
-        )
+        super().__init__(self._client, queue, **redelivery)
 
     @classmethod
     def from_url(cls, url: str, max_attempts: int | None = None) -> Self:
@@ -97,6 +88,10 @@ class SqsSource(BrokerSource):
         given.end()
         return cls(given.path, max_attempts=max_attempts or MAX_ATTEMPTS, **settings)
 
+    def _name_letters(self, origin: str) -> str:
+        # Only a FIFO queue can have a dot in its name, and letters need no order.
+        return super()._name_letters(origin.removesuffix(".fifo"))
+
     def renew(self, messages: Sequence[Message[Any]]) -> None:
         """Extend the lease of messages in flight, and of those that wait for their redelivery."""
         tokens = (message.acking.token for message in messages if message.acking is not None)
@@ -114,19 +109,16 @@ class _Client:
         endpoint: str | None,
         lease: int,
         max_in_flight: int,
-        dead_letters: str | Sink | None,
         timeout: float,
     ) -> None:
         self._queue = queue
         self._lease = lease
         self._max_in_flight = max_in_flight
-        self._dead_letters = dead_letters
         self._sqs = open_client(region, endpoint, timeout)
         self._url: str | None = None
         self._lock = threading.Lock()
         self._until: dict[Delivery, float] = {}
         self._received = 0
-        self._letters: Sink | None = None
         self._closed = False
 
     def receive(self, limit: int, timeout: float) -> Sequence[Delivery]:
@@ -134,6 +126,8 @@ class _Client:
         # SQS waits whole seconds; a worker's reads of half a second become requests of one.
         wait = min(_MAX_WAIT_SECONDS, math.ceil(timeout)) if timeout >= 0.5 else 0
         while not self._closed and len(found) < limit:
+            if len(self._until) >= self._max_in_flight:
+                self._forget_lost()
             room = min(limit - len(found), _BATCH, self._max_in_flight - len(self._until))
             if room <= 0:
                 if not found:
@@ -147,6 +141,11 @@ class _Client:
             elif not page:
                 break
         return found
+
+    def _forget_lost(self) -> None:
+        """Forget messages whose lease has ended, which SQS delivers again."""
+        with self._lock:
+            self._until = {each: at for each, at in self._until.items() if self.holds(each)}
 
     def _receive(self, limit: int, wait: int) -> list[Delivery]:
         began = time.monotonic()
@@ -202,9 +201,14 @@ class _Client:
         self._change("deleted", self._sqs.delete_message_batch, mine)
 
     def renew(self, deliveries: Sequence[Delivery]) -> None:
+        """Extend leases of which a third is over; a worker calls this each second."""
         began = time.monotonic()
         with self._lock:
-            mine = [delivery for delivery in deliveries if self.holds(delivery)]
+            mine = [
+                delivery
+                for delivery in deliveries
+                if began < self._until.get(delivery, 0.0) <= began + self._lease * 2 / 3
+            ]
         lost = self._change("renewed", self._sqs.change_message_visibility_batch, mine, self._lease)
         with self._lock:
             for delivery in mine:
@@ -239,14 +243,8 @@ class _Client:
             )
         return failed
 
-    def dead_letters(self, origin: str) -> tuple[Sink, str]:
-        given = self._dead_letters
-        if given is not None and not isinstance(given, str):
-            return given, f"{origin}-dead"
-        name = given or f"{origin}-dead"
-        if self._letters is None:
-            self._letters = _QueueSink(self._sqs, name)
-        return self._letters, name
+    def open_letters(self, name: str) -> Sink:
+        return _QueueSink(self._sqs, name)
 
     def _call(self, request: Callable[..., Any], **arguments: Any) -> Mapping[str, Any]:
         try:

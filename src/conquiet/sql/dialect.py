@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import ssl
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -24,8 +25,10 @@ from sqlalchemy import (
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
+from conquiet import bridge
+from conquiet.config import require
 from conquiet.errors import ConfigError, HandlerError, StoreError
-from conquiet.sql.tls import add_advice, is_near, verify_server
+from conquiet.sql.tls import add_advice, is_near, mode_of, verify_server
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
@@ -47,6 +50,10 @@ _HANDLER_CODES = {"25P03", "25P04"}
 _PREPARED_CODES = {"26000", "42P05"}
 _PREPARED_NAME = "_pg3_"
 _PREPARE = "prepare_threshold"
+_SQLITE_PARAMETERS = (
+    *("timeout", "isolation_level", "detect_types"),
+    *("check_same_thread", "cached_statements", "uri"),
+)
 _READ_ONLY = "25006"
 _CONFLICT_CODES = {"40001", "40P01"}  # serialization failure, deadlock
 _IN_FAILED_TRANSACTION = "25P02"
@@ -54,12 +61,6 @@ _UNDEFINED_TABLE = "42P01"
 # Primary result codes of SQLite: busy, locked, no memory, interrupted, I/O, full, cannot open,
 # lock protocol.
 _SQLITE_STORE_CODES = {5, 6, 7, 9, 10, 13, 14, 15}
-
-
-class FrozenParameters(tuple[Any, ...]):
-    """Marks parameters that their maker will not change, so that no copy is needed."""
-
-    __slots__ = ()
 
 
 def engine(url: str | URL, **options: Any) -> Engine:
@@ -84,6 +85,29 @@ def engine(url: str | URL, **options: Any) -> Engine:
     return create_engine(address, **options)
 
 
+def is_async_url(url: URL) -> bool:
+    """Return whether a URL names an async driver that conquiet knows."""
+    return url.drivername in _ASYNC_DRIVERS
+
+
+def async_engine(url: URL, **options: Any) -> AsyncEngine:
+    """Create an AsyncEngine for a URL of an async driver, as `engine` creates one of a sync driver.
+
+    asyncpg verifies a server on another host unless the URL, by `ssl`, or PGSSLMODE says otherwise.
+    """
+    require("greenlet", "async")
+    from sqlalchemy.ext.asyncio import create_async_engine
+
+    arguments: dict[str, Any] = {}
+    if url.get_backend_name() == "sqlite":
+        arguments["timeout"] = BUSY_SECONDS
+    elif url.drivername != "postgresql+asyncpg":
+        url = verify_server(url)
+    elif "ssl" not in url.query and mode_of(url) is None and not is_near(url):
+        arguments["ssl"] = ssl.create_default_context()
+    return create_async_engine(url, connect_args=arguments, **options)
+
+
 _DRIVERS = {
     "postgres": "postgresql+psycopg",
     "postgresql": "postgresql+psycopg",
@@ -93,12 +117,29 @@ _DRIVERS = {
 }
 
 
+_ASYNC_DRIVERS = ("postgresql+asyncpg", "postgresql+psycopg_async", "sqlite+aiosqlite")
+
+
 def _sync_url(url: URL) -> URL:
     """Name psycopg if no driver is named, and the sync driver in place of an async one."""
     if url.drivername == "postgresql+asyncpg" and "ssl" in url.query:  # asyncpg's name of sslmode
         mode = str(url.query["ssl"])
         url = url.difference_update_query(["ssl"]).update_query_dict({"sslmode": mode})
     return url.set(drivername=_DRIVERS.get(url.drivername, url.drivername))
+
+
+def unknown_parameters(url: URL) -> list[str]:
+    """Return the parameters of a URL that neither `engine` nor its driver knows."""
+    url = _sync_url(url)
+    if url.get_backend_name() == "sqlite":
+        if url.query.get("uri") == "true":  # the others are SQLite's own
+            return []
+        return [name for name in url.query if name not in _SQLITE_PARAMETERS]
+    if url.drivername != "postgresql+psycopg":
+        return []
+    options = require("psycopg.pq", "postgres").Conninfo.get_defaults()
+    known = {option.keyword.decode() for option in options} | {_PREPARE}
+    return [name for name in url.query if name not in known]
 
 
 def _prepare_threshold(address: URL) -> int | None:
@@ -138,6 +179,12 @@ def is_full(engine: Engine) -> bool:
     """Return whether all connections of an engine's pool are in use."""
     pool, most = engine.pool, max_connections(engine)
     return isinstance(pool, QueuePool) and most is not None and pool.checkedout() >= most
+
+
+def is_about_to_connect(engine: Engine) -> bool:
+    """Return whether the next connection is a new one, and neither an idle one nor waited for."""
+    pool = engine.pool
+    return not isinstance(pool, QueuePool) or (not pool.checkedin() and not is_full(engine))
 
 
 @contextmanager
@@ -206,6 +253,18 @@ def _address(url: URL) -> tuple[str, str, str]:
 def uses_psycopg(dialect: Dialect) -> bool:
     """Return whether hot statements can be sent to psycopg directly."""
     return dialect.name == "postgresql" and dialect.driver == "psycopg" and not dialect.is_async
+
+
+def uses_asyncpg(dialect: Dialect) -> bool:
+    return dialect.driver == "asyncpg"
+
+
+def connect_errors(dialect: Dialect) -> tuple[type[Exception], ...]:
+    """Return the errors of a server that refuses a connection, if SQLAlchemy passes them on."""
+    if not uses_asyncpg(dialect):
+        return ()
+    asyncpg: Any = dialect.loaded_dbapi.asyncpg  # of its adapter
+    return (asyncpg.PostgresError,)
 
 
 def can_queue(dialect: Dialect) -> bool:
@@ -288,6 +347,81 @@ def is_over(connection: Connection) -> bool:
     return False
 
 
+def has_begun(connection: Connection) -> bool:
+    """Return whether BEGIN was sent by asyncpg, which SQLAlchemy does with the first statement."""
+    adapted: Any = connection.connection.dbapi_connection
+    return adapted._transaction is not None
+
+
+class AsyncpgTransaction:
+    """Begins and commits by asyncpg, with a statement in the round trip of BEGIN or of COMMIT.
+
+    SQLAlchemy's adapter ends it as it ends those that asyncpg makes. Statements are texts without
+    parameters, which PostgreSQL takes several of at once.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        adapted: Any = connection.connection.dbapi_connection
+        self._adapted = adapted
+        self._driver = adapted.driver_connection
+        self._isolation = adapted.isolation_level  # asyncpg compares it with that of a savepoint
+        self._begin = _begin_text(adapted.isolation_level, adapted.readonly, adapted.deferrable)
+        self._greenlet = bridge.current()
+        self.is_unbroken = bridge.can_be_unbroken(self._greenlet)
+        """Whether a cancellation waits for the end of COMMIT."""
+        self.last = ""
+        """The statement that is sent together with COMMIT."""
+        self.is_committed = False
+        # Before BEGIN is sent: if the statement behind it fails, there is one to roll back.
+        adapted._transaction = self
+        if hasattr(adapted, "_started"):  # of SQLAlchemy 2.0
+            adapted._started = True
+        self._driver._top_xact = self  # asyncpg's own transaction() is then a savepoint
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether a statement of a handler has ended it."""
+        return not self._driver.is_in_transaction()
+
+    async def start(self, statement: str) -> str:
+        """Send BEGIN and a statement; return the status of the statement."""
+        return await self._send(f"{self._begin}; {statement}")
+
+    async def send_last(self) -> None:
+        """Send the last statement now, since another one follows."""
+        statement, self.last = self.last, ""
+        await self._send(statement)
+
+    async def _send(self, text: str) -> str:
+        try:
+            return await self._driver.execute(text)  # type: ignore[no-any-return]
+        except Exception as error:
+            self._adapted._handle_exception(error)  # raises it as one of SQLAlchemy's adapter
+            raise
+
+    async def commit(self) -> None:
+        self._driver._top_xact = None
+        statement, self.last = self.last, ""
+        sent = self._driver.execute(f"{statement}; COMMIT" if statement else "COMMIT")
+        try:
+            status = await (bridge.Unbroken(sent, self._greenlet) if self.is_unbroken else sent)
+        except Exception:
+            if self._driver.is_in_transaction():  # the statement before COMMIT has failed
+                await self._driver.execute("ROLLBACK")
+            raise
+        self.is_committed = status == "COMMIT"  # in an aborted transaction it is ROLLBACK
+
+    async def rollback(self) -> None:
+        self._driver._top_xact = None
+        await self._driver.execute("ROLLBACK")
+
+
+@lru_cache(100)
+def _begin_text(isolation: str | None, read_only: bool, deferrable: bool) -> str:
+    level = f" ISOLATION LEVEL {isolation.replace('_', ' ').upper()}" if isolation else ""
+    return f"BEGIN{level}{' READ ONLY' * read_only}{' DEFERRABLE' * deferrable}"
+
+
 def is_lost(connection: Connection) -> bool:
     """Return whether the connection to the server is closed."""
     if connection.closed or connection.invalidated:
@@ -298,13 +432,22 @@ def is_lost(connection: Connection) -> bool:
     return bool(getattr(driver, "closed", False))
 
 
-@contextmanager
-def translate_errors(connection: Connection) -> Iterator[None]:
+class translate_errors:  # noqa: N801 - a context manager, used as a function
     """Raise the driver's errors as SQLAlchemy's, as for statements sent through it."""
-    driver = connection.dialect.loaded_dbapi
-    try:
-        yield
-    except driver.Error as error:
+
+    __slots__ = ("_connection",)
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        connection = self._connection
+        driver = connection.dialect.loaded_dbapi
+        if not isinstance(error, driver.Error):
+            return
         pooled = connection.connection.dbapi_connection
         lost = connection.dialect.is_disconnect(error, pooled, None)
         translated = DBAPIError.instance(
@@ -474,9 +617,15 @@ def refuse_control(statement: str) -> None:
 
     A COMMIT by a handler would commit its effects without their events.
     """
+    word = _control_word(statement)
+    if word:
+        raise control_error(word)
+
+
+@lru_cache(1000)
+def _control_word(statement: str) -> str:
     found = _control.match(statement)
-    if found is not None:
-        raise control_error(found[1].upper())
+    return "" if found is None else found[1].upper()
 
 
 def control_error(what: str) -> HandlerError:

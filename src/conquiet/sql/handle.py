@@ -51,6 +51,8 @@ class Statement(Executable, ClauseElement):
     """Is one statement for all drivers: SQLAlchemy's sessions execute it as it is."""
 
     returns_rows = False
+    is_single = False
+    """Whether it inserts one row, and returns its parameters if it was new."""
 
     @abstractmethod
     def postgresql(self) -> Query:
@@ -95,9 +97,83 @@ def execute(connection: Connection, statement: Statement) -> Rows:
     if not target.is_async:
         return _fetch(connection, (text, parameters))
     with dialect.translate_errors(connection):
-        if target.driver == "asyncpg":
-            return bridge.wait_for(_by_asyncpg(connection, _numbered(text), parameters))
+        if dialect.uses_asyncpg(target):
+            return bridge.wait_for(_by_asyncpg(connection, text, parameters))
         return dialect.execute(connection, text, parameters)
+
+
+def execute_with_begin(connection: Connection, statement: Statement) -> Rows:
+    """Execute a statement of a transaction that may be its first; return its rows.
+
+    By asyncpg it is sent together with BEGIN, if it inserts one row: the answer is then the number
+    of rows, not the rows.
+    """
+    if (
+        statement.is_single
+        and dialect.uses_asyncpg(connection.dialect)
+        and not dialect.has_begun(connection)
+    ):
+        text, parameters = statement.postgresql()
+        written = _write_parameters(text, parameters)
+        if written is not None:
+            begun = dialect.AsyncpgTransaction(connection)
+            connection.begun_by_asyncpg = begun  # type: ignore[attr-defined]  # of ours
+            with dialect.translate_errors(connection):
+                status = bridge.wait_for(begun.start(written))
+            return {"INSERT 0 1": (parameters,), "INSERT 0 0": ()}[status]
+    return execute(connection, statement)
+
+
+def execute_with_commit(connection: Connection, statement: Statement) -> None:
+    """Execute a statement that may be the last of its transaction, and returns nothing.
+
+    By asyncpg it waits for COMMIT, and is sent together with it, or before any other statement.
+    """
+    begun = getattr(connection, "begun_by_asyncpg", None)
+    if begun is not None and not begun.last and not connection.in_nested_transaction():
+        written = _write_parameters(*statement.postgresql())
+        if written is not None:
+            begun.last = written
+            return
+    execute(connection, statement)
+
+
+def execute_deferred(connection: Connection) -> None:
+    """Execute the statement that waits for COMMIT, if there is one, before another."""
+    begun = getattr(connection, "begun_by_asyncpg", None)
+    if begun is not None and begun.last:
+        with dialect.translate_errors(connection):
+            bridge.wait_for(begun.send_last())
+
+
+_MAX_WRITTEN_BYTES = 4_000
+"""Larger parameters are sent as such: written into the text they need twice the bytes."""
+
+
+def _write_parameters(text: str, parameters: Sequence[Any]) -> str | None:
+    """Write parameters into a text as hexadecimal digits, which no value can break out of.
+
+    Return None if they are large, or other than text and bytes.
+    """
+    first, *others = _split(text)
+    parts = [first]
+    size = 0
+    for value, part in zip(parameters, others, strict=True):
+        if type(value) is str:
+            try:
+                data = value.encode()
+            except UnicodeEncodeError:
+                return None
+            parts += ("convert_from(decode('", data.hex(), "', 'hex'), 'UTF8')", part)
+        elif type(value) is bytes:
+            data = value
+            parts += ("decode('", data.hex(), "', 'hex')", part)
+        else:
+            return None
+        size += len(data)
+        if size > _MAX_WRITTEN_BYTES:
+            return None
+    return "".join(parts)
 
 
 async def _by_asyncpg(connection: Connection, text: str, parameters: Sequence[Any]) -> Rows:
@@ -106,12 +182,15 @@ async def _by_asyncpg(connection: Connection, text: str, parameters: Sequence[An
     SQLAlchemy's connection knows when to begin, and translates errors.
     """
     adapted: Any = connection.connection.dbapi_connection
+    begun = adapted._transaction
+    if begun is None:
+        await adapted._start_transaction()
+    elif isinstance(begun, dialect.AsyncpgTransaction) and begun.last:
+        await begun.send_last()
     try:
-        if adapted._transaction is None:
-            await adapted._start_transaction()
-        rows: Rows = await adapted.driver_connection.fetch(text, *parameters)
+        rows: Rows = await adapted.driver_connection.fetch(_numbered(text), *parameters)
     except Exception as error:
-        adapted._handle_exception(error)
+        adapted._handle_exception(error)  # raises it as one of SQLAlchemy's adapter
         raise
     return rows
 
@@ -228,7 +307,12 @@ _mark = re.compile("%[sb]")
 
 
 @lru_cache(100)
+def _split(text: str) -> Sequence[str]:
+    return _mark.split(text)
+
+
+@lru_cache(100)
 def _numbered(text: str) -> str:
     """Write marks as asyncpg wants them: $1, $2, …"""
-    first, *others = _mark.split(text)
+    first, *others = _split(text)
     return first + "".join(f"${number}{part}" for number, part in enumerate(others, 1))

@@ -17,14 +17,16 @@ import random
 import re
 import traceback
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 from sqlalchemy import Connection, Engine, TextClause, text
 
 from conquiet.acking import Error
+from conquiet.errors import ConfigError
 from conquiet.sql import dialect
 from conquiet.sql.claim import error_text
 from conquiet.sql.log import Position
@@ -34,6 +36,8 @@ Start = Literal["beginning", "now"]
 Range = tuple[Position, Position]
 LAST = Position(2**62, 0)
 """A position behind all others."""
+KAFKA_PREFIX = "kafka:"
+"""Distinguishes a topic of Kafka, whose offsets are kept here, from one of an outbox."""
 _MAX_TRACEBACK_CHARS = 4_000
 
 
@@ -63,6 +67,8 @@ class Delivery:
     is_out: bool = False
     """Whether a worker has it."""
     is_settled: bool = False
+    is_counted: bool = False
+    """Whether the version that its tenure knows counts it as settled, also before the commit."""
     is_tried: bool = False
     """Whether a transaction moved the position past it; it may have been committed or not."""
     is_moved: bool = False
@@ -86,7 +92,12 @@ class Tenure:
     settled: Sequence[Range]
     """Ranges behind the position that an earlier member had settled."""
     crashes: int = 0
+    """1 if a member died with the partition; more if the message at the position was delivered
+    alone since then, and its members died with it."""
+    is_blamed: bool = False
+    """Whether such a delivery is under way, and counted already."""
     careful: int = 0
+    """How many messages are still to be read one by one."""
     is_lost: bool = False
     is_leaving: bool = False
     order: deque[Delivery] = field(default_factory=deque)
@@ -95,13 +106,17 @@ class Tenure:
     """The retries that a worker has, by the id of their row."""
 
     def progress(self, also: Collection[Delivery] = ()) -> tuple[Position, list[Range]]:
-        """Return position and settled ranges behind it, as if `also` were settled too."""
+        """Return position and settled ranges behind it, as if `also` were settled too.
+
+        What other transactions have counted is part of it: the version that they write is the one
+        that this move expects, so that it fails if they are rolled back.
+        """
         position: Position | None = None
         ranges: list[Range] = []
         last: Position | None = None
         first: Position | None = None
         for delivery in self.order:
-            if delivery.is_settled or delivery in also:
+            if delivery.is_settled or delivery.is_counted or delivery in also:
                 first = first or delivery.position
                 last = delivery.position
                 continue
@@ -117,10 +132,23 @@ class Tenure:
         # What an earlier member had settled and this one has not read yet.
         return position, ranges + [found for found in self.settled if found[1] > self.cursor]
 
+    @property
+    def is_at_position(self) -> bool:
+        """Return whether the next row read is the first that is not settled."""
+        return all(delivery.is_settled for delivery in self.order)
+
     def trim(self) -> None:
         """Forget the settled deliveries that the position has passed."""
         while self.order and self.order[0].is_settled:
             self.written = self.order.popleft().position
+
+    def count(self, also: Collection[Delivery]) -> None:
+        for delivery in also:
+            delivery.is_counted = True
+
+    def recount(self, row: PartitionRow) -> None:
+        for delivery in self.order:
+            delivery.is_counted = is_covered(row, delivery.position)
 
     @property
     def has_caught_up(self) -> bool:
@@ -134,7 +162,7 @@ class Tenure:
 class Lost(Exception):
     """Another member has taken these partitions."""
 
-    def __init__(self, tenures: Collection[Tenure]) -> None:
+    def __init__(self, tenures: Collection[Any]) -> None:
         super().__init__(f"{len(tenures)} partitions were taken by other members")
         self.tenures = tenures
 
@@ -162,14 +190,41 @@ class Park:
         return lines[-_MAX_TRACEBACK_CHARS:].encode(errors="replace").decode()
 
 
+class Holding(Protocol):
+    """Holds what a member knows of a partition, and moves its position by versions."""
+
+    version: int
+    is_lost: bool
+
+    @property
+    def partition(self) -> int: ...
+
+    def progress(self, also: Collection[Any]) -> tuple[Position, Sequence[Range]]:
+        """Return position and settled ranges behind it, as if `also` were settled too."""
+
+    def count(self, also: Collection[Any]) -> None:
+        """Let the next moves include deliveries, whose transaction may still roll back."""
+
+    def recount(self, row: PartitionRow) -> None:
+        """Let the next moves include what a row of positions says, and nothing else."""
+
+
 class Move(NamedTuple):
     """Describes a move of a position."""
 
-    tenure: Tenure
+    tenure: Any
+    """A `Holding`."""
     position: Position
     settled: Sequence[Range]
     seen: int
     version: int
+
+    @classmethod
+    def of(cls, tenure: Holding, also: Collection[Any]) -> Self:
+        position, settled = tenure.progress(also)
+        tenure.count(also)
+        seen, tenure.version = tenure.version, new_version()
+        return cls(tenure, position, settled, seen, tenure.version)
 
 
 def is_covered(row: PartitionRow, position: Position) -> bool:
@@ -249,8 +304,15 @@ class GroupTables:
     def horizon(self, connection: Connection, after: Position) -> Position:
         """Return up to where the log can be read now."""
         if self._is_postgresql:
-            found = connection.exec_driver_sql(_HORIZON).scalar_one()
-            return max(Position(int(found), 0), after)
+            oldest, following = map(int, connection.exec_driver_sql(_HORIZON).one())
+            if after.xid > following:
+                raise ConfigError(
+                    f"the position {after} of group {self._group['group']!r} lies beyond the end of"
+                    " the log: the database was restored into another cluster, whose transactions"
+                    ' are numbered from the start; see "Another cluster" in'
+                    " docs/how-to/no-broker.md"
+                )
+            return max(Position(oldest, 0), after)
         found = self._run(connection, "SELECT max(id) FROM <outbox>").scalar_one()
         return max(Position(0, found or 0), after)
 
@@ -327,14 +389,12 @@ class GroupTables:
 
     def create(self, connection: Connection, partitions: int, start: Start) -> None:
         position = Position() if start == "beginning" else self.horizon(connection, Position())
-        self._run(
-            connection,
-            _CREATE,
-            [
-                {"partition": number, "xid": position.xid, "id": position.id}
-                for number in range(partitions)
-            ],
-        )
+        self.add(connection, range(partitions), position)
+
+    def add(self, connection: Connection, partitions: Iterable[int], position: Position) -> None:
+        """Add rows of partitions, unless they exist."""
+        where = {"xid": position.xid, "id": position.id}
+        self._run(connection, _CREATE, [{"partition": number, **where} for number in partitions])
 
     def take(
         self, connection: Connection, member: str, lease: float, partitions: Sequence[int]
@@ -377,6 +437,58 @@ class GroupTables:
             template = _MOVE_POSTGRESQL.replace("<off>", "" if durably else _NO_WAIT)
             found = self._run(connection, template, given)
         return set(found.scalars())
+
+    def advance(
+        self,
+        connection: Connection,
+        member: str,
+        deliveries: Mapping[Any, Collection[Any]],
+        memory: AbstractContextManager[object],
+        *,
+        durably: bool = True,
+    ) -> None:
+        """Move positions past deliveries, by tenure; raise `Lost` if one is no longer ours.
+
+        `memory` guards the tenures.
+        """
+        with memory:
+            # In one order, so that two transactions do not wait for each other.
+            ordered = sorted(deliveries, key=lambda tenure: tenure.partition)
+            moves = [Move.of(tenure, deliveries[tenure]) for tenure in ordered]
+        moved = self.move(connection, member, moves, durably=durably)
+        if len(moved) == len(moves):
+            return
+        # Another transaction of this member has moved it, or another member has taken it.
+        found = self.lock(connection, [move.tenure.partition for move in moves])
+        # A member takes a partition again only after it has dropped its former tenure.
+        lost = [
+            tenure
+            for tenure in deliveries
+            if tenure.is_lost
+            or tenure.partition not in found
+            or found[tenure.partition].owner != member
+        ]
+        if lost:
+            raise Lost(lost)
+        with memory:
+            again = []
+            for tenure, also in deliveries.items():
+                if tenure.partition not in moved:
+                    row = found[tenure.partition]
+                    tenure.recount(row)
+                    tenure.version = row.version
+                    again.append(Move.of(tenure, also))
+        if len(self.move(connection, member, again)) != len(again):
+            raise Lost([move.tenure for move in again])
+
+    def blame(self, connection: Connection, member: str, partition: int) -> None:
+        """Count a crash of the message at the position before it is delivered."""
+        self._run(connection, _BLAME, {"member": member, "partition": partition})
+
+    def clear(self, connection: Connection, member: str, partitions: Sequence[int]) -> None:
+        """Take back what `blame` has counted: there was no crash."""
+        given = {"member": member, "partitions": self._list(partitions)}
+        self._run(connection, _CLEAR, given)
 
     def hand_over(
         self, connection: Connection, member: str, claimant: str, lease: float, move: Move
@@ -506,7 +618,10 @@ def partition_of(key: str | None, id_: int, partitions: int) -> int:
 _name = re.compile(r"(?<!:):([a-z_]+)")
 _OURS = "consumer_group = :group AND topic = :topic"
 _ROW = "partition, xid, id, settled, version, owner, claimant, crashes, lease_until - <now>"
-_HORIZON = "SELECT pg_snapshot_xmin(pg_current_snapshot())::text"
+_HORIZON = """
+SELECT pg_snapshot_xmin(now.snapshot)::text, pg_snapshot_xmax(now.snapshot)::text
+  FROM (SELECT pg_current_snapshot() AS snapshot) AS now
+"""
 # The comparisons are row-wise, so that the index on (xid, id) is entered at the position.
 _COLUMNS_POSTGRESQL = """o.xid::text::bigint AS xid, o.id, <partition> AS partition, o.event_type,
        o.event_id, o.key, o.content_type, o.data, o.attributes::text AS attributes"""
@@ -533,14 +648,23 @@ _CREATE = """
 INSERT INTO <positions> (consumer_group, topic, partition, xid, id)
 VALUES (:group, :topic, :partition, :xid, :id) ON CONFLICT DO NOTHING
 """
-# A lease that ended without a release counts as a crash, until the position moves.
+# A lease that ended without a release is a crash. Which message caused it is not known yet, nor in
+# which partition: further crashes are counted by _BLAME, until the position moves.
 _TAKE = f"""
 UPDATE <positions> SET owner = :member, claimant = NULL, version = :version,
        lease_until = <now> + :lease,
-       crashes = crashes + CASE WHEN owner IS NULL OR owner = :member THEN 0 ELSE 1 END
+       crashes = CASE WHEN owner IS NULL OR owner = :member OR crashes > 0 THEN crashes ELSE 1 END
  WHERE {_OURS} AND partition <in partitions>
    AND (owner IS NULL OR owner = :member OR lease_until <= <now>)
 RETURNING {_ROW}
+"""
+_BLAME = f"""
+UPDATE <positions> SET crashes = crashes + 1
+ WHERE {_OURS} AND partition = :partition AND owner = :member
+"""
+_CLEAR = f"""
+UPDATE <positions> SET crashes = crashes - 1
+ WHERE {_OURS} AND partition <in partitions> AND owner = :member AND crashes > 1
 """
 _RENEW = f"""
 UPDATE <positions> SET lease_until = <now> + :lease WHERE {_OURS} AND owner = :member
@@ -548,7 +672,7 @@ RETURNING partition
 """
 _MOVE_POSTGRESQL = """
 UPDATE <positions> AS p SET xid = m.to_xid, id = m.to_id, settled = m.ranges, version = m.next,
-       crashes = 0
+       crashes = CASE WHEN (p.xid, p.id) = (m.to_xid, m.to_id) THEN p.crashes ELSE 0 END
   FROM unnest(CAST(:partitions AS integer[]), CAST(:xids AS bigint[]), CAST(:ids AS bigint[]),
               CAST(:settled AS text[]), CAST(:seen AS bigint[]), CAST(:versions AS bigint[]))
        AS m (number, to_xid, to_id, ranges, seen, next) <off>
@@ -561,7 +685,8 @@ RETURNING p.partition
 _NO_WAIT = ", (SELECT set_config('synchronous_commit', 'off', true)) AS off"
 _MOVE_SQLITE = """
 UPDATE <positions> AS p SET xid = m.value ->> 1, id = m.value ->> 2, settled = m.value ->> 3,
-       version = m.value ->> 5, crashes = 0
+       version = m.value ->> 5,
+       crashes = CASE WHEN (p.xid, p.id) = (m.value ->> 1, m.value ->> 2) THEN p.crashes ELSE 0 END
   FROM json_each(:rows) AS m
  WHERE p.consumer_group = :group AND p.topic = :topic AND p.partition = m.value ->> 0
    AND p.owner = :member AND p.version = m.value ->> 4

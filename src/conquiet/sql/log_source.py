@@ -13,6 +13,7 @@ partition, so that the events of a key are read by one member, in their order.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import threading
@@ -20,7 +21,7 @@ import time
 from bisect import insort
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, get_args
+from typing import Any, Literal, Protocol, get_args
 
 from sqlalchemy import URL, Connection, Engine, make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
@@ -53,7 +54,6 @@ from conquiet.sql.log_group import (
     Start,
     Tenure,
     is_covered,
-    new_version,
 )
 from conquiet.sql.notification import Wakeup, wakeup_of
 from conquiet.sql.outbox_source import check_attempts, stored_message
@@ -67,10 +67,13 @@ MAX_PARTITIONS = 64
 DEFAULT_PARTITIONS = 8
 _BEAT_SECONDS = 1.0
 """How often at least a member looks for free partitions and for requests of other members."""
+_HAND_OVER_SECONDS = 3.0
+"""How long a partition waits for the member that asked for it, which may have died since."""
 _CAREFUL_MESSAGES = 1_000
-"""After a crash of a member, so many messages are read one by one: one of them may have caused it,
-and only that one may be blamed."""
+"""After a crash of a member, up to so many messages of a partition that were there by then are read
+one by one: one of them may have caused it, and only the first that is not settled is blamed."""
 
+_FLAG = {"true": True, "false": False}.__getitem__
 _SETTINGS: dict[str, Any] = {
     "topic": str,
     "group": str,
@@ -78,8 +81,14 @@ _SETTINGS: dict[str, Any] = {
     "partitions": int,
     "start": str,
     "lease": float,
+    "exactly_once": str,
+    "producers_repeat": _FLAG,
+    "poll": float,
+    "wakeup": _FLAG,
 }
 """The parameters of a URL that are the source's, and how they are read."""
+
+ExactlyOnce = Literal["inbox", "position"]
 
 
 class LogSource:
@@ -94,9 +103,12 @@ class LogSource:
     `max_backoff`; later messages of its key wait behind it. At `max_attempts` it becomes a dead
     letter of the group, and so does one with a `PermanentError` at once.
 
-    An event is delivered at least once: use an `Inbox`, or a `PositionInbox` if the effects are in
-    this database.
+    An event is delivered at least once: use an `Inbox` in the router. If the effects are in this
+    database, `exactly_once="position"` lets a worker add a `PositionInbox` to the chain instead;
+    `producers_repeat=False` says that no event is written to the log twice.
     """
+
+    delivery_type = Delivery
 
     def __init__(
         self,
@@ -113,18 +125,23 @@ class LogSource:
         max_attempts: int = 10,
         backoff: float = 0.05,
         max_backoff: float = 5.0,
+        exactly_once: ExactlyOnce = "inbox",
+        producers_repeat: bool = True,
     ) -> None:
         _check(topic, group, partitions, start)
+        if exactly_once not in get_args(ExactlyOnce):
+            choices = ", ".join(get_args(ExactlyOnce))
+            raise ConfigError(f"exactly_once={exactly_once!r:.40}: choose one of {choices}")
         for name, seconds in (("lease", lease), ("poll", poll)):
-            if not seconds > 0:
-                raise ConfigError(f"{name}={seconds!r}: must be more than 0 seconds")
+            if not 0 < seconds < math.inf:
+                raise ConfigError(f"{name}={seconds!r}: must be a number of seconds above 0")
         for name, seconds in (("backoff", backoff), ("max_backoff", max_backoff)):
             if not seconds >= 0:
                 raise ConfigError(f"{name}={seconds!r}: must be 0 seconds or more")
         self.engine = dialect.as_engine(engine)
         self._owns_engine = self.engine is not engine
         if self.engine.dialect.is_async:
-            raise ConfigError("LogSource takes a sync Engine; make one from the same URL")
+            raise ConfigError("LogSource takes a sync Engine, or a URL: give it engine.url")
         self.topic = topic
         self.group = group
         self.start = start
@@ -137,6 +154,10 @@ class LogSource:
         self.dead = 0
         """How many messages became dead letters."""
         self.tables = GroupTables(self.engine, table, topic, group)
+        self.inbox: PositionInbox | None = None
+        """The middleware that a worker adds to its router."""
+        if exactly_once == "position":
+            self.inbox = PositionInbox(self, producers_repeat=producers_repeat)
         self._reader = self.engine
         if dialect.is_postgresql(self.engine.dialect):  # no round trips of BEGIN and ROLLBACK
             self._reader = self.engine.execution_options(isolation_level="AUTOCOMMIT")
@@ -162,14 +183,25 @@ class LogSource:
     def from_url(cls, url: str, *, max_attempts: int | None = None) -> LogSource:
         """Open the source of `postgresql://HOST/NAME?topic=…&group=…`, or of `sqlite:///FILE?…`.
 
-        Also `table`, `partitions`, `start` and `lease`; other parameters are the database's.
+        Also `table`, `partitions`, `start`, `lease`, `exactly_once`, `producers_repeat`, `poll` and
+        `wakeup`; other parameters are the database's. A URL of an async driver opens the same
+        database by the sync one.
         """
         engine, settings = open_log(url)
         if max_attempts is not None:
             settings["max_attempts"] = max_attempts
-        source = cls(engine, **settings)
+        try:
+            source = cls(engine, **settings)
+        except BaseException:
+            engine.dispose()
+            raise
         source._owns_engine = True
         return source
+
+    @property
+    def positions(self) -> str:
+        """The table of positions."""
+        return self.tables.positions
 
     # --- reading ----------------------------------------------------------------------------
 
@@ -195,13 +227,30 @@ class LogSource:
         if any(tenure.careful for tenure in self._held.values()):
             limit = 1
         taken: list[Delivery] = []
-        while len(taken) < limit:
-            taken += self._take_again(limit - len(taken))
-            fetched = self._fetch(limit - len(taken)) if len(taken) < limit else None
-            if fetched is None:
-                break
-            taken += fetched
+        try:
+            while len(taken) < limit:
+                taken += self._take_again(limit - len(taken))
+                fetched = self._fetch(limit - len(taken)) if len(taken) < limit else None
+                if fetched is None:
+                    break
+                taken += fetched
+        except BaseException:
+            self._keep_for_next_read()
+            raise
         return self._messages(sorted(taken, key=_place))
+
+    def _keep_for_next_read(self) -> None:
+        """Keep the messages that were read before the store failed; the next read has them."""
+        with self._memory:
+            for tenure in self._held.values():
+                unread = [item for item in tenure.order if not item.is_out and not _is_gone(item)]
+                known = set(self._returned)
+                for item in unread:
+                    if item not in known:
+                        insort(self._returned, item, key=_place)
+                for id_, item in tuple(tenure.retries.items()):
+                    if not item.is_out:
+                        del tenure.retries[id_]  # it is claimed again
 
     def _take_again(self, limit: int) -> list[Delivery]:
         """Take retries that are due, and messages that were given back, in the order of the log."""
@@ -233,6 +282,7 @@ class LogSource:
                     self._horizon = self.tables.horizon(connection, after)
                 until = self._horizon
             if after >= until:
+                self._note_caught_up(behind)
                 return None
             # Retries of an earlier member have their place where it had parked them.
             ends = [last for t in behind for _, last in t.settled if last > after]
@@ -245,7 +295,7 @@ class LogSource:
             for row in rows:
                 tenure = self._held[row.partition]
                 position = Position(row.xid, row.id)
-                delivery = Delivery(tenure, row, position, 1 + tenure.crashes)
+                delivery = Delivery(tenure, row, position, self._attempts(tenure))
                 tenure.order.append(delivery)
                 if any(first <= position <= last for first, last in tenure.settled):
                     delivery.is_settled = True
@@ -255,7 +305,33 @@ class LogSource:
             for tenure in behind:
                 tenure.cursor = reached
                 tenure.trim()
+        if reached == self._horizon:
+            self._note_caught_up(behind)
+        self._blame(fresh)
         return self._without_waiting(fresh)
+
+    def _note_caught_up(self, tenures: Iterable[Tenure]) -> None:
+        """Read in batches again: all was read that a member which died can have had."""
+        for tenure in tenures:
+            tenure.careful = 0
+
+    def _blame(self, fresh: Sequence[Delivery]) -> None:
+        """Count a crash before the message that may have caused one is delivered again, alone."""
+        for item in fresh:
+            tenure = item.tenure
+            is_first = bool(tenure.order) and tenure.order[0] is item
+            if tenure.crashes and is_first and item.attempts <= self.max_attempts:
+                with self._one_statement() as connection:
+                    self.tables.blame(connection, self.member, tenure.partition)
+                tenure.is_blamed = True
+
+    def _attempts(self, tenure: Tenure) -> int:
+        """Return how often the next row is delivered, with crashes of the members before."""
+        if not tenure.crashes:
+            return 1
+        if tenure.is_at_position and tenure.crashes > 1:
+            return 1 + tenure.crashes
+        return min(2, self.max_attempts)  # it may have been in flight, and is perhaps not to blame
 
     def _without_waiting(self, fresh: list[Delivery]) -> list[Delivery]:
         """Park messages whose key waits for a retry, and those that killed their members."""
@@ -379,6 +455,8 @@ class LogSource:
         Whether a transaction that failed was committed is unknown: the partitions are loaded again.
         """
         touched = [*settled, *given_back]
+        if not touched:
+            return
         failed = {park.delivery for park in parked}
         done = [item for item in settled if item.is_retry and item not in failed]
         is_plain = not (parked or given_back or done)
@@ -389,9 +467,14 @@ class LogSource:
                 self.tables.remove_retries(connection, [item.row.id for item in done])
                 self.tables.give_back(connection, [item.row.id for item in given_back])
                 self.move(connection, touched, durably=False)
-        except Lost as lost:
+        except Lost as lost:  # of the others nothing is written either
             self._drop(lost.tenures)
-            self.late += len(touched)
+            self.late += sum(map(_is_gone, touched))
+            self._write(
+                settled=[item for item in settled if not _is_gone(item)],
+                parked=[park for park in parked if not _is_gone(park.delivery)],
+                given_back=[item for item in given_back if not _is_gone(item)],
+            )
             return
         except BaseException:
             self._drop({item.tenure for item in touched})
@@ -430,35 +513,44 @@ class LogSource:
             by_tenure.setdefault(delivery.tenure, set()).add(delivery)
         if not by_tenure:
             return
-        with self._memory:
-            moves = [self._move(tenure, also) for tenure, also in by_tenure.items()]
-        moved = self.tables.move(connection, self.member, moves, durably=durably)
-        if len(moved) == len(moves):
-            return
-        # Another transaction of this member has moved it, or another member has taken it.
-        found = self.tables.lock(connection, [move.tenure.partition for move in moves])
-        lost = {t for t in by_tenure if not self._is_ours(t, found[t.partition])}
-        if lost:
-            raise Lost(lost)
-        with self._memory:
-            again = []
-            for tenure, also in by_tenure.items():
-                if tenure.partition not in moved:
-                    row = found[tenure.partition]
-                    known = {d for d in tenure.order if is_covered(row, d.position)}
-                    tenure.version = row.version
-                    again.append(self._move(tenure, also | known))
-        if len(self.tables.move(connection, self.member, again)) != len(again):
-            raise Lost({move.tenure for move in again})
+        self.tables.advance(connection, self.member, by_tenure, self._memory, durably=durably)
 
-    def _move(self, tenure: Tenure, also: Collection[Delivery]) -> Move:
-        position, settled = tenure.progress(also)
-        seen, tenure.version = tenure.version, new_version()
-        return Move(tenure, position, settled, seen, tenure.version)
+    def find_done(self, connection: Connection, deliveries: Sequence[Delivery]) -> set[Delivery]:
+        """Return which deliveries a transaction has committed whose end is not known here."""
+        for item in deliveries:
+            item.is_moved = False
+            if item.tenure.is_lost:
+                raise Lost([item.tenure])
+        tried = [item for item in deliveries if item.is_tried]
+        if not tried:
+            return set()
+        # By a lock, which waits for a commit that the server is still at.
+        rows = self.tables.lock(connection, sorted({item.tenure.partition for item in tried}))
+        waiting = self.tables.find_retries(connection, [t.row.id for t in tried if t.is_retry])
+        return {
+            item
+            for item in tried
+            if (
+                item.row.id not in waiting
+                if item.is_retry
+                else is_covered(rows[item.tenure.partition], item.position)
+            )
+        }
 
-    def _is_ours(self, tenure: Tenure, row: PartitionRow) -> bool:
-        # A member takes a partition again only after it has dropped its former tenure.
-        return row.owner == self.member and not tenure.is_lost
+    def confirm(self, connection: Connection, deliveries: Sequence[Delivery]) -> None:
+        """Move the positions past deliveries and their retries, in the caller's transaction."""
+        retries = [item.row.id for item in deliveries if item.is_retry]
+        for item in deliveries:
+            item.is_tried = True
+        if self.tables.remove_retries(connection, retries) != len(retries):
+            raise Lost({item.tenure for item in deliveries})
+        try:
+            self.move(connection, deliveries)
+        except Lost as lost:
+            self.note_lost(lost.tenures)
+            raise
+        for item in deliveries:
+            item.is_moved = True
 
     def _drop(self, tenures: Iterable[Tenure]) -> None:
         with self._memory:
@@ -468,6 +560,13 @@ class LogSource:
                     del self._held[tenure.partition]
             self._returned = [item for item in self._returned if not item.tenure.is_lost]
         self._beat_at = 0.0
+
+    def note_lost(self, tenures: Collection[Tenure]) -> None:
+        """Note in a thread that does not read that other members have taken partitions."""
+        with self._memory:
+            for tenure in tenures:
+                tenure.is_lost = True
+        self._beat_at = 0.0  # the next read drops them
 
     # --- membership -------------------------------------------------------------------------
 
@@ -494,6 +593,7 @@ class LogSource:
         """Renew leases, take free partitions, hand over or ask for some."""
         now = time.monotonic()
         seconds = min(self.lease / 3, _BEAT_SECONDS)
+        self._drop([tenure for tenure in self._held.values() if tenure.is_lost])
         with self._begin() as connection:
             rows = self._rows(connection)
             if self._held and now - self._renewed_at >= self.lease / 3:
@@ -537,6 +637,7 @@ class LogSource:
             tenure = Tenure(row.partition, row.version, position, position, row.ranges, row.crashes)
             tenure.careful = _CAREFUL_MESSAGES if row.crashes else 0
             self._held[row.partition] = tenure
+            self._horizon = Position()  # an older one may not cover what its former member had read
         self._renewed_at = time.monotonic()
 
     def _hand_over(self, connection: Connection, rows: Sequence[PartitionRow]) -> None:
@@ -549,8 +650,9 @@ class LogSource:
             with self._memory:
                 if not tenure.is_drained():
                     continue
-                move = self._move(tenure, ())
-            self.tables.hand_over(connection, self.member, row.claimant, self.lease, move)
+                move = Move.of(tenure, ())
+            lease = min(self.lease, _HAND_OVER_SECONDS)  # the claimant extends it
+            self.tables.hand_over(connection, self.member, row.claimant, lease, move)
             self._drop([tenure])
 
     def _ask(self, connection: Connection, rows: Sequence[PartitionRow]) -> None:
@@ -570,7 +672,7 @@ class LogSource:
         """Write positions that moved past rows of other topics, where nothing is in flight."""
         with self._memory:
             moves = [
-                self._move(tenure, ())
+                Move.of(tenure, ())
                 for tenure in self._held.values()
                 if not tenure.order and tenure.cursor > tenure.written
             ]
@@ -590,9 +692,12 @@ class LogSource:
             try:
                 with self._begin() as connection:
                     with self._memory:
-                        moves = [self._move(tenure, ()) for tenure in held]
+                        moves = [Move.of(tenure, ()) for tenure in held]
                     if moves:
                         self.tables.move(connection, self.member, moves)
+                    blamed = [tenure.partition for tenure in held if tenure.is_blamed]
+                    if blamed:
+                        self.tables.clear(connection, self.member, blamed)
                     self.tables.release(connection, self.member)
             except SQLAlchemyError as error:
                 logger.warning(
@@ -661,8 +766,11 @@ def _note_settled(delivery: Delivery) -> None:
     delivery.is_settled = True
     delivery.is_out = False
     tenure.retries.pop(delivery.row.id, None)
-    tenure.crashes = 0
+    before = tenure.written
     tenure.trim()
+    if tenure.written != before:
+        tenure.crashes = 0
+        tenure.is_blamed = False
 
 
 def open_log(url: str, **options: Any) -> tuple[Engine, dict[str, Any]]:
@@ -674,7 +782,7 @@ def open_log(url: str, **options: Any) -> tuple[Engine, dict[str, Any]]:
             f"{mask(url)} is not a database URL; write"
             " postgresql://USER@HOST/NAME?topic=orders&group=billing"
         ) from None
-    given = {name: str(address.query[name]) for name in _SETTINGS if name in address.query}
+    given = {name: address.query[name] for name in _SETTINGS if name in address.query}
     for name in ("topic", "group"):
         if not given.get(name):
             raise ConfigError(
@@ -683,11 +791,20 @@ def open_log(url: str, **options: Any) -> tuple[Engine, dict[str, Any]]:
             )
     settings: dict[str, Any] = {}
     for name, text_ in given.items():
+        if not isinstance(text_, str):
+            raise ConfigError(f"{name} is in the URL {len(text_)} times; give it once")
         try:
             settings[name] = _SETTINGS[name](text_)
         except ValueError:
             raise ConfigError(f"{name}={text_!r:.40} in the URL is not a number") from None
+        except KeyError:
+            raise ConfigError(f"{name}={text_!r:.40} in the URL: choose true or false") from None
     address = address.difference_update_query(list(given))
+    for name in dialect.unknown_parameters(address):
+        raise ConfigError(
+            f"{dialect.display_url(address)}: {name!r:.40} is a parameter neither of the source"
+            f" ({', '.join(_SETTINGS)}) nor of {address.get_backend_name()}"
+        )
     return open_database(address, "the source", **options), settings
 
 
@@ -710,28 +827,57 @@ def _check(topic: str, group: str, partitions: int | None, start: str) -> None:
 # --- in the transaction of the effects --------------------------------------------------------
 
 
-class PositionInbox:
-    """Middleware: moves the position of a `LogSource` in the transaction of the effects.
+class PositionSource(Protocol):
+    """A source whose position is kept in a database, and can move in the caller's transaction."""
 
-    In place of an `Inbox`, where effects and log are in one database: one UPDATE per batch instead
-    of a row per message. It protects against redelivery, not against an event that was written to
+    @property
+    def delivery_type(self) -> type:
+        """The class of its tokens."""
+
+    @property
+    def engine(self) -> Engine: ...
+
+    @property
+    def positions(self) -> str:
+        """The table of positions."""
+
+    def find_done(self, connection: Connection, deliveries: Sequence[Any]) -> Collection[Any]:
+        """Return which deliveries the position has passed; raise `Lost` if one is not ours."""
+
+    def confirm(self, connection: Connection, deliveries: Sequence[Any]) -> None:
+        """Move the position past deliveries; raise `Lost` if a partition is no longer ours."""
+
+
+class PositionInbox:
+    """Middleware: moves the position of a source in the transaction of the effects.
+
+    The source is a `LogSource`, or a `KafkaSource` with `positions=engine`. In place of an `Inbox`,
+    where effects and positions are in one database: one UPDATE per batch instead of a row per
+    message. It protects against redelivery, not against an event that was written to
     the log twice: say by `producers_repeat=False` that this does not happen. Events that handlers
     return into an `Outbox` behind an inbox are written once. A message has one handler.
     """
 
     stage = Stage.INBOX
 
-    def __init__(self, source: LogSource, *, producers_repeat: bool = True) -> None:
+    def __init__(self, source: PositionSource, *, producers_repeat: bool = True) -> None:
         if producers_repeat:
             raise ConfigError(
                 "PositionInbox would handle an event twice that a producer wrote to the log twice,"
-                " as at-least-once producers do; say producers_repeat=False, or use Inbox(…)"
+                " as at-least-once producers do, such as a bridge from Kafka or Redis; say"
+                " producers_repeat=False (in a URL: producers_repeat=false), or use Inbox(…)"
             )
         self.source = source
-        self.table = source.tables.positions
+        self.table = source.positions
 
     def check_chain(self, middlewares: Sequence[Middleware]) -> None:
-        """Refuse a chain whose transaction is in another database than the log."""
+        """Refuse a chain whose transaction is in another database than the positions."""
+        others = [item for item in middlewares if item is not self]
+        if any(stage_of(item) in (Stage.INBOX, Stage.CLAIM) for item in others):
+            raise ConfigError(
+                "the router has two inboxes, and one of them is the PositionInbox of the source:"
+                " take the other out of the chain, or use exactly_once='inbox'"
+            )
         for item in middlewares:
             if stage_of(item) is not Stage.TRANSACTION:
                 continue
@@ -741,9 +887,9 @@ class PositionInbox:
                 engine.pool is ours.pool or dialect.is_same_database(engine, ours)
             ):
                 raise ConfigError(
-                    "PositionInbox moves the position in the transaction of the effects, and the"
-                    f" log is in {dialect.display_url(ours.url)}: give Transaction the engine of"
-                    " the LogSource, or use Inbox(…)"
+                    "PositionInbox moves the position in the transaction of the effects, and it is"
+                    f" kept in {dialect.display_url(ours.url)}: give Transaction the engine of the"
+                    f" {type(self.source).__name__}, or use Inbox(…)"
                 )
             if getattr(item, "isolate", "batch") != "batch":
                 raise ConfigError(
@@ -759,18 +905,20 @@ class PositionInbox:
                 f"{describe(message.attributes)}: two handlers take it, and a position cannot say"
                 " which of them is done; use Inbox(…) in place of PositionInbox"
             )
-        if message.acking is None or not isinstance(message.acking.token, Delivery):
+        kind = self.source.delivery_type
+        if message.acking is None or not isinstance(message.acking.token, kind):
             raise HandlerError(
-                f"{describe(message.attributes)} was not read by a LogSource; use Inbox(…) in place"
-                " of PositionInbox"
+                f"{describe(message.attributes)} was not read by the {type(self.source).__name__}"
+                " of the PositionInbox; use Inbox(…)"
             )
 
     def __call__(self, next: Process) -> Process:
         def process(batch: Sequence[Message[Any]]) -> Sequence[Result]:
             unit = current("the position inbox")
             unit.use_table(self.table)
-            deliveries = [_delivery(message) for message in batch]
-            done = self._done(unit.connection, deliveries)
+            deliveries = [message.acking.token for message in batch if message.acking is not None]
+            with _lost_errors():
+                done = self.source.find_done(unit.connection, deliveries)
             fresh = [index for index, item in enumerate(deliveries) if item not in done]
             results: list[Result] = [SKIPPED] * len(batch)
             if not fresh:
@@ -782,55 +930,19 @@ class PositionInbox:
                 if result:
                     raise inbox.outputs_without_outbox(batch[index])
                 results[index] = result
-            self._move(unit.connection, [deliveries[index] for index in fresh])
+            with _lost_errors():
+                self.source.confirm(unit.connection, [deliveries[index] for index in fresh])
             unit.note_write()
             return results
 
         return process
 
-    def _done(self, connection: Connection, deliveries: Sequence[Delivery]) -> set[Delivery]:
-        """Return which deliveries a transaction has committed whose end is not known here."""
-        for item in deliveries:
-            item.is_moved = False
-            if item.tenure.is_lost:
-                raise _lost_error()
-        tried = [item for item in deliveries if item.is_tried]
-        if not tried:
-            return set()
-        tables = self.source.tables
-        rows = {row.partition: row for row in tables.survey(connection)}
-        waiting = tables.find_retries(connection, [t.row.id for t in tried if t.is_retry])
-        return {
-            item
-            for item in tried
-            if (
-                item.row.id not in waiting
-                if item.is_retry
-                else is_covered(rows[item.tenure.partition], item.position)
-            )
-        }
 
-    def _move(self, connection: Connection, deliveries: Sequence[Delivery]) -> None:
-        retries = [item.row.id for item in deliveries if item.is_retry]
-        for item in deliveries:
-            item.is_tried = True
-        if self.source.tables.remove_retries(connection, retries) != len(retries):
-            raise _lost_error()
-        try:
-            self.source.move(connection, deliveries)
-        except Lost as lost:
-            raise _lost_error() from lost
-        for item in deliveries:
-            item.is_moved = True
-
-
-def _delivery(message: Message[Any]) -> Delivery:
-    assert message.acking is not None, "admit() refuses it"
-    delivery: Delivery = message.acking.token
-    return delivery
-
-
-def _lost_error() -> StoreError:
-    error = StoreError("another member of the group has taken the partition; it handles the batch")
-    error.is_outage = True  # no message of the batch is the cause
-    return error
+@contextmanager
+def _lost_errors() -> Iterator[None]:
+    try:
+        yield
+    except Lost as lost:
+        error = StoreError("another member of the group has the partition; it handles the batch")
+        error.is_outage = True  # no message of the batch is the cause
+        raise error from lost

@@ -13,6 +13,7 @@ an Alembic project of your own, `include_object` keeps autogenerate from droppin
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ from sqlalchemy import (
 from sqlalchemy.dialects import registry
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.dialects.postgresql.base import ischema_names
+from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.schema import CreateIndex, CreateTable
 from sqlalchemy.sql.expression import FunctionElement
@@ -264,6 +266,7 @@ OWN_TABLES = (
 """The tables that `include_object` leaves alone: those of `conquiet.events` too."""
 DIALECTS = ("postgresql", "sqlite")
 _LOCK = 0x636F6E71  # "conq": the advisory lock for changes of the tables
+_WAL_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +297,7 @@ def init(
     """
     from alembic import command  # for migrations alone, and slow to import
 
-    with _lock_tables(engine) as connection:
+    with lock_tables(engine) as connection:
         metadata = _metadata(inbox, outbox)
         metadata.create_all(connection)
         if not inspect(connection).has_table(version_table):
@@ -316,7 +319,7 @@ def migrate(
     """
     from alembic import command
 
-    with _lock_tables(engine) as connection:
+    with lock_tables(engine) as connection:
         command.upgrade(_config(connection, inbox, outbox, version_table), revision)
         if revision == "head":
             # The version may be that of other tables: of a second pair, or after init(outbox=None).
@@ -409,19 +412,33 @@ def attributes_type() -> TypeEngine[Any]:
 
 
 @contextmanager
-def _lock_tables(given: Engine | str | URL) -> Iterator[Connection]:
+def lock_tables(given: Engine | str | URL) -> Iterator[Connection]:
     """Open a transaction that excludes other changes of the tables."""
     with dialect.use_engine(given) as engine, engine.connect() as connection:
         if dialect.is_sqlite(engine.dialect):
             # Stored in the file. Readers then never wait for the writer, nor it for them.
-            connection.exec_driver_sql("PRAGMA journal_mode=WAL")
-            connection.rollback()
+            _keep_wal(connection)
         with connection.begin():
             if dialect.is_sqlite(engine.dialect):
                 dialect.begin_immediate(connection)
             else:
                 connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_LOCK})")
             yield connection
+
+
+def _keep_wal(connection: Connection) -> None:
+    """Change the file to WAL; while another process does the same, SQLite does not wait for it."""
+    deadline = time.monotonic() + _WAL_SECONDS
+    while True:
+        try:
+            connection.exec_driver_sql("PRAGMA journal_mode=WAL")
+            return
+        except OperationalError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+        finally:
+            connection.rollback()
 
 
 def _metadata(inbox: str | None, outbox: str | None) -> MetaData:

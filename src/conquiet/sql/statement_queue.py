@@ -28,7 +28,7 @@ from psycopg.pq import PipelineStatus, TransactionStatus
 from sqlalchemy import Connection
 
 from conquiet.errors import HandlerError
-from conquiet.sql.dialect import FrozenParameters, control_error, refuse_control
+from conquiet.sql.dialect import control_error, refuse_control
 
 MAX_QUEUED = 1000
 """The queue is sent when it holds this many statements."""
@@ -357,8 +357,6 @@ def is_silent(query: str) -> bool:
 
 def _frozen(params: Any) -> Any:
     """Copy parameters so that they cannot change; None if a value is mutable."""
-    if type(params) is FrozenParameters:
-        return params
     if type(params) is dict:
         for value in params.values():
             if type(value) not in _FROZEN:

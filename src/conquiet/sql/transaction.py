@@ -16,13 +16,13 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
     AbstractContextManager,
-    ExitStack,
     asynccontextmanager,
     contextmanager,
 )
 from contextvars import ContextVar
 from functools import cache
 from threading import RLock
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 from weakref import WeakSet
 
@@ -54,7 +54,7 @@ from conquiet.errors import (
 from conquiet.gate import FailedKeys
 from conquiet.handler import Process, Result
 from conquiet.message import Message
-from conquiet.sql import dialect
+from conquiet.sql import dialect, handle
 from conquiet.sql.dialect import control_error, refuse_control
 from conquiet.sql.notification import notify_relays
 from conquiet.stage import Middleware, Stage, stage_of
@@ -135,6 +135,8 @@ class TransactionConnection(Connection):
     into the next transaction of this connection."""
     begun = False
     """Whether conquiet has sent its own BEGIN: from then on BEGIN and COMMIT are refused."""
+    begun_by_asyncpg: dialect.AsyncpgTransaction | None = None
+    """The transaction of the driver, if it was begun together with a statement of the inbox."""
 
     def begin(self) -> NestedTransaction:  # type: ignore[override]
         """Begin a savepoint: the transaction itself has begun."""
@@ -158,13 +160,18 @@ class TransactionConnection(Connection):
 
     def note_failure(self, error: BaseException) -> None:
         """Remember the error of a statement of this connection."""
-        self.unit.failure = error
+        if self.unit.failure is None or not dialect.is_consequence(error):
+            self.unit.failure = error
 
     def _execute_context(self, *arguments: Any, **options: Any) -> Any:
         # All statements of SQLAlchemy pass here.
         with self.lock:
-            if self.unit.ended or any(unit.ended for unit in UNITS.get()):
+            if self.unit.ended:
                 raise _ended_error("connection")
+            for unit in UNITS.get():
+                if unit.ended:
+                    raise _ended_error("connection")
+            handle.execute_deferred(self)
             return super()._execute_context(*arguments, **options)
 
     def _revalidate_connection(self) -> Any:
@@ -180,6 +187,7 @@ class Unit:
 
     def __init__(self, connection: TransactionConnection, depth: int = 0) -> None:
         self.connection = connection
+        self.engine = connection.engine
         self.depth = depth
         self.ended = False
         self.wrote = False
@@ -213,11 +221,11 @@ class Unit:
 
     def belongs_to(self, engine: Engine) -> bool:
         # Engines made by execution_options() share the pool of the one that they came from.
-        return self.connection.engine.pool is engine.pool
+        return self.engine.pool is engine.pool
 
     def is_beside(self, engine: Engine) -> bool:
         """Return whether connections of this engine go to the database of this transaction."""
-        return self.belongs_to(engine) or dialect.is_same_database(self.connection.engine, engine)
+        return self.belongs_to(engine) or dialect.is_same_database(self.engine, engine)
 
     @contextmanager
     def session(self, factory: sessionmaker[S]) -> Iterator[S]:
@@ -277,6 +285,11 @@ class Unit:
         for joined in self._sessions:
             joined.close()
 
+    def forget_connection(self) -> None:
+        """Forget the connection, which knows this unit: a garbage collection would free both."""
+        del self.connection
+        self._async_connection = None
+
 
 @cache
 def _async_connection_class() -> type[AsyncConnection]:
@@ -289,7 +302,13 @@ def _async_connection_class() -> type[AsyncConnection]:
             found = self.sync_connection
             assert isinstance(found, TransactionConnection), "it is made for one"
             found.unit.gave_driver = True
-            return await super().get_raw_connection()
+            pooled = found.connection
+            if dialect.uses_asyncpg(found.dialect) and not dialect.has_begun(found):
+                # Statements of the driver would be committed by themselves.
+                await bridge.run(found.exec_driver_sql, "SELECT 1")
+            elif found.begun_by_asyncpg is not None and found.begun_by_asyncpg.last:
+                await bridge.run(handle.execute_deferred, found)
+            return pooled
 
     return TransactionAsyncConnection
 
@@ -326,8 +345,7 @@ def find(engine: Engine) -> Unit | None:
     return None
 
 
-@contextmanager
-def connection(engine: Engine | AsyncEngine) -> Iterator[Connection]:
+class connection:  # noqa: N801 - a context manager, used as a function
     """Return the connection of the ambient transaction, or open a transaction for this block.
 
     The transaction of an async engine is for handlers without `async`, which run in threads.
@@ -339,28 +357,58 @@ def connection(engine: Engine | AsyncEngine) -> Iterator[Connection]:
     1
     >>> engine.dispose()
     """
-    engine = dialect.as_engine(engine)
-    _refuse_coroutines(engine, "connection", "async_connection(engine)")
-    unit = find(engine)
-    if unit is not None:
-        yield unit.connection
-        return
-    with engine.begin() as own:
-        yield own
+
+    __slots__ = ("_engine", "_own")
+
+    def __init__(self, engine: Engine | AsyncEngine) -> None:
+        self._engine = dialect.as_engine(engine)
+        self._own: AbstractContextManager[Connection] | None = None
+
+    def __enter__(self) -> Connection:
+        _refuse_coroutines(self._engine, "connection", "async_connection(engine)")
+        unit = find(self._engine)
+        if unit is not None:
+            return unit.connection
+        self._own = self._engine.begin()
+        return self._own.__enter__()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._own is not None:
+            self._own.__exit__(kind, error, trace)
 
 
-@asynccontextmanager
-async def async_connection(engine: AsyncEngine) -> AsyncIterator[AsyncConnection]:
+class async_connection:  # noqa: N801 - a context manager, used as a function
     """Return the connection of the ambient transaction, or open a transaction for this block.
 
     One task at a time may use it: await one statement after the other.
     """
-    unit = find(_sync_engine(engine))
-    if unit is not None:
-        yield unit.async_connection(engine)
-        return
-    async with engine.begin() as own:
-        yield own
+
+    __slots__ = ("_engine", "_own")
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+        self._own: AbstractAsyncContextManager[AsyncConnection] | None = None
+
+    async def __aenter__(self) -> AsyncConnection:
+        unit = find(_sync_engine(self._engine))
+        if unit is not None:
+            return unit.async_connection(self._engine)
+        self._own = self._engine.begin()
+        return await self._own.__aenter__()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._own is not None:
+            await self._own.__aexit__(kind, error, trace)
 
 
 def async_session(factory: async_sessionmaker[A]) -> AbstractAsyncContextManager[A]:
@@ -486,6 +534,7 @@ class Transaction(transaction.Transaction):
             if read_only:
                 options["postgresql_readonly"] = True
         self._engine = self.engine.execution_options(**options) if options else self.engine
+        self._is_sqlite = dialect.is_sqlite(self.engine.dialect)
         _watch(self.engine)
 
     @property
@@ -509,7 +558,7 @@ class Transaction(transaction.Transaction):
         """Begin a transaction, or a savepoint inside a transaction on the same engine."""
         self._check_loop()
         outer = find(self.engine)
-        return self._whole(len(batch)) if outer is None else self._savepoint(outer)
+        return Whole(self, len(batch)) if outer is None else self._savepoint(outer)
 
     def run(self, next: Process, batch: Sequence[Message[Any]]) -> Sequence[Result]:
         """Run a batch inside the transaction, or each message of it in a savepoint."""
@@ -568,38 +617,14 @@ class Transaction(transaction.Transaction):
             else:
                 found.exec_driver_sql("SELECT 1")
 
-    @contextmanager
-    def _whole(self, size: int) -> Iterator[Connection]:
+    def _connect(self) -> TransactionConnection:
         try:
-            connection = TransactionConnection(self._engine)
+            if not self.is_async or not dialect.is_about_to_connect(self.engine):
+                return TransactionConnection(self._engine)
+            with bridge.shield():  # asyncpg would leave a future behind that has failed
+                return TransactionConnection(self._engine)
         except self._connect_errors as error:
             raise self._store_error(error) from error
-        unit = connection.unit = Unit(connection)
-        unit.is_shared = size > 1
-        connection.lock = RLock() if self.blocks else OneTask()
-        with ExitStack() as ending:
-            try:
-                root = self._begin(connection)
-                connection.begun = True
-                if self.queue_statements:
-                    unit.queue = _statement_queue(connection)
-                with self._enter(unit):
-                    yield connection
-                    ending.enter_context(connection.lock)
-                    self._flush(unit, root)
-                with bridge.shield():  # a cancelled COMMIT may have committed
-                    Connection.commit(connection)
-            except BaseException as error:
-                with bridge.shield():
-                    _hold(connection, ending)
-                    self._give_up(unit, error)
-                raise
-            finally:
-                with bridge.shield():
-                    unit.end()
-                    self._release(connection)
-        for table in unit.filled:
-            notify_relays(self.engine, table)
 
     @contextmanager
     def _savepoint(self, outer: Unit) -> Iterator[Connection]:
@@ -608,9 +633,12 @@ class Transaction(transaction.Transaction):
         savepoint: DatabaseTransaction | None = None
         try:
             savepoint = connection.begin_nested()
-            with self._enter(unit):
+            token = UNITS.set((*UNITS.get(), unit))
+            try:
                 yield connection
                 self._flush(unit, savepoint)
+            finally:
+                UNITS.reset(token)
             savepoint.commit()
             outer.wrote = outer.wrote or unit.wrote
         except BaseException as error:
@@ -628,17 +656,9 @@ class Transaction(transaction.Transaction):
         finally:
             unit.end()
 
-    @contextmanager
-    def _enter(self, unit: Unit) -> Iterator[None]:
-        token = UNITS.set((*UNITS.get(), unit))
-        try:
-            yield
-        finally:
-            UNITS.reset(token)
-
     def _begin(self, connection: TransactionConnection) -> DatabaseTransaction:
         root = Connection.begin(connection)
-        if dialect.is_sqlite(connection.dialect):
+        if self._is_sqlite:
             if self.read_only:
                 connection.exec_driver_sql("PRAGMA query_only=ON")
                 connection.exec_driver_sql("BEGIN")
@@ -657,19 +677,22 @@ class Transaction(transaction.Transaction):
             raise _alone_error()
         unit.flush()
         connection = unit.connection
-        if began.is_active and not connection.invalidated:
+        if unit.queue is not None and began.is_active and not connection.invalidated:
             with dialect.translate_errors(connection):
                 unit.finish_queueing()
         if not began.is_active or connection.invalidated:
             raise _rolled_back_error(
                 unit, "was rolled back inside, by session.rollback() or an error"
             )
-        may_have_failed = connection.unit.failure is not None or connection.unit.gave_driver
-        if dialect.is_aborted(connection, may_have_failed=may_have_failed):
-            raise _rolled_back_error(unit, _ABORTED)
-        # psycopg sends BEGIN with the first statement: an idle connection may have had none.
-        begun = unit.wrote or dialect.is_sqlite(connection.dialect)
-        if begun and dialect.is_over(connection):
+        if connection.begun_by_asyncpg is not None and unit.depth == 0:
+            is_over = connection.begun_by_asyncpg.is_over  # COMMIT says whether it was aborted
+        else:
+            may_have_failed = connection.unit.failure is not None or connection.unit.gave_driver
+            if dialect.is_aborted(connection, may_have_failed=may_have_failed):
+                raise _rolled_back_error(unit, _ABORTED)
+            # psycopg sends BEGIN with the first statement: an idle connection may have had none.
+            is_over = (unit.wrote or self._is_sqlite) and dialect.is_over(connection)
+        if is_over:
             raise _rolled_back_error(unit, "was ended inside, by the driver or by the database")
 
     def _give_up(self, unit: Unit, error: BaseException) -> None:
@@ -699,14 +722,16 @@ class Transaction(transaction.Transaction):
             raise _rolled_back_error(unit, _ABORTED)
 
     def _release(self, connection: TransactionConnection) -> None:
-        if self.read_only and dialect.is_sqlite(connection.dialect) and not connection.invalidated:
+        if self.read_only and self._is_sqlite and not connection.invalidated:
             dialect.execute(connection, "PRAGMA query_only=OFF")
         Connection.close(connection)
 
     @property
     def _connect_errors(self) -> tuple[type[Exception], ...]:
-        # asyncpg raises what the socket does, and SQLAlchemy passes it on.
-        return (DBAPIError, PoolTimeout) if self.blocks else (DBAPIError, PoolTimeout, OSError)
+        if self.blocks:
+            return DBAPIError, PoolTimeout
+        # asyncpg raises what the socket does, and SQLAlchemy passes it on; 2.0 also asyncpg's own.
+        return DBAPIError, PoolTimeout, OSError, *dialect.connect_errors(self.engine.dialect)
 
     def _own_failure(
         self, connection: TransactionConnection, error: BaseException
@@ -739,15 +764,97 @@ class Transaction(transaction.Transaction):
         return made
 
 
-def _hold(connection: TransactionConnection, ending: ExitStack) -> None:
-    """Keep all others from the connection until it is released."""
-    lock = connection.lock
-    if isinstance(lock, OneTask):
-        connection.unit.ended = True  # another task of the handler begins no further statement
-        if not lock.wait(_SECONDS_TO_RETURN):
-            connection.invalidate()
+class Whole:
+    """Is the block of one transaction: begins it, and commits it or rolls it back."""
+
+    __slots__ = ("_holds", "_owner", "_root", "_size", "_token", "_unit")
+
+    def __init__(self, owner: Transaction, size: int) -> None:
+        self._owner = owner
+        self._size = size
+        self._holds = False
+
+    def __enter__(self) -> Connection:
+        owner = self._owner
+        connection = owner._connect()
+        self._unit = unit = connection.unit = Unit(connection)
+        unit.is_shared = self._size > 1
+        connection.lock = RLock() if owner.blocks else OneTask()
+        try:
+            self._root = owner._begin(connection)
+            connection.begun = True
+            if owner.queue_statements:
+                unit.queue = _statement_queue(connection)
+        except BaseException as error:
+            self._fail(error)
+            raise
+        self._token = UNITS.set((*UNITS.get(), unit))
+        return connection
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            UNITS.reset(self._token)
+            self._fail(error)
             return
-    ending.enter_context(lock)
+        try:
+            self._commit()
+        except BaseException as failure:
+            self._fail(failure)
+            raise
+        self._release()
+        for table in self._unit.filled:
+            notify_relays(self._owner.engine, table)
+
+    def _commit(self) -> None:
+        unit = self._unit
+        connection = unit.connection
+        try:
+            connection.lock.__enter__()
+            self._holds = True
+            self._owner._flush(unit, self._root)
+        finally:
+            UNITS.reset(self._token)
+        begun = connection.begun_by_asyncpg
+        if begun is None or not begun.is_unbroken:
+            with bridge.shield():  # a cancelled COMMIT may have committed
+                Connection.commit(connection)
+        else:
+            Connection.commit(connection)
+        if begun is not None and not begun.is_committed:
+            raise _rolled_back_error(unit, _ABORTED)
+
+    def _fail(self, error: BaseException) -> None:
+        """Roll back and release; raise a `StoreError` if the store caused the failure."""
+        try:
+            with bridge.shield():
+                self._hold()
+                self._owner._give_up(self._unit, error)
+        finally:
+            self._release()
+
+    def _hold(self) -> None:
+        """Keep all others from the connection until it is released."""
+        connection = self._unit.connection
+        lock = connection.lock
+        if isinstance(lock, OneTask):
+            self._unit.ended = True  # another task of the handler begins no further statement
+            if not lock.wait(_SECONDS_TO_RETURN):
+                connection.invalidate()
+                return
+        if not self._holds:
+            lock.__enter__()
+            self._holds = True
+
+    def _release(self) -> None:
+        connection = self._unit.connection
+        try:
+            with bridge.shield():
+                self._unit.end()
+                self._owner._release(connection)
+        finally:
+            self._unit.forget_connection()
+            if self._holds:
+                connection.lock.__exit__(None, None, None)
 
 
 def _breaks(connection: Connection, error: BaseException) -> bool:

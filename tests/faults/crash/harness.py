@@ -1,9 +1,9 @@
 """Every crash point of a scenario: count the calls in a clean run, then die at each of them.
 
-    python -m tests.faults.crash.harness "worker over Redis" [--postgres URL] [--distinct]
+    python -m tests.faults.crash.harness "worker over Redis" [--postgres URL] [--distinct|--every N]
 
 After a call is before the next call of the same thread: no store can tell the two apart. With
-`--distinct` only one of the two is run, and everything else.
+`--distinct` only one of the two is run, and everything else; with `--every N` an Nth of the points.
 
 This process has imported everything, and forks a child for each run: imports cost nothing. Each
 run has stores of its own: a database of a private Redis, a schema of PostgreSQL, a directory.
@@ -41,6 +41,8 @@ SCENARIOS = {
     "worker over Redis": "redis_paths:WorkerOverRedis",
     "log over PostgreSQL": "sql_paths:LogOverPostgres",
     "log over SQLite": "sql_paths:LogOverSqlite",
+    "log over PostgreSQL, with an inbox": "sql_paths:LogOverPostgresWithInbox",
+    "log over SQLite, with an inbox": "sql_paths:LogOverSqliteWithInbox",
     "async worker over PostgreSQL, asyncpg": "sql_paths:WorkerOverAsyncpg",
     "async worker over PostgreSQL, psycopg": "sql_paths:WorkerOverAsyncPsycopg",
     "async worker over Redis": "redis_paths:AsyncWorkerOverRedis",
@@ -116,7 +118,7 @@ class Harness:
         self._folder = folder
         self._runs = 0
 
-    def all_points(self, jobs: int, distinct: bool) -> Report:
+    def all_points(self, jobs: int, distinct: bool, every: int) -> Report:
         began = time.monotonic()
         gc.freeze()  # or a child's first collection copies all that it shares with us
         points = self._clean_run()
@@ -128,7 +130,7 @@ class Harness:
             for point in points
             for side in point.sides
             if side != "after" or not distinct or last[point.lane] == point.number
-        ]
+        ][::every]
         self.report.points = len(runs)
         runs += self._killed(runs, jobs)
         time.sleep(self.scenario.lease)
@@ -257,14 +259,17 @@ def scenario_of(name: str) -> Scenario:
     return made()
 
 
-def crash_everywhere(name: str, postgres: str, jobs: int, distinct: bool = False) -> Report:
+def crash_everywhere(
+    name: str, postgres: str, jobs: int, distinct: bool = False, every: int = 1
+) -> Report:
     scenario = scenario_of(name)
     options = ("--databases", str(DATABASES))
     with (
         tempfile.TemporaryDirectory(prefix="conquiet-crash-", dir=_MEMORY) as folder,
         embedded.redis(options=options, private=True) as server,
     ):
-        return Harness(scenario, server.port, postgres, Path(folder)).all_points(jobs, distinct)
+        harness = Harness(scenario, server.port, postgres, Path(folder))
+        return harness.all_points(jobs, distinct, every)
 
 
 def main() -> int:
@@ -275,8 +280,11 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--labels", action="store_true", help="list the calls of the clean run")
     parser.add_argument("--distinct", action="store_true")
+    parser.add_argument("--every", type=int, default=1)
     given = parser.parse_args()
-    report = crash_everywhere(given.scenario, given.postgres, given.jobs, given.distinct)
+    report = crash_everywhere(
+        given.scenario, given.postgres, given.jobs, given.distinct, given.every
+    )
     if given.json:
         print(json.dumps(asdict(report)))
         return 0

@@ -41,7 +41,6 @@ from conquiet.sql import (
     LogSource,
     Outbox,
     OutboxSource,
-    PositionInbox,
     Transaction,
     async_connection,
     connection,
@@ -261,6 +260,7 @@ class LogOverSql(OnSql):
     """Commands of the log take effect in a table; the position moves in their transaction."""
 
     lease = LEASE
+    mode: Any = "position"
 
     def prepare(self, place: Place) -> None:
         opened = self.create(place)
@@ -273,12 +273,9 @@ class LogOverSql(OnSql):
 
     def run(self, place: Place, seam: Seam, attempt: int) -> None:
         made = self.engine(place)
-        kind = until(LogSource, lambda: not self.unsettled(place), seam)
-        source = kind(
-            made, COMMANDS, GROUP, lease=LEASE, partitions=1, poll=0.02, backoff=0.0, wakeup=False
-        )
+        source = self.source(place, seam, made)
         router = Router()
-        router.use(Transaction(made), PositionInbox(source, producers_repeat=False), Outbox(EVENTS))
+        router.use(Transaction(made), *self.inbox(), Outbox(EVENTS))
 
         @router.raw(type="place.order", source="/shop", name="place_order")
         def place_order(message: Message[bytes]) -> Message[Any]:
@@ -289,6 +286,15 @@ class LogOverSql(OnSql):
 
         Worker(source, router, batch_size=2).run()
         made.dispose()
+
+    def source(self, place: Place, seam: Seam, made: Any) -> LogSource:
+        kind = until(LogSource, lambda: not self.unsettled(place), seam)
+        times = {"lease": LEASE, "poll": 0.02, "backoff": 0.0, "wakeup": False}
+        mode = {"exactly_once": self.mode, "producers_repeat": False}
+        return kind(made, COMMANDS, GROUP, partitions=1, **times, **mode)
+
+    def inbox(self) -> tuple[Any, ...]:
+        return () if self.mode == "position" else (Inbox("billing"),)
 
     def unsettled(self, place: Place) -> list[str]:
         opened = self.open(place)
@@ -331,6 +337,16 @@ class LogOverPostgres(OnPostgres, LogOverSql):
 
 class LogOverSqlite(OnSqlite, LogOverSql):
     name = "log over SQLite"
+
+
+class LogOverPostgresWithInbox(LogOverPostgres):
+    name = "log over PostgreSQL, with an inbox"
+    mode = "inbox"
+
+
+class LogOverSqliteWithInbox(LogOverSqlite):
+    name = "log over SQLite, with an inbox"
+    mode = "inbox"
 
 
 class WorkerOverPostgres(OnPostgres, WorkerOverSql):

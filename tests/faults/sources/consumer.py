@@ -1,7 +1,8 @@
 """A service to kill: consumer.py SOURCE DATABASE [BATCHES].
 
-Counts messages in a table, with an inbox, until SIGTERM. With BATCHES it dies by SIGKILL after it
-has committed so many batches, before their acks.
+Counts messages in a table, with an inbox, until SIGTERM; if SOURCE names a database for the offsets
+of Kafka, with these in place of an inbox. With BATCHES it dies by SIGKILL after it has committed so
+many batches, before their acks.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ class Doomed:
 
     def __init__(self, source: Any, batches: int) -> None:
         self._source = source
+        self.inbox = getattr(source, "inbox", None)
         self._left = batches
         self._settle, source.settle = source.settle, self.settle
 
     def read(self, limit: int, timeout: float) -> Sequence[Message[Any]]:
-        messages: Sequence[Message[Any]] = self._source.read(limit, timeout)
+        messages: Sequence[Message[Any]] = self._source.read(min(limit, 50), timeout)
         return messages
 
     def settle(self, acked: Any, nacked: Any) -> None:
@@ -50,14 +52,16 @@ def main() -> None:
     source_url, database_url, *batches = sys.argv[1:]
     database = engine(database_url)
     router = Router()
-    router.use(Transaction(database), Inbox("counter"))
+    source: Any = connect_source(source_url, SourceOptions(max_attempts=1_000))
+    router.use(Transaction(database))
+    if getattr(source, "inbox", None) is None:
+        router.use(Inbox("counter"))
 
     @router.raw(name="count", source="/contract")
     def count(message: Message[Any]) -> None:
         with connection(database) as current:
             current.execute(UPSERT, {"id": message.id})
 
-    source: Any = connect_source(source_url, SourceOptions(max_attempts=1_000))
     if batches:
         source = Doomed(source, int(batches[0]))
     Worker(source, router, batch_size=200).run()

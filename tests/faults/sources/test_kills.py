@@ -1,6 +1,6 @@
 """Consumers of brokers are killed and replaced: each message takes effect once, to the row.
 
-CONQUIET_TEST_MESSAGES=1000000 sets how many messages the long test sends.
+CONQUIET_SOURCE_MESSAGES=1000000 sets how many messages the long test sends.
 """
 
 from __future__ import annotations
@@ -13,44 +13,52 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
+import boto3
 import pytest
 from sqlalchemy import Engine, text
 from tests.integration.sinks.kafka_cluster import Cluster
 from tests.integration.sinks.rabbitmq import RabbitMQ
+from tests.integration.sinks.sqs_server import REGION, serve_sqs
 
 from conquiet.relay.sinks import KafkaSink, KombuSink
 from conquiet.sink import Sink
+from conquiet.sources.sqs import _QueueSink
 from conquiet.sql import engine, schema
 from conquiet.testing import eventually
 from conquiet.testing.contracts.samples import make_messages
 
 pytestmark = pytest.mark.slow
 
-MESSAGES = int(os.environ.get("CONQUIET_TEST_MESSAGES", "20000"))
+MESSAGES = int(os.environ.get("CONQUIET_SOURCE_MESSAGES", "20000"))
 CONSUMERS = 2
 SEED = 7
-STEP = MESSAGES // 8
-"""How many messages take effect between two kills."""
+KILLS = 8
+AHEAD = 20_000
+"""How many messages wait at most: the mock cluster of Kafka keeps 5 MB of a partition."""
 
 
 class Ground:
     """A broker, the URL of the source on it, and a sink that fills it."""
 
-    def __init__(self, source: str, sink: Sink, stop: Callable[[], object]) -> None:
+    def __init__(
+        self, source: str, sink: Sink, stop: Callable[[], object], messages: int = MESSAGES
+    ) -> None:
         self.source = source
         self.sink = sink
         self.stop = stop
+        self.messages = messages
 
 
-def on_rabbitmq() -> Ground:
+def on_rabbitmq(_: str) -> Ground:
     server = RabbitMQ()
     server.start()
     sink = KombuSink(server.url, "orders", queues=["events"], timeout=60)
     return Ground(f"{server.url}?queue=events&prefetch=1000", sink, server.stop)
 
 
-def on_kafka() -> Ground:
+def on_kafka(_: str) -> Ground:
     cluster = Cluster()
     cluster.create("orders", 4)
     sink = KafkaSink(cluster.servers, "orders", timeout=60, settings={"log_level": 0})
@@ -59,9 +67,31 @@ def on_kafka() -> Ground:
     return Ground(url, sink, cluster.close)
 
 
-@pytest.fixture(params=[on_rabbitmq, on_kafka], ids=["rabbitmq", "kafka"])
-def ground(request: Any) -> Iterator[Ground]:
-    ground: Ground = request.param()
+def on_kafka_with_positions(database_url: str) -> Ground:
+    ground = on_kafka(database_url)
+    how = "exactly_once=position&producers_repeat=false"
+    ground.source += f"&positions={quote(database_url, safe='')}&{how}"
+    return ground
+
+
+def on_sqs(_: str) -> Ground:
+    serving = serve_sqs()
+    endpoint = serving.__enter__()
+    client = boto3.client("sqs", region_name=REGION, endpoint_url=endpoint)
+    client.create_queue(QueueName="orders")
+    url = f"sqs://{REGION}/orders?lease=10&endpoint={endpoint}"
+    stop: Callable[[], object] = lambda: serving.__exit__(None, None, None)  # noqa: E731
+    return Ground(url, _QueueSink(client, "orders"), stop, min(MESSAGES, 300))  # moto is slow
+
+
+@pytest.fixture(
+    params=[on_rabbitmq, on_kafka, on_kafka_with_positions, on_sqs],
+    ids=["rabbitmq", "kafka", "kafka-positions", "sqs"],
+)
+def ground(request: Any, database_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ground]:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "test")
+    ground: Ground = request.param(database_url)
     yield ground
     ground.sink.close()
     ground.stop()
@@ -101,41 +131,51 @@ def count(made: Engine) -> tuple[int, int]:
         return int(rows), int(times)
 
 
-def fill(sink: Sink, messages: int) -> None:
-    for begin in range(0, messages, 1_000):
-        sink.publish(make_messages(min(1_000, messages - begin), f"b{begin}"))
+def fill(sink: Sink, begin: int, end: int) -> None:
+    for first in range(begin, end, 1_000):
+        sink.publish(make_messages(min(1_000, end - first), f"b{first}"))
 
 
+@pytest.mark.timeout(400)
 def test_a_batch_that_was_committed_and_not_acked_takes_effect_once(
     ground: Ground, database: tuple[str, Engine], start: Callable[..., Any]
 ) -> None:
-    fill(ground.sink, 1_000)
+    messages = min(1_000, ground.messages)
+    fill(ground.sink, 0, messages)
     for batches in (1, 2):
-        assert start(batches).wait(60) == -9
+        assert start(batches).wait(120) == -9
     before = count(database[1])
     assert before[0] >= 2  # committed, and its acks are lost
     start()
-    eventually(lambda: count(database[1])[0] == 1_000, timeout=60)
-    assert count(database[1]) == (1_000, 1_000)
+    eventually(lambda: count(database[1])[0] == messages, timeout=120)
+    assert count(database[1]) == (messages, messages)
 
 
-@pytest.mark.timeout(180 + MESSAGES / 200)
+@pytest.mark.timeout(600 + MESSAGES / 50)
 def test_consumers_killed_at_random_are_replaced_and_each_message_takes_effect_once(
     ground: Ground, database: tuple[str, Engine], start: Callable[..., Any]
 ) -> None:
-    fill(ground.sink, MESSAGES)
     chance = random.Random(SEED)
+    messages = ground.messages
     consumers = [start() for _ in range(CONSUMERS)]
-    kills = 0
-    while (done := count(database[1])[0]) < MESSAGES:
+    sent = done = kills = 0
+    while done < messages:
+        room = min(messages, done + AHEAD)
+        if sent < room:
+            fill(ground.sink, sent, room)
+            sent = room
         # A consumer that is killed before it has begun would only slow the test down.
-        more = min(MESSAGES, done + STEP)
-        eventually(lambda more=more: count(database[1])[0] >= more, timeout=120)
-        time.sleep(chance.uniform(0.0, 0.5))
-        victim = chance.randrange(CONSUMERS)
-        consumers[victim].kill()
-        consumers[victim].wait()
-        consumers[victim] = start()
-        kills += 1
+        if done > kills * messages / KILLS:
+            time.sleep(chance.uniform(0.0, 0.5))
+            victim = chance.randrange(CONSUMERS)
+            consumers[victim].kill()
+            consumers[victim].wait()
+            consumers[victim] = start()
+            kills += 1
+        more = min(
+            messages, done + messages // KILLS, sent - AHEAD // 2 if sent < messages else sent
+        )
+        eventually(lambda more=more: count(database[1])[0] >= more, timeout=300, interval=0.2)
+        done = count(database[1])[0]
     assert kills >= 3
-    assert count(database[1]) == (MESSAGES, MESSAGES)
+    assert count(database[1]) == (messages, messages)

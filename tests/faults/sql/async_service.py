@@ -59,7 +59,8 @@ async def main(store: str, database: str, redis_url: str) -> bool:
     else:
         size = 2  # in half as many transactions
         url = make_url(database).set(drivername=DRIVERS[store])
-        engine = create_async_engine(url, pool_size=IN_FLIGHT // size, max_overflow=0)
+        connections = IN_FLIGHT // size + 1  # one is left to others
+        engine = create_async_engine(url, pool_size=connections, max_overflow=0)
         router, count = over_database(engine)
 
     @router.raw(type="place.order", source="/shop", name="place_order")

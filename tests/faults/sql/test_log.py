@@ -10,11 +10,11 @@ import time
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, text
+from sqlalchemy import Engine, NullPool, text
 from tests.waiting import eventually
 
 from conquiet import Message, Router, Worker
-from conquiet.sql import LogSource, Outbox, PositionInbox, Transaction, connection, engine, schema
+from conquiet.sql import LogSource, Outbox, Transaction, connection, engine, schema
 
 UPSERT = text(
     "INSERT INTO effects (id, times) VALUES (:id, 1)"
@@ -38,16 +38,17 @@ def prepare(made: Engine, count: int) -> None:
 
 
 def make_worker(made: Engine, lease: float) -> Worker:
-    source = LogSource(made, "orders", "billing", lease=lease, poll=0.1)
+    options = {"exactly_once": "position", "producers_repeat": False}
+    source = LogSource(made, "orders", "billing", lease=lease, poll=0.1, **options)
     router = Router()
-    router.use(Transaction(made), PositionInbox(source, producers_repeat=False))
+    router.use(Transaction(made))
 
     @router.raw(name="count")
     def count(message: Message[Any]) -> None:
         with connection(made) as found:
             found.execute(UPSERT, {"id": message.id})
 
-    return Worker(source, router, batch_size=200)
+    return Worker(source, router, batch_size=200, threads=2)
 
 
 def serve(url: str) -> None:
@@ -63,26 +64,30 @@ def sums(made: Engine) -> tuple[int, int, int]:
 @pytest.mark.slow
 def test_a_database_that_restarts_and_hangs_up_repeats_no_effect(private_postgres: Any) -> None:
     made = engine(private_postgres.url)
+    watch = engine(private_postgres.url, poolclass=NullPool)  # has no connection to hang up
     prepare(made, 3_000)
     worker = make_worker(made, lease=30.0)
     worker.start()
-    eventually(lambda: sums(made)[0] >= 400, timeout=60)
-    with made.connect() as opened:
+    eventually(lambda: sums(watch)[0] >= 400, timeout=60)
+    with watch.connect() as opened:
         hang_up = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> "
         opened.execute(text(f"{hang_up} pg_backend_pid() AND datname = current_database()"))
-    eventually(lambda: sums(made)[0] >= 1_000, timeout=60)
+    eventually(lambda: sums(watch)[0] >= 1_000, timeout=60)
     private_postgres.kill()
     private_postgres.restart()
-    made.dispose()
-    eventually(lambda: sums(made)[0] == 3_000, timeout=60)
+    eventually(lambda: sums(watch)[0] == 3_000, timeout=60)
     assert worker.stop(20)
-    assert sums(made) == (3_000, 3_000, 1)
+    assert sums(watch) == (3_000, 3_000, 1)
     made.dispose()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1_800)
-def test_members_that_are_killed_and_replaced_handle_each_message_once(database_url: str) -> None:
+@pytest.mark.parametrize("store", ["database_url", "sqlite_url"])
+def test_members_that_are_killed_and_replaced_handle_each_message_once(
+    request: pytest.FixtureRequest, store: str
+) -> None:
+    database_url = request.getfixturevalue(store)
     made = engine(database_url)
     prepare(made, MESSAGES)
     context = multiprocessing.get_context("spawn")

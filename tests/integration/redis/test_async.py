@@ -14,6 +14,7 @@ from tests.integration.redis.conftest import numbered
 from conquiet import bridge
 from conquiet.errors import ConfigError, HandlerError
 from conquiet.message import Message
+from conquiet.operations import presence
 from conquiet.redis import (
     Inbox,
     Outbox,
@@ -107,6 +108,19 @@ def test_effects_events_and_acks_are_in_one_exec(
     assert counted(redis_client) == once(60)
     assert pending() == []
     assert redis_client.info("commandstats").get("cmdstat_xack", {"calls": 0})["calls"] > 0
+
+
+def test_it_is_listed_as_alive_while_it_works(run, redis_client, publish):
+    publish(1)
+
+    async def test(client):
+        async with working(client, chain(client, counts(client))):
+            await until(lambda: redis_client.xlen("outbox") == 1)
+            [found] = presence.list_workers(redis_client, "orders")
+            assert found.alive
+        assert not any(one.alive for one in presence.list_workers(redis_client, "orders"))
+
+    run(test)
 
 
 def test_it_runs_on_uvloop(run, redis_client, publish, pending):

@@ -9,12 +9,14 @@ from typing import Any
 
 import kombu
 import pytest
+from celery import Celery
 from tests.faults.proxy import Proxy
 from tests.integration.sinks.rabbitmq import MAX_MESSAGE_BYTES, RabbitMQ
 
 from conquiet.errors import InvalidMessage, SinkUnavailable
 from conquiet.message import Message
-from conquiet.relay.sinks import KombuSink, Refused
+from conquiet.relay.sinks import CelerySink, KombuSink, Refused
+from conquiet.task import pack_task
 from conquiet.testing import eventually
 from conquiet.testing.contracts import SinkContract
 from conquiet.testing.contracts.samples import ids, make_messages
@@ -158,6 +160,24 @@ def test_a_full_queue_blames_nobody(rabbitmq: RabbitMQ) -> None:
     with pytest.raises(SinkUnavailable, match="full"):
         sink.publish(make_messages(3, "more"))
     sink.close()
+
+
+def test_celery_tasks_are_confirmed_and_a_full_queue_is_an_outage(rabbitmq: RabbitMQ) -> None:
+    app = Celery("shop", broker=rabbitmq.url, set_as_current=False)
+    limits = {"x-max-length": 2, "x-overflow": "reject-publish"}
+    app.conf.task_queues = [kombu.Queue("small", queue_arguments=limits)]
+    app.conf.task_default_queue = "small"
+    tasks = [pack_task(Message(app.signature("ship", [place])), "/shop") for place in range(3)]
+    sink = CelerySink(app)
+    assert sink.publish_each(tasks[:2]) == [None, None]
+    found = deliveries(rabbitmq, "small")
+    assert [each.properties["application_headers"]["id"] for each in found] == [
+        task.id for task in tasks[:2]
+    ]
+    with pytest.raises(SinkUnavailable, match="Nacked"):
+        sink.publish_each(tasks[2:])
+    sink.close()
+    app.close()
 
 
 def test_names_that_amqp_cannot_hold_fail_alone(sink: KombuSink) -> None:

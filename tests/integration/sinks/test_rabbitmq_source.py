@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import kombu
@@ -14,10 +17,11 @@ import pytest
 from tests.faults.proxy import Proxy
 from tests.integration.sinks.rabbitmq import RabbitMQ
 
-from conquiet import Router, Worker
+from conquiet import App, Router, Worker
 from conquiet.acking import settle
+from conquiet.cli import main
 from conquiet.codec import to_json
-from conquiet.errors import ConfigError, PermanentError, StoreError
+from conquiet.errors import ConfigError, ConquietError, PermanentError, StoreError
 from conquiet.memory import Log
 from conquiet.message import Message
 from conquiet.middleware.dead_letter import replay
@@ -162,6 +166,18 @@ def test_a_structured_event_is_decoded(
     assert (got.id, got.data, got.type) == ("m-0", b"0", "sample")
 
 
+def test_an_event_in_binary_mode_by_the_names_of_amqp_1_0_is_decoded(
+    rabbitmq: RabbitMQ, open_source: Callable[..., AmqpSource]
+) -> None:
+    source = open_source()
+    source.read(1, 0.0)
+    headers = {f"cloudEvents:{name}": name for name in ("id", "type", "source", "subject")}
+    send_raw(rabbitmq, b"{}", headers=headers, content_type="application/json")
+    [got] = take(source, 1)
+    assert (got.id, got.type, got.source, got.data) == ("id", "type", "source", b"{}")
+    assert (got.key, got.datacontenttype) == ("subject", "application/json")
+
+
 def test_queues_are_read_together_and_acked_together(
     rabbitmq: RabbitMQ, open_source: Callable[..., AmqpSource]
 ) -> None:
@@ -234,6 +250,24 @@ def test_a_quorum_queue_counts_deliveries_of_consumers_that_died(
     eventually(lambda: list(last.read(1, 0.1)) == [] and last.dead == 1)
     [letter] = take(open_source("events.dead"), 1)
     assert "delivered 3 times and never settled" in letter.attributes["deadreason"]
+
+
+def test_rabbitmqs_own_delivery_limit_and_dead_letter_exchange_work_beside_it(
+    rabbitmq: RabbitMQ, open_source: Callable[..., AmqpSource]
+) -> None:
+    own = {"x-queue-type": "quorum", "x-delivery-limit": 1}
+    own |= {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "more.dead"}
+    with kombu.Connection(rabbitmq.url) as connection:
+        channel = connection.channel()
+        channel.queue_declare("more", durable=True, auto_delete=False, arguments=own)
+        channel.queue_declare("more.dead", durable=True, auto_delete=False)
+    send_raw(rabbitmq, b"{}", "more", message_id="7")
+    for deliveries in (1, 2):
+        source = open_source("more")  # which exists, and is taken as it is
+        assert take(source, 1)[0].deliveries == deliveries
+        source.close()  # the broker counts what is returned
+    eventually(lambda: waiting(rabbitmq, "more.dead") == 1)
+    assert waiting(rabbitmq, "more") == 0
 
 
 def test_a_queue_without_room_for_dead_letters_keeps_the_message(
@@ -416,6 +450,72 @@ def test_an_async_worker_reads_it_in_threads(
     assert list(again.read(1, 0.3)) == []
 
 
+# --- for operators ------------------------------------------------------------------------------
+
+
+def test_dead_letters_are_listed_replayed_to_their_queue_and_dropped_by_url(
+    rabbitmq: RabbitMQ, open_source: Callable[..., AmqpSource], capsys: pytest.CaptureFixture[str]
+) -> None:
+    publish(rabbitmq, make_messages(3), "events", "more")
+    source = open_source()
+    for message in take(source, 3):
+        message.nack(PermanentError(f"never {message.id}"))
+    place = f"{rabbitmq.url}?queue=events.dead"
+    for _ in range(2):  # a list leaves all in its place
+        assert main(["dead-letters", "list", place, "--error", "never M-1", "--json"]) == 0
+        [letter] = json.loads(capsys.readouterr().out)
+        assert (letter["id"], letter["event_id"], letter["attempts"]) == ("2", "m-1", 1)
+    assert main(["dead-letters", "show", place, "m-2"]) == 0
+    assert "never m-2" in capsys.readouterr().out
+    assert main(["dead-letters", "replay", place, "m-1"]) == 0
+    [again] = take(source, 1)
+    assert (again.id, again.data, again.deliveries) == ("m-1", b"1", 1)
+    assert main(["dead-letters", "drop", place, "m-0", "--yes"]) == 0
+    assert waiting(rabbitmq, "events.dead") == 1
+    assert waiting(rabbitmq, "more") == 3  # a replay is for the queue whose consumer failed
+
+
+def test_a_list_shows_more_dead_letters_than_a_worker_would_prefetch(
+    rabbitmq: RabbitMQ, capsys: pytest.CaptureFixture[str]
+) -> None:
+    publish(rabbitmq, make_messages(1_200), "events.dead")
+    place = f"{rabbitmq.url}?queue=events.dead"
+    assert main(["dead-letters", "list", place, "--limit", "2000", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)) == 1_200
+
+
+def test_what_rabbitmq_itself_dead_lettered_can_be_replayed(
+    rabbitmq: RabbitMQ, open_source: Callable[..., AmqpSource], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with kombu.Connection(rabbitmq.url) as connection:
+        channel = connection.channel()
+        arguments = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "events.dead"}
+        channel.queue_declare("events", durable=True, auto_delete=False, arguments=arguments)
+        channel.queue_declare("events.dead", durable=True, auto_delete=False)
+        send_raw(rabbitmq, b"{}", message_id="7", type="sold", content_type="application/json")
+        eventually(lambda: waiting(rabbitmq) == 1)
+        channel.basic_reject(channel.basic_get("events").delivery_tag, requeue=False)
+    eventually(lambda: waiting(rabbitmq, "events.dead") == 1)
+    place = f"{rabbitmq.url}?queue=events.dead"
+    assert main(["dead-letters", "replay", place, "--all"]) == 0
+    [message] = take(open_source(), 1)
+    assert (message.id, message.type, message.data) == ("7", "sold", b"{}")
+
+
+def test_what_waits_in_queues_is_shown_by_the_url_of_their_source(
+    rabbitmq: RabbitMQ, open_source: Callable[..., AmqpSource], capsys: pytest.CaptureFixture[str]
+) -> None:
+    publish(rabbitmq, make_messages(5), "events", "more")
+    take(open_source("more", prefetch=2), 2)
+    place = f"{rabbitmq.url}?queue=events,more&prefetch=10"
+    assert main(["streams", "lag", place, "--json"]) == 0
+    found = {lag["stream"]: lag["lag"] for lag in json.loads(capsys.readouterr().out)["lags"]}
+    assert found == {"events": 5, "more": 3}
+    assert main(["streams", "lag", place, "--max", "4"]) == 1
+    assert main(["streams", "lag", f"{rabbitmq.url}?queue=nowhere"]) == 1
+    assert "no queue 'nowhere'" in capsys.readouterr().err
+
+
 # --- by URL -------------------------------------------------------------------------------------
 
 
@@ -428,7 +528,66 @@ def test_a_worker_reads_a_queue_by_url(rabbitmq: RabbitMQ) -> None:
     source.close()
 
 
+@pytest.mark.parametrize(
+    ("rest", "says"),
+    [
+        ("", "say which queue"),
+        ("?queue=orders&speed=high", "unknown setting 'speed'"),
+        ("?queue=orders&prefetch=0", "prefetch=0: must be from 1"),
+        ("?queue=orders&prefetch=many", "prefetch='many'"),
+        ("?queue=orders&queue_type=stream", "choose 'quorum' or 'classic'"),
+        ("?queue=orders&declare=maybe", "choose true or false"),
+        ("?queue=orders&timeout=-1", "timeout=-1"),
+    ],
+)
+def test_parameters_that_are_missing_or_wrong_are_named(rest: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        connect_source(f"amqp://app:secret@localhost/shop{rest}", SourceOptions())
+
+
 def test_a_wrong_password_in_a_url_is_not_shown() -> None:
     with pytest.raises(ConfigError) as caught:
         AmqpSource("amqp://app:pa[55@host/", "events")
     assert "pa[55" not in str(caught.value)
+
+
+@dataclass
+class PlaceOrder:
+    id: str
+
+
+@dataclass
+class OrderPlaced:
+    id: str
+
+
+def test_an_app_sends_handles_and_publishes_by_rabbitmq(server: RabbitMQ, tmp_path: Path) -> None:
+    app = App("shop", f"sqlite:///{tmp_path}/shop.db", server.url)
+    seen: list[str] = []
+
+    @app.on
+    def place_order(order: PlaceOrder) -> OrderPlaced:
+        return OrderPlaced(order.id)
+
+    @app.on
+    def note(placed: OrderPlaced) -> None:
+        seen.append(placed.id)
+
+    app.create_tables()
+    running = app.open()
+    running.start()
+    try:
+        # Until the worker has declared its queue, RabbitMQ would drop the command, and send raises.
+        eventually(lambda: _is_sent(app, PlaceOrder("o-1")))
+        app.send(PlaceOrder("o-1"), id="c-1")
+        eventually(lambda: seen == ["o-1"])
+    finally:
+        assert running.stop()
+        app.close()
+
+
+def _is_sent(app: App, command: PlaceOrder) -> bool:
+    try:
+        return bool(app.send(command, id="c-1"))
+    except ConquietError:
+        return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import types
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator
 from contextlib import asynccontextmanager
@@ -11,13 +12,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from sqlalchemy import Engine, text
+from sqlalchemy import Engine, event, text
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import sessionmaker
 from tests.integration.sql.orders import SAVE, Order, remembered, saved
 
-from conquiet import Message, Router, Worker
+from conquiet import Message, Router, Worker, bridge, worker
 from conquiet.backoff import Backoff
 from conquiet.errors import ConfigError
 from conquiet.memory import Log
@@ -35,7 +36,7 @@ from conquiet.sql import (
 )
 from conquiet.sql.schema import OUTBOX_TABLE
 from conquiet.testing import deliver
-from conquiet.worker import Lanes
+from conquiet.worker import Health, Lanes
 
 
 class Place(msgspec.Struct):
@@ -110,11 +111,13 @@ class Shop:
             ]
         )
 
-    async def work(self, router: Router, **options: Any) -> Worker:
-        """Work until all commands are settled."""
+    async def work(
+        self, router: Router, until: Callable[[Health], object] | None = None, **options: Any
+    ) -> Worker:
+        """Work until all commands are settled, or until a condition is met."""
         async with Worker(self.log.source("g"), router, **options) as worker:
             async with asyncio.timeout(20):
-                while self.log.unsettled("g"):
+                while not until(worker.health()) if until else self.log.unsettled("g"):
                     await asyncio.sleep(0.005)
         return worker
 
@@ -225,10 +228,7 @@ def test_a_swallowed_sql_error_is_found_before_commit(database: Database) -> Non
                         pass
 
             shop.publish("a")
-            async with Worker(shop.log.source("g"), shop.router(place)) as worker:
-                async with asyncio.timeout(20):
-                    while not worker.health().failed:
-                        await asyncio.sleep(0.005)
+            worker = await shop.work(shop.router(place), lambda health: health.failed)
             assert "duplicate key" in worker.health().last_error
 
     if database.engine.dialect.name == "sqlite":
@@ -237,14 +237,15 @@ def test_a_swallowed_sql_error_is_found_before_commit(database: Database) -> Non
     assert saved(database.engine) == []
 
 
-def test_an_error_of_the_driver_is_found_before_commit(asyncpg: Database) -> None:
-    """asyncpg does not say that its transaction is aborted, and PostgreSQL answers COMMIT."""
+@pytest.mark.parametrize("has_event", [True, False])
+def test_an_error_of_the_driver_is_found_at_commit(asyncpg: Database, has_event: bool) -> None:
+    """asyncpg does not say that its transaction is aborted, and COMMIT succeeds in one."""
 
     async def main() -> None:
         async with asyncpg.open() as engine:
             shop = Shop(engine)
 
-            async def place(order: Place) -> None:
+            async def place(order: Place) -> Placed | None:
                 async with async_connection(engine) as found:
                     pooled = await found.get_raw_connection()
                     driver = pooled.driver_connection
@@ -252,15 +253,16 @@ def test_an_error_of_the_driver_is_found_before_commit(asyncpg: Database) -> Non
                         await driver.execute("SELECT 1/0")
                     except Exception:
                         pass
+                return Placed(order.id) if has_event else None
 
             shop.publish("a")
-            async with Worker(shop.log.source("g"), shop.router(place)) as worker:
-                async with asyncio.timeout(20):
-                    while not worker.health().failed:
-                        await asyncio.sleep(0.005)
+            worker = await shop.work(shop.router(place), lambda health: health.failed)
             assert "is aborted" in worker.health().last_error
+            async with engine.connect() as next_:  # the pool has no aborted transaction
+                assert (await next_.execute(text("SELECT 1"))).scalar() == 1
 
     asyncio.run(main())
+    assert remembered(asyncpg.engine) == 0
 
 
 def test_two_tasks_on_one_connection_are_refused(database: Database) -> None:
@@ -275,10 +277,7 @@ def test_two_tasks_on_one_connection_are_refused(database: Database) -> None:
                     )
 
             shop.publish("a")
-            async with Worker(shop.log.source("g"), shop.router(place)) as worker:
-                async with asyncio.timeout(20):
-                    while not worker.health().failed:
-                        await asyncio.sleep(0.005)
+            worker = await shop.work(shop.router(place), lambda health: health.failed)
             assert "two tasks" in worker.health().last_error
 
     asyncio.run(main())
@@ -353,6 +352,25 @@ def test_handlers_with_sessions_of_their_own_do_not_wait_for_each_other(asyncpg:
     asyncio.run(main())
 
 
+def test_a_listener_may_change_how_connections_are_opened(database: Database) -> None:
+    """As by a token of a cloud; also if it was added after the transaction."""
+    opened: list[dict[str, Any]] = []
+
+    async def main() -> None:
+        async with database.open() as engine:
+            shop = Shop(engine)
+
+            async def place(order: Place) -> None: ...
+
+            router = shop.router(place)
+            event.listen(engine.sync_engine, "do_connect", lambda *given: opened.append(given[3]))
+            shop.publish("a")
+            await shop.work(router)
+
+    asyncio.run(main())
+    assert opened
+
+
 @pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
 def test_an_isolation_level_is_set_and_its_conflicts_are_retried(
     asyncpg: Database, level: Any
@@ -393,10 +411,12 @@ def test_savepoints_keep_the_neighbours_of_a_failed_message(database: Database) 
 
             shop.publish(*numbers(4))
             router = shop.router(place, isolate="savepoint")
-            async with Worker(shop.log.source("g"), router, batch_size=4, concurrency=1):
-                async with asyncio.timeout(20):
-                    while len(shop.log.unsettled("g")) > 1:
-                        await asyncio.sleep(0.005)
+            await shop.work(
+                router,
+                lambda health: len(shop.log.unsettled("g")) == 1,
+                batch_size=4,
+                concurrency=1,
+            )
             assert ran[:4] == numbers(4)
 
     asyncio.run(main())
@@ -522,10 +542,7 @@ def test_a_server_that_refuses_costs_no_attempt() -> None:
         async def place(order: Place) -> None: ...
 
         shop.publish("a")
-        async with Worker(shop.log.source("g"), shop.router(place)) as worker:
-            async with asyncio.timeout(20):
-                while not worker.health().given_back:
-                    await asyncio.sleep(0.005)
+        worker = await shop.work(shop.router(place), lambda health: health.given_back)
         assert "StoreError" in worker.health().last_error
         await engine.dispose()
 
@@ -622,10 +639,7 @@ def test_an_engine_that_commits_by_itself_is_refused(server: Database) -> None:
             async def place(order: Place) -> None: ...
 
             shop.publish("a")
-            async with Worker(shop.log.source("g"), shop.router(place)) as worker:
-                async with asyncio.timeout(20):
-                    while not worker.health().failed:
-                        await asyncio.sleep(0.005)
+            worker = await shop.work(shop.router(place), lambda health: health.failed)
             assert "AUTOCOMMIT" in worker.health().last_error
 
     asyncio.run(main())
@@ -706,9 +720,10 @@ COUNT = text(
 
 
 def test_a_cancellation_at_any_await_loses_and_doubles_nothing(
-    database: Database, monkeypatch: pytest.MonkeyPatch
+    database: Database, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     canceller = Canceller(monkeypatch)
+    monkeypatch.setattr(worker.logger, "disabled", True)  # its records would keep the futures
 
     async def main() -> None:
         async with database.open() as engine:
@@ -729,6 +744,178 @@ def test_a_cancellation_at_any_await_loses_and_doubles_nothing(
     assert amounts == [1] * 40
     assert database.events() == numbers(40)
     assert canceller.cancelled >= canceller.longest, "every await was met"
+    gc.collect()
+    assert "never retrieved" not in caplog.text, "as of a connection that was being opened"
+
+
+# --- round trips of asyncpg -----------------------------------------------------------------------
+
+
+def log_statements(engine: AsyncEngine) -> list[str]:
+    """Collect the texts that asyncpg sends, one for each round trip."""
+    sent: list[str] = []
+
+    @event.listens_for(engine.sync_engine, "connect")
+    def log(adapted: Any, record: object) -> None:
+        adapted.driver_connection.add_query_logger(lambda logged: sent.append(logged.query))
+
+    return sent
+
+
+def test_inbox_and_outbox_share_the_round_trips_of_begin_and_commit(asyncpg: Database) -> None:
+    async def main() -> list[str]:
+        async with asyncpg.open() as engine:
+            sent = log_statements(engine)
+            shop = Shop(engine)
+            router = Router()
+            transaction = Transaction(engine, isolation_level="REPEATABLE READ")
+            router.use(transaction, Inbox("shop"), Outbox("orders", notify=False))
+
+            @router.command(source="/shop")
+            async def place(order: Place) -> Placed:
+                async with async_connection(engine) as found:
+                    driver: Any = (await found.get_raw_connection()).driver_connection
+                    await driver.execute("INSERT INTO orders VALUES ($1, 1)", order.id)
+                return Placed(order.id)
+
+            await bridge.run(router.start)  # looks for the tables
+            await asyncio.sleep(0)  # asyncpg logs in the next turn of the loop
+            sent.clear()
+            shop.publish("a")
+            await shop.work(router)
+            return sent
+
+    beginning, saving, ending = asyncio.run(main())
+    assert beginning.startswith("BEGIN ISOLATION LEVEL REPEATABLE READ; INSERT INTO processed_")
+    assert "orders" in saving
+    assert OUTBOX_TABLE in ending
+    assert ending.endswith("; COMMIT")
+    assert saved(asyncpg.engine) == asyncpg.events() == ["a"]
+
+
+@pytest.mark.parametrize("size", [1, 5_000])
+def test_what_is_written_into_a_statement_is_stored_as_it_was(asyncpg: Database, size: int) -> None:
+    hostile = "'); DROP TABLE orders; -- \\' $1 %s ü 😀 \U0001f600'" * size
+    name = "'; ROLLBACK; --\\ ü"
+
+    async def main() -> None:
+        async with asyncpg.open() as engine:
+            shop = Shop(engine)
+
+            async def place(order: Place) -> Message[Any]:
+                return Message(
+                    Placed(order.id), {"id": name, "type": name, "subject": name, "mine": name}
+                )
+
+            command = Message(Place(hostile), {"id": name, "type": "place", "source": "/it's"})
+            for _ in range(2):
+                shop.log.sink("commands").publish([command])
+            await shop.work(shop.router(place))
+
+    asyncio.run(main())
+    assert asyncpg.events() == [hostile], "the second was a duplicate"
+    with asyncpg.engine.connect() as looking:
+        [id_] = looking.execute(text("SELECT message_id FROM processed_messages")).scalars()
+        [row] = looking.execute(text(f"SELECT event_type, key, attributes FROM {OUTBOX_TABLE}"))
+    assert id_ == f"/it's {name}"
+    assert (row.event_type, row.key, row.attributes["mine"]) == (name, name, name)
+
+
+def test_a_middleware_inside_the_transaction_reads_the_outbox(asyncpg: Database) -> None:
+    """The statement of the outbox waits for COMMIT, but for no other statement."""
+    read: list[Any] = []
+
+    async def main() -> None:
+        async with asyncpg.open() as engine:
+            shop = Shop(engine)
+
+            def look(next: Any) -> Any:
+                def process(batch: Any) -> Any:
+                    results = next(batch)
+                    with connection(engine) as found:
+                        rows = found.execute(text(f"SELECT event_type FROM {OUTBOX_TABLE}"))
+                        read.extend(rows.scalars())
+                    return results
+
+                return process
+
+            router = Router()
+            router.use(Transaction(engine), Inbox("shop"), look, Outbox("orders"))
+
+            @router.command(source="/shop")
+            async def place(order: Place) -> Placed:
+                return Placed(order.id)
+
+            shop.publish("a")
+            await shop.work(router)
+
+    asyncio.run(main())
+    assert read == ["placed"]
+    assert asyncpg.events() == ["a"]
+
+
+@pytest.mark.parametrize("has_inbox", [True, False])
+def test_statements_of_the_driver_are_in_the_transaction(
+    asyncpg: Database, has_inbox: bool
+) -> None:
+    """Also the first one: SQLAlchemy begins with the first statement that it sends itself."""
+
+    async def main() -> None:
+        async with asyncpg.open() as engine:
+            shop = Shop(engine)
+            router = Router()
+            router.use(Transaction(engine), *([Inbox("shop")] if has_inbox else []))
+
+            @router.event()
+            async def place(order: Place) -> None:
+                async with async_connection(engine) as found:
+                    driver: Any = (await found.get_raw_connection()).driver_connection
+                    await driver.execute("INSERT INTO orders VALUES ($1, 1)", order.id)
+                    try:
+                        async with driver.transaction():  # a savepoint
+                            await driver.execute("INSERT INTO orders VALUES ('inner', 1)")
+                            raise LookupError
+                    except LookupError:
+                        pass
+                if order.id == "bad":
+                    raise ValueError("refused")
+
+            shop.publish("good", "bad")
+            async with Worker(shop.log.source("g"), router) as worker:
+                async with asyncio.timeout(20):
+                    while not worker.health().failed or len(shop.log.unsettled("g")) > 1:
+                        await asyncio.sleep(0.005)
+
+    asyncio.run(main())
+    assert saved(asyncpg.engine) == ["good"]
+
+
+def test_listeners_of_an_engine_see_each_transaction(database: Database) -> None:
+    """Those of one connection see no other."""
+    seen: list[str] = []
+
+    async def main() -> None:
+        async with database.open() as engine:
+            shop = Shop(engine)
+            for name in ("engine_connect", "begin", "commit"):
+                event.listen(engine.sync_engine, name, lambda *_, name=name: seen.append(name))
+
+            async def place(order: Place) -> None:
+                async with async_connection(engine) as found:
+                    event.listen(found.sync_connection, "commit", lambda _: seen.append(order.id))
+                    await found.execute(SAVE, {"id": order.id})
+
+            router = shop.router(place)
+            await bridge.run(router.start)
+            seen.clear()
+            shop.publish("a", "b")
+            await shop.work(router, concurrency=1)
+
+    asyncio.run(main())
+    each = ["engine_connect", "begin", "commit"]
+    assert [name for name in seen if name in each] == 2 * each
+    assert sorted(set(seen) - set(each)) == ["a", "b"]
+    assert len(seen) == 8
 
 
 # --- misuse and faults ----------------------------------------------------------------------------
@@ -758,10 +945,7 @@ def test_a_session_beside_the_transaction_is_warned_of(
                     await own.execute(COUNT, {"id": order.id})
 
             shop.publish("a")
-            async with Worker(shop.log.source("g"), shop.router(place)) as worker:
-                async with asyncio.timeout(20):
-                    while not worker.health().handled:
-                        await asyncio.sleep(0.005)
+            await shop.work(shop.router(place), lambda health: health.handled)
 
     asyncio.run(main())
     assert "a second connection was opened inside a transaction" in caplog.text

@@ -22,6 +22,7 @@ from conquiet.relay import Relay
 from conquiet.sql import (
     Cleanup,
     Inbox,
+    LogSource,
     Outbox,
     OutboxLog,
     OutboxSource,
@@ -251,6 +252,34 @@ def test_a_refused_row_uses_up_an_attempt(bounced: Engine) -> None:
     with bounced.connect() as looking:
         parked = looking.execute(text("SELECT event_id FROM outbox WHERE parked_at IS NOT NULL"))
         assert parked.scalars().all() == ["e-2"]
+
+
+@pytest.mark.parametrize("mode", ["inbox", "position"])
+def test_workers_of_a_log_find_new_events_by_polling(bounced: Engine, mode: Any) -> None:
+    def log_worker() -> Worker:
+        source = LogSource(
+            *(bounced, "orders", "billing"), poll=0.05, exactly_once=mode, producers_repeat=False
+        )
+        router = Router()
+        router.use(Transaction(bounced), *([Inbox("billing")] if mode == "inbox" else []))
+
+        @router.raw(name="count")
+        def count(message: Message[Any]) -> None:
+            with connection(bounced) as found:
+                queued(found, message.id)
+
+        return Worker(source, router, threads=2, batch_size=5)
+
+    with running(log_worker(), log_worker()):
+        for part in range(3):  # with LISTEN left on, and no notification that comes through
+            events = [
+                Message(b"{}", {"id": f"o-{part}-{n}", "type": "t", "subject": f"k{n}"})
+                for n in range(20)
+            ]
+            with bounced.begin() as writer:
+                Outbox("orders", source="/shop", notify=False).add(writer, events)
+            eventually(lambda part=part: len(amounts(bounced)) == 20 * (part + 1), timeout=30)
+    assert set(amounts(bounced).values()) == {1}
 
 
 def test_cleanup_and_log_work(bounced: Engine) -> None:

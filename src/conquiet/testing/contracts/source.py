@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from conquiet.acking import settle
 from conquiet.errors import GivenBack, SinkUnavailable, StoreError
 from conquiet.message import Message
 from conquiet.source import Leased, Replayable, Source
@@ -418,8 +419,8 @@ class SourceContract(ReplayContract):
     # --- inside -----------------------------------------------------------------------------
 
     def _ack_some(self, source: Source, count: int) -> None:
-        for message in self.take(source, _TOTAL)[:count]:
-            message.ack()
+        taken = self.take(source, _TOTAL)[:count]
+        settle([message.acking for message in taken if message.acking is not None])
 
     def _open_leased(self) -> Any:
         source = self.consumer(self.short)
