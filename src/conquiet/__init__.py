@@ -9,16 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from conquiet.acking import Acking
+    from conquiet.app import App, Depends
     from conquiet.errors import ConquietError
     from conquiet.message import Message
     from conquiet.router import Router
     from conquiet.worker import Worker
 
-__all__ = ["Acking", "ConquietError", "Message", "Router", "Worker"]
+__all__ = ["Acking", "App", "ConquietError", "Depends", "Message", "Router", "Worker"]
 
 _home = {
     "Acking": "conquiet.acking",
+    "App": "conquiet.app",
     "ConquietError": "conquiet.errors",
+    "Depends": "conquiet.app",
     "Message": "conquiet.message",
     "Router": "conquiet.router",
     "Worker": "conquiet.worker",

@@ -29,6 +29,11 @@ def is_json(content_type: str) -> bool:
     return essence.endswith(("/json", "+json"))
 
 
+def _has_json(message: Message[Any]) -> bool:
+    content_type = message.attributes.get("datacontenttype")
+    return content_type == "application/json" or is_json(message.datacontenttype)
+
+
 def encode_data(message: Message[Any]) -> bytes:
     """Encode a message's data: bytes unchanged, typed data as JSON."""
     data = message.data
@@ -36,7 +41,7 @@ def encode_data(message: Message[Any]) -> bytes:
         return data
     if isinstance(data, (bytearray, memoryview)):
         return bytes(data)
-    if not is_json(message.datacontenttype):
+    if not _has_json(message):
         raise HandlerError(
             f"{describe(message.attributes)}: data of type {type(data).__name__} can only be"
             f" written as JSON, not as {message.datacontenttype}; give the data as bytes"
@@ -77,7 +82,8 @@ def decoder(kind: Any) -> Decode:
         data = message.data
         try:
             if type(data) is bytes:
-                _check_content_type(message, kind)
+                if "datacontenttype" in message.attributes:
+                    _check_content_type(message, kind)
                 return decode(data)
             if isinstance(data, accepts) and accepts is not dict:
                 return data
@@ -112,7 +118,7 @@ def _pydantic_decoder(model: Any) -> Decode:
 
 def _check_content_type(message: Message[Any], kind: Any) -> None:
     content_type = message.attributes.get("datacontenttype")
-    if content_type is not None and not is_json(message.datacontenttype):
+    if content_type is not None and not _has_json(message):
         raise InvalidMessage(
             f"{describe(message.attributes)}: {_name(kind)} is read from JSON, but"
             f" datacontenttype is {content_type!r:.80}; let the handler take bytes"
@@ -217,6 +223,8 @@ def check_attributes(attributes: Attributes) -> None:
     for name in ("id", "source", "type"):
         if not attributes.get(name):
             raise InvalidMessage(f"{describe(attributes)}: attribute {name!r} is missing or empty")
+    if TEXT_ATTRIBUTES.issuperset(attributes):
+        return
     for name in attributes:
         if name not in TEXT_ATTRIBUTES and not _attribute_name.fullmatch(name):
             raise InvalidMessage(

@@ -90,7 +90,11 @@ class Url:
         self.place = parts.netloc
         self.path = unquote(parts.path.strip("/"))
         self._base = text.partition("?")[0]
-        self._query = dict(parse_qsl(parts.query, keep_blank_values=True))
+        self._query: dict[str, str] = {}
+        for name, value in parse_qsl(parts.query, keep_blank_values=True):
+            if name in self._query:
+                raise ConfigError(f"{self._origin} has {name!r:.60} twice; give it once")
+            self._query[name] = value
 
     @property
     def rest(self) -> str:

@@ -11,6 +11,7 @@ import msgspec
 
 from conquiet.codec import SPEC_VERSION
 from conquiet.message import Attributes, Message, new_id, now_text
+from conquiet.task import is_signature, pack_task
 
 _OUTPUTS = UUID("5a3a27c5-5b35-4a6e-9a58-1e5b7a3b7f0d")
 """The namespace of ids that follow from an input."""
@@ -45,14 +46,16 @@ def derived_id(cause: Message[Any], handler: str, place: int) -> str | None:
     return str(uuid5(_OUTPUTS, f"{cause.identity}\n{handler}\n{place}"))
 
 
-def new_attributes(type: str, source: str, id: str | None = None) -> Attributes:
-    """Return the attributes of a new event with JSON data, and with a new id if it has none."""
+def new_attributes(
+    type: str, source: str, id: str | None = None, time: str | None = None
+) -> Attributes:
+    """Return the attributes of a new event with JSON data; id and time are new if not given."""
     return {
         "specversion": SPEC_VERSION,
         "id": id or new_id(),
         "type": type,
         "source": source,
-        "time": now_text(),
+        "time": time or now_text(),
         "datacontenttype": "application/json",
     }
 
@@ -61,9 +64,11 @@ def complete(given: Message[Any], source: str, id: str | None = None) -> Message
     """Copy a message and add the attributes that it lacks; `id` is for one without id.
 
     Attributes that are set are kept; an empty value counts as not set. The type stays empty if
-    neither the attributes nor the class of the data has one.
+    neither the attributes nor the class of the data has one. A Celery signature becomes a task.
     """
     data = given.data
+    if isinstance(data, dict) and is_signature(data):
+        return pack_task(given, source, id)
     kind = type_name(type(data)) if is_event_class(type(data)) else ""
     attributes = new_attributes(kind, source, id)
     if isinstance(data, bytes):

@@ -28,7 +28,8 @@ from conquiet.codec import Decode, decoder
 from conquiet.errors import ConfigError, DeadlineExceeded, HandlerError, Interrupt, StoreError
 from conquiet.event import complete, derived_id, is_event_class, new_attributes, type_name
 from conquiet.matcher import Matcher
-from conquiet.message import Message, describe
+from conquiet.message import Message, describe, now_text
+from conquiet.task import is_signature
 
 Outputs: TypeAlias = Sequence[Message[Any]]
 """The outputs of one message; often none."""
@@ -84,30 +85,28 @@ class Handler:
         self.function = function
         self.kind = kind
         self.source = source
-        self.name = name or _function_name(function)
+        self.name = name or function_name(function)
         # With the module: handlers of two routers may have one name, and must not share ids.
         module = getattr(_unwrap(function), "__module__", "")
         self._producer = f"{module}:{self.name}"
         self.match = match
-        hints = _hints(function, self.name)
+        hints = type_hints(function, f"handler {self.name}")
         self.takes, self.is_batch = _input(function, hints, self.name)
         self._wants_message = _wants_message(function, self.name)
         # A guess until the first call: a plain decorator may return the coroutine of the function
         # that it wraps, or its result.
         self.is_async = inspect.iscoroutinefunction(inspect.unwrap(_unwrap(function)))
-        self._decode = _decode_for(kind, self.takes, self.name)
+        self.decode = _decode_for(kind, self.takes, self.name)
+        """Decodes a message's data for this handler; raises `InvalidMessage` if it is wrong."""
         self.type = type or self._type_from_class()
-        self._emits = _emitted_types(hints.get("return"), kind, self.name)
+        self.emits = _emitted_types(hints.get("return"), kind, self.name)
+        """The classes in the return hint."""
         self._event_types: dict[Any, str] = {}
 
     @property
     def declares_outputs(self) -> bool:
         """Return whether the return hint declares outputs."""
-        return bool(self._emits)
-
-    def decode(self, message: Message[Any]) -> Any:
-        """Decode a message's data for this handler; raise `InvalidMessage` if it is wrong."""
-        return self._decode(message)
+        return bool(self.emits)
 
     def run(
         self,
@@ -176,7 +175,7 @@ class Handler:
         if returned is None:
             return [NOTHING] * len(messages)
         if not self.is_batch:
-            return [self._outputs(returned, messages[0], derives_ids)]
+            return [self._outputs(returned, messages[0], derives_ids, now_text())]
         return self._outputs_of_batch(returned, messages, derives_ids)
 
     def _outputs_of_batch(
@@ -189,30 +188,39 @@ class Handler:
                 f" {describe(messages[0].attributes)}, and returned {got[:100]};"
                 " return one item per message, in order: an event, a list of events or None"
             )
+        now = now_text()
         return [
-            NOTHING if part is None else self._outputs(part, message, derives_ids)
+            NOTHING if part is None else self._outputs(part, message, derives_ids, now)
             for part, message in zip(returned, messages, strict=True)
         ]
 
-    def _outputs(self, returned: Any, message: Message[Any], derives_ids: bool) -> Outputs:
+    def _outputs(
+        self, returned: Any, message: Message[Any], derives_ids: bool, now: str
+    ) -> Outputs:
         if self.kind is Kind.EVENT:
             raise HandlerError(
                 f"event handler {self.name} returned {type(returned).__name__} for"
                 f" {describe(message.attributes)}; only command handlers return events:"
                 " use @router.command(source=…)"
             )
-        many = isinstance(returned, Iterable) and not isinstance(
-            returned, (msgspec.Struct, dict, str, bytes, Message)
-        )
-        items = returned if many and not is_event_class(type(returned)) else (returned,)
+        kind = type(returned)
+        if kind is list or kind is tuple:
+            items: Iterable[Any] = returned
+        elif kind in self._event_types:  # known since an earlier output
+            items = (returned,)
+        else:
+            many = isinstance(returned, Iterable) and not isinstance(
+                returned, (msgspec.Struct, dict, str, bytes, Message)
+            )
+            items = returned if many and not is_event_class(type(returned)) else (returned,)
         if not derives_ids:
-            return [self._output(item, message, None) for item in items]
+            return [self._output(item, message, None, now) for item in items]
         return [
-            self._output(item, message, derived_id(message, self._producer, place))
+            self._output(item, message, derived_id(message, self._producer, place), now)
             for place, item in enumerate(items)
         ]
 
-    def _output(self, item: Any, message: Message[Any], id: str | None) -> Message[Any]:
+    def _output(self, item: Any, message: Message[Any], id: str | None, now: str) -> Message[Any]:
         if isinstance(item, Message):
             return self._complete(item, message, id)
         if self.kind is Kind.RAW:
@@ -220,14 +228,16 @@ class Handler:
         kind = type(item)
         name = self._event_types.get(kind)
         if name is None:
+            if is_signature(item):
+                return self._complete(Message(item), message, id)
             name = self._event_types[kind] = self._event_type(item, message)
-        return Message(item, new_attributes(name, self.source, id))
+        return Message(item, new_attributes(name, self.source, id, now))
 
     def _event_type(self, item: Any, message: Message[Any]) -> str:
         if is_event_class(type(item)):
             return type_name(type(item))
-        if isinstance(item, dict) and len(self._emits) == 1 and is_typeddict(self._emits[0]):
-            return type_name(self._emits[0])
+        if isinstance(item, dict) and len(self.emits) == 1 and is_typeddict(self.emits[0]):
+            return type_name(self.emits[0])
         raise self._wrong(
             item,
             message,
@@ -289,29 +299,37 @@ def _unwrap(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _function_name(function: Callable[..., Any]) -> str:
+def function_name(function: Callable[..., Any]) -> str:
+    """Return the name of a function, also of one behind a partial or a callable object."""
     called = function
     while hasattr(called, "func") and not inspect.isroutine(called):
         called = called.func
     return getattr(called, "__name__", None) or type(called).__name__
 
 
-def _hints(function: Callable[..., Any], name: str) -> dict[str, Any]:
+def type_hints(
+    function: Callable[..., Any], name: str, *, include_extras: bool = False
+) -> dict[str, Any]:
+    """Resolve the type hints of a function; `name` is for the error if one cannot be resolved."""
+    target = _unwrap(function)
+    if inspect.isclass(target):
+        target = target.__init__
     try:
-        return get_type_hints(_unwrap(function))
+        return get_type_hints(target, include_extras=include_extras)
     except NameError:
         pass
     # A class defined inside a function is visible only where the handler is registered: search
-    # the frames of the callers.
+    # the frames of the callers. Our own frames have names that mean something else.
     frame: FrameType | None = sys._getframe(1)
     missing: NameError | None = None
     while frame is not None:
+        is_ours = frame.f_globals.get("__name__", "").startswith("conquiet.")
         try:
-            return get_type_hints(_unwrap(function), localns=frame.f_locals)
+            return get_type_hints(target, None, {} if is_ours else frame.f_locals, include_extras)
         except NameError as error:
             missing = error
         frame = frame.f_back
-    raise ConfigError(f"the type hints of handler {name} cannot be resolved: {missing}")
+    raise ConfigError(f"the type hints of {name} cannot be resolved: {missing}")
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:

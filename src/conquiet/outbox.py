@@ -13,6 +13,7 @@ from conquiet.event import complete
 from conquiet.handler import NOTHING, Process, Result
 from conquiet.message import Message, describe
 from conquiet.stage import Stage
+from conquiet.task import is_task, topic_of_tasks
 
 
 class Outbox(ABC):
@@ -24,10 +25,23 @@ class Outbox(ABC):
         if not topic:
             raise ConfigError("an outbox needs the topic of its events, such as 'orders'")
         self.topic = topic
+        self.takes_tasks = True
+        """Whether Celery tasks may be added; an app without a Celery application refuses them."""
 
     @abstractmethod
     def store(self, outputs: Sequence[Message[Any]]) -> None:
         """Write the outputs in the ambient transaction, in their order."""
+
+    def topic_of(self, message: Message[Any]) -> str:
+        """Return the topic of a message that names none: that of events, or that of tasks."""
+        if not is_task(message):
+            return self.topic
+        if not self.takes_tasks:
+            raise ConfigError(
+                f"{describe(message.attributes)}: the app cannot send Celery tasks; name the Celery"
+                " application by App(…, celery=…)"
+            )
+        return topic_of_tasks(self.topic)
 
     def __call__(self, next: Process) -> Process:
         def process(batch: Sequence[Message[Any]]) -> Sequence[Result]:
@@ -38,7 +52,7 @@ class Outbox(ABC):
                     raise result
                 outputs.extend(result)
             for output in outputs:
-                output.topic = output.topic or self.topic
+                output.topic = output.topic or self.topic_of(output)
             if outputs:
                 self.store(outputs)
             return [NOTHING] * len(batch)

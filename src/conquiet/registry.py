@@ -402,6 +402,7 @@ SINKS: Mapping[str, Callable[[str, SinkOptions], OpenSink]] = {
     "amqp": _by_class("conquiet.relay.sinks.kombu:KombuSink", "kombu"),
     "amqps": _by_class("conquiet.relay.sinks.kombu:KombuSink", "kombu"),
     "kombu+": _by_class("conquiet.relay.sinks.kombu:KombuSink", "kombu"),
+    "celery": _by_class("conquiet.relay.sinks.celery:CelerySink", "kombu"),
     "kafka": _by_class("conquiet.relay.sinks.kafka:KafkaSink", "kafka"),
     "http": _by_class("conquiet.relay.sinks.http:HttpSink", "sql"),
     "https": _by_class("conquiet.relay.sinks.http:HttpSink", "sql"),
@@ -409,7 +410,8 @@ SINKS: Mapping[str, Callable[[str, SinkOptions], OpenSink]] = {
 """By scheme; `kombu+` is the prefix of every transport of Kombu."""
 
 SINK_SCHEMES = (
-    "redis:, rediss:, pubsub:, amqp:, amqps:, kombu+…:, kafka:, http:, https:, file:, stdout: or -"
+    "redis:, rediss:, pubsub:, amqp:, amqps:, kombu+…:, celery:, kafka:, http:, https:, file:,"
+    " stdout: or -"
 )
 
 
@@ -555,7 +557,10 @@ SOURCES: Mapping[str, Callable[[str, SourceOptions], Source]] = {
     "postgresql": _source_by_class("conquiet.sql:LogSource", "postgres"),
     "postgres": _source_by_class("conquiet.sql:LogSource", "postgres"),
     "postgresql+psycopg": _source_by_class("conquiet.sql:LogSource", "postgres"),
+    "postgresql+asyncpg": _source_by_class("conquiet.sql:LogSource", "postgres"),
+    "postgresql+psycopg_async": _source_by_class("conquiet.sql:LogSource", "postgres"),
     "sqlite": _source_by_class("conquiet.sql:LogSource", "sql"),
+    "sqlite+aiosqlite": _source_by_class("conquiet.sql:LogSource", "sql"),
     "sqs": _source_by_class("conquiet.sources.sqs:SqsSource", "sqs"),
 }
 _OF_ONE_PROCESS = frozenset(("-", "stdin", "file"))
@@ -571,6 +576,15 @@ def connect_source(url: str, options: SourceOptions) -> Source:
     if entry is None:
         raise _unknown(url, options.origin, _choices(SOURCES))
     return entry.load()(url, max_attempts=options.max_attempts)  # type: ignore[no-any-return]
+
+
+def open_source(url: str, *, max_attempts: int | None = None) -> Source:
+    """Open the source that a URL names; `max_attempts` is how often it delivers a message.
+
+    >>> type(open_source("stdin:")).__name__
+    'LinesSource'
+    """
+    return connect_source(url, SourceOptions(max_attempts, origin="the source"))
 
 
 def is_shareable(url: str) -> bool:

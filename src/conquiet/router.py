@@ -22,7 +22,7 @@ from conquiet.errors import (
     HandlerError,
     PermanentError,
 )
-from conquiet.gate import FailedKeys, Gate, Unknown
+from conquiet.gate import FailedKeys, Gate, Judge, Unknown
 from conquiet.handler import SKIPPED, Handler, Kind, LoopThread, Outputs, Process, Result
 from conquiet.matcher import Matcher
 from conquiet.message import Message, describe, printable
@@ -75,30 +75,33 @@ class Router:
 
     `unknown` is for messages that no handler takes: `nack`, so that they are delivered again, since
     the next release may know them; `dead`, a dead letter at once; `ack`, to pass them over on a
-    stream that other services share. A `fallback` handles them instead.
+    stream that other services share; or a function of the message that returns one of these. A
+    `fallback` handles them instead.
     """
 
     def __init__(
         self,
         *,
         ack: AckStrategy = "on_success",
-        unknown: Unknown = "nack",
+        unknown: Unknown | Judge = "nack",
         max_data_bytes: int = MAX_DATA_BYTES,
     ) -> None:
         if ack not in get_args(AckStrategy):
             raise ConfigError(f"ack={ack!r}: choose one of {', '.join(get_args(AckStrategy))}")
-        if unknown not in get_args(Unknown):
+        if not callable(unknown) and unknown not in get_args(Unknown):
             raise ConfigError(f"unknown={unknown!r}: choose one of {', '.join(get_args(Unknown))}")
         if max_data_bytes < 1:
             raise ConfigError(f"max_data_bytes={max_data_bytes}: must be at least 1")
         self.ack: AckStrategy = ack
-        self.unknown: Unknown = unknown
+        self.unknown: Unknown | Judge = unknown
         self.max_data_bytes = max_data_bytes
         self.loop = LoopThread()
         self._handlers: list[Handler] = []
         self._fallbacks: list[Handler] = []
         self._middlewares: list[Middleware] = []
         self._routes: dict[str, list[Handler]] = {}
+        self._only: dict[str, Handler] = {}
+        """The handlers of types that have one, without a matcher."""
         self._derives_ids = True
         self._chain: Process | None = None
         self._lock = threading.Lock()
@@ -107,9 +110,21 @@ class Router:
         """Add middlewares; the first one is the outermost."""
         self._refuse_when_started()
         for item in middlewares:
-            if not callable(item):
-                raise ConfigError(f"{item!r} is not a middleware: it cannot be called")
+            _check_callable(item)
         self._middlewares.extend(middlewares)
+
+    def insert(self, middleware: Middleware) -> None:
+        """Add a middleware at the place of its stage; one without a stage outside the others.
+
+        Of several without a stage, the first one is the outermost.
+        """
+        self._refuse_when_started()
+        _check_callable(middleware)
+        if stage_of(middleware) is not None:
+            self._middlewares = insert(self._middlewares, middleware)
+            return
+        staged = (at for at, item in enumerate(self._middlewares) if stage_of(item) is not None)
+        self._middlewares.insert(next(staged, len(self._middlewares)), middleware)
 
     def command(
         self,
@@ -194,6 +209,18 @@ class Router:
         return (*self._handlers, *self._fallbacks)
 
     @property
+    def middlewares(self) -> Sequence[Middleware]:
+        return tuple(self._middlewares)
+
+    def copy(self, *middlewares: Middleware) -> Router:
+        """Return a router with the same handlers and settings, and with these middlewares."""
+        twin = Router(ack=self.ack, unknown=self.unknown, max_data_bytes=self.max_data_bytes)
+        twin.use(*middlewares)
+        twin._handlers.extend(self._handlers)
+        twin._fallbacks.extend(self._fallbacks)
+        return twin
+
+    @property
     def stages(self) -> frozenset[Stage]:
         """Return the stages of the router's middlewares."""
         stages = map(stage_of, self._middlewares)
@@ -215,13 +242,15 @@ class Router:
         limits = [getattr(item, "capacity", None) for item in self._middlewares]
         return min((limit for limit in limits if limit is not None), default=None)
 
-    def start(self, publish: Middleware | None = None) -> Process:
+    def start(self, publish: Middleware | None = None, inbox: Middleware | None = None) -> Process:
         """Check and build the chain; called by a worker, or for the first message.
 
-        `publish` is the middleware by which a worker publishes outputs.
+        `publish` is the middleware by which a worker publishes outputs, `inbox` that of its source,
+        if the source keeps a position in the transaction of the effects.
         """
-        if self._chain is None:
-            self._check()  # not under the lock: it may look into a database
+        middlewares = self._middlewares if inbox is None else insert(self._middlewares, inbox)
+        if self._chain is None or inbox is not None:
+            self._check(middlewares)  # not under the lock: it may look into a database
         with self._lock:
             if self._chain is None:
                 # An outbox stores each output once, and its rows sort by new ids.
@@ -229,7 +258,7 @@ class Router:
                 self._chain = self._build(self._middlewares)
             if publish is None:
                 return self._chain
-            return self._build(insert(self._middlewares, publish))
+            return self._build(insert(middlewares, publish))
 
     def process(self, batch: Batch) -> Sequence[Result]:
         """Run a batch and settle it: commit first, then ack."""
@@ -263,14 +292,17 @@ class Router:
         """Ack successful messages and nack failed ones, in one call per source."""
         acked: list[Acking] = []
         nacked: list[tuple[Acking, Error]] = []
-        returning = _returning_errors(handled)
+        acks_all = self.ack == "on_success"
+        returning: dict[int, Exception] | None = None
         for message, result in zip(handled.messages, handled.results, strict=True):
             if isinstance(result, Exception):
                 _log_failure(message, result)
+                if returning is None:
+                    returning = _returning_errors(handled)
                 if message.acking is not None:
                     error = returning.get(id(message.origin), result)
                     nacked.append((message.acking, error))
-            elif message.acking is not None and self._acks(result):
+            elif message.acking is not None and (acks_all or self._acks(result)):
                 acked.append(message.acking)
         try:
             settle_after_commit(acked, nacked)
@@ -279,22 +311,20 @@ class Router:
             logger.exception("could not settle messages; they will be delivered again")
 
     def _acks(self, outputs: Outputs) -> bool:
-        if self.ack == "manual":
-            return outputs is SKIPPED
-        return self.ack == "on_success" or not outputs
+        return outputs is SKIPPED if self.ack == "manual" else not outputs
 
     def close(self) -> None:
         """End the event loop of async handlers; the last worker does so when it stops."""
         self.loop.close()
 
-    def _check(self) -> None:
-        check_order(self._middlewares)
+    def _check(self, middlewares: Sequence[Middleware]) -> None:
+        check_order(middlewares)
         if not self.handlers:
             raise ConfigError(
                 "the router has no handlers, so that every message would fail; register one, as by"
                 " @router.event(), or import the module that does"
             )
-        stages = self.stages
+        stages = set(map(stage_of, middlewares))
         if stages & {Stage.INBOX, Stage.CLAIM} and Stage.OUTBOX not in stages:
             for handler in self.handlers:
                 if handler.declares_outputs:
@@ -303,10 +333,10 @@ class Router:
                         " outbox: after a crash they would never be sent. Use this order:"
                         " router.use(Transaction, Inbox, Outbox)"
                     )
-        for item in self._middlewares:
+        for item in middlewares:
             check = getattr(item, "check_chain", None)
             if check is not None:
-                check(self._middlewares)
+                check(middlewares)
 
     def _build(self, middlewares: Sequence[Middleware]) -> Process:
         chain: Process = self._handle
@@ -328,7 +358,13 @@ class Router:
     def _assign(self, batch: Batch) -> Batch:
         """Assign a handler to each message; copy a message that several handlers take."""
         expanded: list[Message[Any]] = []
+        only = self._only
         for message in batch:
+            kind = message.attributes.get("type")
+            if type(kind) is str and kind in only:
+                message.handler = only[kind]
+                expanded.append(message)
+                continue
             handlers = self._candidates(message)
             if len(handlers) == 1:
                 message.handler = handlers[0]
@@ -351,6 +387,8 @@ class Router:
             handlers = [item for item in self._handlers if item.type in (None, kind)]
             if len(self._routes) < _MAX_CACHED_TYPES:  # types come from outside: limit their number
                 self._routes[kind] = handlers
+                if len(handlers) == 1 and handlers[0].match is None:
+                    self._only[kind] = handlers[0]
         for handler in handlers:
             if handler.match is not None:
                 handlers = [item for item in handlers if _matches(item, message)]
@@ -401,6 +439,11 @@ class Router:
         return results
 
 
+def _check_callable(middleware: Middleware) -> None:
+    if not callable(middleware):
+        raise ConfigError(f"{middleware!r} is not a middleware: it cannot be called")
+
+
 def _matches(handler: Handler, message: Message[Any]) -> bool:
     if handler.match is None:
         return True
@@ -418,7 +461,7 @@ def _run_end(batch: Batch, start: int, failed_keys: FailedKeys) -> int:
     while (
         end < len(batch)
         and batch[end].handler is handler
-        and failed_keys.blocking_error(batch[end]) is None
+        and (batch[end].order_key is None or failed_keys.blocking_error(batch[end]) is None)
     ):
         end += 1
     return end

@@ -7,8 +7,9 @@ from typing import Any, Protocol
 
 from conquiet import bridge
 from conquiet.acking import Error
-from conquiet.errors import SinkUnavailable
-from conquiet.message import Message
+from conquiet.errors import Refused, SinkUnavailable
+from conquiet.message import Message, describe
+from conquiet.task import is_task
 
 
 class Sink(Protocol):
@@ -43,7 +44,14 @@ class Sink(Protocol):
 
 
 def collect_answers(sink: Sink, messages: Sequence[Message[Any]]) -> Sequence[Error]:
-    """Publish, and return one answer per message also if the sink raises."""
+    """Publish, and return one answer per message also if the sink raises.
+
+    A sink without `takes_tasks` gets no Celery tasks: as an event, a task would be lost.
+    """
+    if any(map(is_task, messages)) and not getattr(sink, "takes_tasks", False):
+        others = [message for message in messages if not is_task(message)]
+        given = iter(collect_answers(sink, others) if others else ())
+        return [_refuse(message) if is_task(message) else next(given) for message in messages]
     try:
         answers = bridge.call(sink.publish_each, messages)
     except Exception as error:  # noqa: BLE001 - becomes the answer for every message
@@ -54,3 +62,10 @@ def collect_answers(sink: Sink, messages: Sequence[Message[Any]]) -> Sequence[Er
         )
         return [wrong] * len(messages)
     return answers
+
+
+def _refuse(message: Message[Any]) -> Refused:
+    return Refused(
+        f"{describe(message.attributes)}: is a Celery task, and this sink takes events; send it by"
+        " App(…, celery=…), or by a relay with the sink celery:MODULE:NAME"
+    )

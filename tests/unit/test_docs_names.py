@@ -114,3 +114,29 @@ def test_docs_and_examples_import_exported_names_only(path: Path) -> None:
         if not is_exported(module, name, known)
     }
     assert not wrong, f"{path.name} imports names that are not exported: {sorted(wrong)}"
+
+
+def count_lines(program: Path) -> int:
+    """Lines that are neither empty, nor comments, nor the docstring of the module."""
+    text = program.read_text()
+    docstring = ast.parse(text).body[0]
+    lines = enumerate(text.splitlines(), 1)
+    return sum(
+        bool(line.strip()) and not line.lstrip().startswith("#")
+        for number, line in lines
+        if number > (docstring.end_lineno or 0)
+    )
+
+
+def test_the_comparison_counts_the_lines_of_its_programs() -> None:
+    page = (ROOT / "docs" / "comparison.md").read_text()
+    peers = ("conquiet", "faststream", "celery", "procrastinate")
+    rows = re.findall(r"^\| `(\w+)`: [^|]+\|(.+)\|$", page, re.M)
+    assert len(rows) == 4
+    for task, cells in rows:
+        for peer, cell in zip(peers, cells.split("|"), strict=True):
+            program = ROOT / "examples" / "compared" / f"{task}_{peer}.py"
+            if cell.strip() == "–":
+                assert not program.exists()
+            else:
+                assert count_lines(program) == int(cell), program.name

@@ -457,10 +457,12 @@ def test_a_return_hint_that_names_no_event_declares_no_output(hint):
     assert not Handler(place, Kind.COMMAND, source="/s").declares_outputs
 
 
-def test_hints_that_name_nothing_are_named():
-    def place(order: Missing) -> None: ...  # noqa: F821
+@pytest.mark.parametrize("name", ["Missing", "kind"])  # the latter is a local of our own
+def test_hints_that_name_nothing_are_named(name):
+    def place(order) -> None: ...
 
-    with pytest.raises(ConfigError, match=r"handler place cannot be resolved.*Missing"):
+    place.__annotations__["order"] = name
+    with pytest.raises(ConfigError, match=rf"handler place cannot be resolved.*{name}"):
         Handler(place, Kind.EVENT)
 
 

@@ -180,7 +180,9 @@ def test_a_missing_package_of_a_sink_is_named_with_the_command_that_installs_it(
         ("?queue=orders&prefetch=many", "must be a whole number"),
         ("?queue=orders&prefetch=0", "from 1 to 65535"),
         ("?queue=orders&queue_type=lazy", "'quorum' or 'classic'"),
-        ("?queue=orders&heartbeat=0", "1 second or more"),
+        ("?queue=orders&queue=bills", "has 'queue' twice"),
+        ("?queue=orders&heartbeat=0", "from 1 to 65535 seconds"),
+        ("?queue=orders&heartbeat=inf", "from 1 to 65535 seconds"),
         ("?queue=orders&declare=maybe", "choose true or false"),
     ],
 )

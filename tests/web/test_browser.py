@@ -92,6 +92,7 @@ def test_the_overview_is_live_and_can_be_held(window, shop) -> None:
     page.wait_for_selector("#live[data-state=live]")
 
 
+@pytest.mark.slow
 def test_a_search_shows_what_fits_while_one_types(window, ids) -> None:
     page = window.go("/outbox")
     assert page.locator("#found tbody tr").count() == 7
@@ -147,6 +148,7 @@ def test_an_attack_in_an_event_stays_text(window, shop) -> None:
     assert NAME in window.main()
 
 
+@pytest.mark.slow
 def test_it_works_with_the_keyboard_alone(window, shop, ids) -> None:
     page = window.go("/outbox/row", id=ids["parked"])
     press = page.keyboard.press
@@ -201,6 +203,7 @@ def phone(chromium, served) -> Iterator[Watched]:
     assert watched.complaints == []
 
 
+@pytest.mark.slow
 def test_on_a_phone_nothing_is_wider_than_the_screen_and_the_dark_is_dark(phone, shop, ids) -> None:
     poison(shop)  # its names are long, too
     for path in ("/", "/streams", "/outbox", "/dead-letters", "/processes", "/trace?id=x"):
@@ -249,6 +252,7 @@ def test_signing_in_and_out(chromium, make, ids) -> None:
         assert window.complaints == []
 
 
+@pytest.mark.slow
 def test_a_server_that_went_away_is_told_and_found_again(window, served, shop) -> None:
     page = window.go("/")
     page.wait_for_selector("#live[data-state=live]")

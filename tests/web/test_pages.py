@@ -6,9 +6,11 @@ import re
 import subprocess
 import sys
 import threading
+from dataclasses import dataclass
 
 import pytest
 
+from conquiet import App
 from conquiet.redis import Readers
 from conquiet.web.guard import HEADERS
 from conquiet.web.pulse import Cached, Pulse
@@ -400,3 +402,36 @@ def test_a_look_is_taken_once_however_many_ask() -> None:
     for _ in range(5):
         look()
     assert taken == [1]
+
+
+@dataclass
+class Item:
+    article: str
+    pieces: int | None = None
+
+
+@dataclass
+class PlaceOrder:
+    id: str
+    items: list[Item]
+    note: str = ""
+
+
+def test_the_interface_of_an_app_is_a_page(make, client, tmp_path) -> None:
+    app = App("<shop>", f"sqlite:///{tmp_path}/app.sqlite")
+
+    @app.on
+    def place_order(order: PlaceOrder) -> Item: ...
+
+    assert client.get("/interface").status_code == 404
+    assert "Interface" not in client.get("/").text
+    shown = Browser(make(app=app))
+    answer = shown.get("/interface")
+    assert "<shop>" not in answer.text
+    assert "place.order &lt;shop&gt; place_order id string items list of Item" in text_of(answer)
+    assert "item &lt;shop&gt; send.item article string pieces integer or null optional" in text_of(
+        answer
+    )
+    assert shown.get("/interface.json").json() == app.describe()
+    assert "Interface" in shown.get("/").text
+    app.engine.dispose()

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from conquiet.cli import (
+    app,
     completion,
     dashboard,
     dead_letters,
@@ -33,6 +34,7 @@ from conquiet.secret import mask_all
 
 GROUPS = (
     demo,
+    app,
     worker,
     relay,
     outbox,
@@ -48,7 +50,8 @@ GROUPS = (
 )
 
 _EPILOG = """\
-example:
+examples:
+  conquiet run shop:app --create-tables
   conquiet worker run app:router < commands.jsonl > events.jsonl
 
 exit codes of every command:

@@ -7,6 +7,7 @@ import sys
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from typing import Any
 
+from conquiet.cli.app import load_app
 from conquiet.cli.logs import set_up_logs
 from conquiet.cli.options import add_setting
 from conquiet.cli.terminal import OK, dim, print_json
@@ -26,6 +27,7 @@ _EPILOG = """\
 examples:
   conquiet dashboard --database postgresql://app@localhost/shop --broker redis://localhost/0
   conquiet dashboard --read-only --hide-payloads
+  conquiet dashboard --database sqlite:///shop.db --app shop:app
   CONQUIET_DASHBOARD_TOKEN=… conquiet dashboard --host 0.0.0.0 --allowed-hosts ops.example.com
 
 SIGTERM or Ctrl-C ends it.
@@ -94,6 +96,7 @@ def _run(options: Namespace) -> int:
         hide_payloads=settings.hide_payloads,
         allowed_hosts=settings.allowed_hosts,
         public_url=settings.public_url,
+        app=load_app(settings.app) if settings.app else None,
     )
     from conquiet.web.server import serve
 

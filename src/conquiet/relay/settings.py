@@ -19,7 +19,8 @@ def _read_sink(text: str) -> str:
     return text
 
 
-def _read_address(text: str) -> tuple[str, int] | None:
+def read_address(text: str) -> tuple[str, int] | None:
+    """Read HOST:PORT; None for `off`."""
     if text == "off":
         return None
     parts = urlsplit(f"//{text}")
@@ -88,7 +89,7 @@ SETTINGS: tuple[Setting, ...] = (
         "time to finish the batch in flight at SIGTERM",
     ),
     Setting(
-        "health", "CONQUIET_OUTBOX_HEALTH", "127.0.0.1:8081", _read_address, "HOST:PORT or off",
+        "health", "CONQUIET_OUTBOX_HEALTH", "127.0.0.1:8081", read_address, "HOST:PORT or off",
         "where /healthz, /readyz and /metrics answer; port 0 takes a free one",
     ),
     Setting(

@@ -25,7 +25,16 @@ from conquiet.errors import ConfigError, ConquietError, NotFound
 from conquiet.web import words
 from conquiet.web.access import Access, Signer, Token
 from conquiet.web.guard import Guard
-from conquiet.web.pages import letters, login, outbox, overview, processes, streams, trace
+from conquiet.web.pages import (
+    interface,
+    letters,
+    login,
+    outbox,
+    overview,
+    processes,
+    streams,
+    trace,
+)
 from conquiet.web.pulse import SECONDS, Pulse
 from conquiet.web.settings import TOKEN_VARIABLE
 from conquiet.web.stores import Stores
@@ -33,6 +42,8 @@ from conquiet.web.template import HERE, fragment, page
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
+
+    from conquiet.app import App
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _ASSET_SECONDS = 3_600
@@ -53,8 +64,11 @@ class Dashboard(Starlette):
         hide_payloads: bool = False,
         hosts: Sequence[str] = LOOPBACK,
         public_url: str = "",
+        interface_of: App | None = None,
     ) -> None:
         self.stores = stores
+        self.interface = None if interface_of is None else interface_of.describe()
+        """The AsyncAPI document of an app, if one is shown."""
         self.access = access
         self.signer = Signer(access.secret)
         self.read_only = read_only
@@ -65,7 +79,7 @@ class Dashboard(Starlette):
         self.pulse = Pulse(stores)
         self.relays = processes.look_at(stores)
         self.live = Live(SECONDS)
-        pages = (overview, streams, outbox, letters, processes, trace, login)
+        pages = (overview, streams, outbox, letters, processes, trace, interface, login)
         super().__init__(
             routes=[
                 *(route for each in pages for route in each.routes(self)),
@@ -111,6 +125,7 @@ def dashboard(
     hide_payloads: bool = False,
     allowed_hosts: Sequence[str] = (),
     public_url: str = "",
+    app: App | None = None,
 ) -> Dashboard:
     """Create the dashboard, to be served by itself or mounted in another application.
 
@@ -121,6 +136,7 @@ def dashboard(
     `database` and `broker` are URLs, or an engine and a Redis client of your own. Without `auth`,
     users sign in by the token of CONQUIET_DASHBOARD_TOKEN, else by a new one that is printed on
     stderr. `allowed_hosts` are the names under which it is reached, besides those of loopback.
+    `app` is an `App` whose interface is shown.
     """
     return Dashboard(
         Stores(
@@ -136,6 +152,7 @@ def dashboard(
         hide_payloads=hide_payloads,
         hosts=(*LOOPBACK, *allowed_hosts),
         public_url=public_url,
+        interface_of=app,
     )
 
 

@@ -99,6 +99,10 @@ SETTINGS: tuple[Setting, ...] = (
         "hide_payloads", f"{_P}HIDE_PAYLOADS", "false", read_boolean, "true or false",
         "do not show the data of messages",
     ),
+    _own(
+        "app", f"{_P}APP", "", _text, "module:name of an App",
+        "an app whose interface to show; its module is imported",
+    ),
 )  # fmt: skip
 
 
@@ -122,6 +126,7 @@ class Settings:
     proxies: tuple[str, ...]
     read_only: bool
     hide_payloads: bool
+    app: str
     secret: str
     """From the environment; empty if it is not set."""
 

@@ -95,7 +95,7 @@ def page(
         template,
         title=title,
         at=at,
-        pages=PAGES,
+        pages=PAGES if app.interface is None else (*PAGES, ("/interface", "Interface")),
         note=note,
         stores=app.stores.describe() if is_in else (),
         can_sign_out=app.can_sign_out and is_in,

@@ -81,6 +81,11 @@ def note(self: Task, name: str) -> None:
     notes().add(name, f"{time.time()} {self.request.hostname}")
 
 
+@shared_task(bind=True)
+def show_id(self: Task, name: str) -> None:
+    notes().add(name, self.request.id)
+
+
 @shared_task
 def rest(name: str, seconds: float) -> None:
     """Note the start and the end of a pause."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict
+from dataclasses import dataclass
 from itertools import pairwise
 from uuid import uuid4
 
@@ -14,6 +15,7 @@ from tests.integration.kombu import celery_app as tasks
 from tests.integration.kombu.celery_worker import CeleryWorker
 from tests.waiting import eventually
 
+from conquiet import App
 from conquiet.kombu import inspection
 
 pytestmark = pytest.mark.filterwarnings("default")  # of Celery's own
@@ -151,6 +153,35 @@ def test_a_rate_limit_spreads_tasks(notes, name):
     for times in runs.values():
         pauses = [later - earlier for earlier, later in pairwise(times)]
         assert all(pause > 0.25 for pause in pauses)  # 2/s, less what a busy machine smears
+
+
+# --- tasks of an outbox -----------------------------------------------------------------------
+
+
+@dataclass
+class Noted:
+    name: str
+
+
+def test_a_task_of_an_outbox_runs_beside_the_events_and_one_sent_twice_has_one_id(
+    app, broker, notes, name, tmp_path
+):
+    shop = App(name, f"sqlite:///{tmp_path}/shop.db", broker=broker, celery=app)
+    shop.create_tables()
+    with shop.sessions.begin() as session:
+        id, _ = shop.emit(session, tasks.show_id.s(name), Noted(name))
+    dying = shop.relay()
+    dying.sink.publish(dying.source.read(10, 5))  # killed before the rows are marked
+    dying.source.close()
+    dying.sink.close()
+    relay = shop.relay()
+    assert relay.run_once(5).published == 2
+    relay.source.close()
+    relay.sink.close()
+    eventually(lambda: notes.of(name) == [id, id], timeout=SECONDS)
+    assert notes.client.xlen(name) == 2
+    shop.close()
+    shop.engine.dispose()
 
 
 # --- workers that hear of each other ----------------------------------------------------------

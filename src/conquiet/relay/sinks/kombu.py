@@ -183,7 +183,8 @@ class KombuSink(Sink):
             else:
                 answer(
                     Refused(
-                        f"{name}: no queue is bound for it: {outcome}; bind one, or name `queues`"
+                        f"{name}: no queue is bound for it: {outcome}; start its consumer, which"
+                        " declares one, bind one yourself, or name `queues`"
                     )
                 )
 

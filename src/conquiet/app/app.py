@@ -1,0 +1,542 @@
+"""App: name, database and broker in one object; handlers, ways to emit, workers and relay.
+
+Everything in it can be written out: `app.router` is a `Router` whose middlewares are `Transaction`,
+`Inbox` and `Outbox`; `app.workers()` are `Worker`s on its sources, `app.relay()` is a `Relay`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar, get_origin, overload
+
+from conquiet.app.injection import Provider, inject
+from conquiet.app.store import Broker, Store, make_relay, make_task_relay, open_store
+from conquiet.errors import ConfigError
+from conquiet.event import complete
+from conquiet.gate import Unknown
+from conquiet.handler import Handler, Kind, function_name, type_hints
+from conquiet.message import Message, describe
+from conquiet.router import Router
+from conquiet.shutdown import Signals
+from conquiet.source import Source
+from conquiet.stage import Middleware
+from conquiet.task import is_signature, is_task
+from conquiet.worker import Health, Worker
+
+if TYPE_CHECKING:
+    from sqlalchemy import URL, Engine, MetaData
+    from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
+    from sqlalchemy.orm import Session, scoped_session, sessionmaker
+
+    from conquiet.app.client import Client
+    from conquiet.relay.health import Health as Probes
+    from conquiet.relay.relay import Relay
+    from conquiet.sql.handle import AsyncHandle, Handle
+
+    Database = (
+        Store
+        | str
+        | URL
+        | Engine
+        | AsyncEngine
+        | sessionmaker[Session]
+        | scoped_session[Session]
+        | async_sessionmaker[AsyncSession]
+    )
+
+logger = logging.getLogger("conquiet.app")
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+COMMAND = "command"
+"""The attribute `kind` of what `send` stores: its app must have a handler for it."""
+_LOOK_SECONDS = 0.05
+_RELAY_SECONDS = 10.0
+"""How long the relay may take to finish its batch at a stop."""
+_CHECK_SECONDS = 2.0
+"""How long the database may take to answer a probe."""
+
+
+class App:
+    """Handles commands and events of one service: effects once, events never lost.
+
+    `name` is the topic of what it sends and emits, the group that reads, and the subscriber of its
+    inbox. `database` is a URL, an engine, or a factory of sessions, sync or async; `redis://` keeps
+    effects in Redis. Without a `broker` the database itself is the log; else it is the URL of one:
+    redis, amqp or kafka. `metadata` has the tables of the application, for `create_tables`.
+    `celery` is the Celery application that tasks, as `task.s(…)`, are sent by.
+
+    >>> app = App("shop", database="sqlite:///shop.db")
+    >>> [type(item).__name__ for item in app.router.middlewares]
+    ['Transaction', 'Inbox', 'Outbox']
+    """
+
+    def __init__(
+        self,
+        name: str,
+        database: Database,
+        broker: str | None = None,
+        *,
+        metadata: MetaData | None = None,
+        celery: Any = None,
+    ) -> None:
+        if not name or not isinstance(name, str):
+            raise ConfigError("an app needs a name, such as 'shop': its topic, group and inbox")
+        self.name = name
+        self.source = f"/{name}"
+        self.metadata = metadata
+        self.store: Store = open_store(database, name, metadata)
+        self.broker = Broker(broker, name) if broker else None
+        self.celery = celery
+        self.store.outbox.takes_tasks = celery is not None
+        self.router = Router(unknown=self._judge_unknown)
+        self.router.use(*self.store.middlewares)
+        self._topics: dict[str, list[Handler]] = {}
+        self._running: Running | None = None
+
+    # --- handlers ---------------------------------------------------------------------------
+
+    @overload
+    def on(self, function: F, /) -> F: ...
+
+    @overload
+    def on(
+        self, *, topic: str | None = None, type: str | None = None, name: str | None = None
+    ) -> Callable[[F], F]: ...
+
+    def on(
+        self,
+        function: Any = None,
+        *,
+        topic: str | None = None,
+        type: str | None = None,
+        name: str | None = None,
+    ) -> Any:
+        """Register a handler, sync or async; the annotation of its first parameter names the type.
+
+        Further parameters are given by annotation or by `Depends`. What it returns, an event, a
+        list of events, or nothing, goes into the outbox in the same transaction. `topic` is that of
+        another app; without it the handler takes its type from every topic that this app reads,
+        the app's own among them. `name` is that of the handler in the inbox: pin it before renaming
+        a function.
+        """
+        if function is not None and not callable(function):
+            raise ConfigError(
+                f"@app.on({function!r:.60}): name it, as in @app.on(topic='payments')"
+            )
+        if function is None:
+            return partial(self._register, topic=topic, type=type, name=name)
+        return self._register(function, topic=topic, type=type, name=name)
+
+    def _register(self, function: F, *, topic: str | None, type: str | None, name: str | None) -> F:
+        called = name or function_name(function)
+        hints = type_hints(function, f"handler {called}")
+        first = hints.get(next(iter(inspect.signature(function).parameters), ""))
+        is_raw = (get_origin(first) or first) is Message
+        handler = Handler(
+            inject(function, called, self._find),
+            Kind.RAW if is_raw else Kind.COMMAND,
+            source=self.source,
+            type=type,
+            name=called,
+            match=None if topic is None else partial(_is_of, topic),
+        )
+        self.router.add(handler)
+        self._topics.setdefault(topic or self.name, []).append(handler)
+        return function
+
+    def use(self, *middlewares: Middleware) -> None:
+        """Add middlewares, each at the place of its stage; without a stage outside the others."""
+        for item in middlewares:
+            self.router.insert(item)
+
+    def _find(self, kind: Any, is_async: bool) -> Provider | None:
+        found = self.store.provider(kind, is_async)
+        if found is None:
+            return None
+
+        def make() -> Any:  # by the store of the moment: `test()` replaces it
+            provider = self.store.provider(kind, is_async)
+            assert provider is not None, "it was there at the registration"
+            return provider.make()
+
+        return Provider(make, found.form, key=kind)
+
+    def _judge_unknown(self, message: Message[Any]) -> Unknown:
+        """Pass over events without a handler; what was sent to this app must have one."""
+        is_ours = message.topic == self.name and message.attributes.get("kind") == COMMAND
+        return "nack" if is_ours else "ack"
+
+    # --- ways to emit -----------------------------------------------------------------------
+
+    @overload
+    def emit(
+        self, transaction: Handle, *events: Any, topic: str | None = None, **attributes: Any
+    ) -> list[str]: ...
+
+    @overload
+    def emit(
+        self, transaction: AsyncHandle, *events: Any, topic: str | None = None, **attributes: Any
+    ) -> Awaitable[list[str]]: ...
+
+    def emit(
+        self, transaction: Any, *events: Any, topic: str | None = None, **attributes: Any
+    ) -> Any:
+        """Write events into the outbox in your transaction; return their ids, in order.
+
+        `transaction` is a `Session`, a `Connection`, or a connection of the driver; with an async
+        one, await the result. Nothing is committed. `attributes` are those of each event, as
+        `subject="order-7"`; an event may be a `Message`, or a Celery task, as `ship.s("o-1")`.
+        """
+        if "id" in attributes and len(events) > 1:
+            raise ConfigError("one id for several events: emit them one by one")
+        messages = [self.message(event, topic=topic, **attributes) for event in events]
+        return self.store.outbox.add(transaction, messages)
+
+    def send(self, command: Any, *, topic: str | None = None, **attributes: Any) -> str:
+        """Store a command, or an event, in the log at once; return its id.
+
+        Raises if it was not stored. If the store's answer was lost, it raises too, and may have
+        stored it: send it again with the same `id=…`, and it takes effect once. `topic` is the name
+        of the app that it is for, by default this one; without a handler there it is a dead letter.
+        """
+        self.store.refuse_inside("send()")
+        if is_signature(command):
+            raise ConfigError(
+                "send() is for the app's own log; send a task by its apply_async(), or emit() it in"
+                " a transaction"
+            )
+        attributes.setdefault("kind", COMMAND)
+        message = self.message(command, topic=topic, **attributes)
+        (self.broker or self.store).publish([message])
+        return message.id
+
+    async def send_async(self, command: Any, *, topic: str | None = None, **attributes: Any) -> str:
+        """Do as `send`, in a thread."""
+        return await asyncio.to_thread(self.send, command, topic=topic, **attributes)
+
+    def message(self, event: Any, *, topic: str | None = None, **attributes: Any) -> Message[Any]:
+        """Return an event as a message; id, type and source follow from its class and this app."""
+        given = event if isinstance(event, Message) else Message(event)
+        if attributes:
+            given = Message(given.data, {**given.attributes, **attributes}, topic=given.topic)
+        made = complete(given, self.source)
+        if is_task(made):
+            topic = None  # the relay finds tasks by their own
+        made.topic = topic or made.topic or self.store.outbox.topic_of(made)
+        if not made.attributes["type"]:
+            raise ConfigError(
+                f"{describe(made.attributes)}: {type(given.data).__name__} does not name a type;"
+                " use a msgspec Struct, a dataclass or a pydantic model, or add type='order.placed'"
+            )
+        return made
+
+    # --- the database -----------------------------------------------------------------------
+
+    @property
+    def engine(self) -> Any:
+        """Return the Engine or AsyncEngine of the app; None on Redis."""
+        return self.store.engine
+
+    @property
+    def sessions(self) -> Any:
+        """Return the sessionmaker or async_sessionmaker of the app; None on Redis."""
+        return self.store.sessions
+
+    def create_tables(self) -> None:
+        """Create missing tables: of inbox and outbox, and those of `metadata`."""
+        self.store.create_tables()
+
+    def check_tables(self) -> None:
+        """Raise if a table is missing."""
+        missing = self.store.missing_tables()
+        if missing:
+            raise ConfigError(
+                f"{self.store!r} has no table {', '.join(missing)}; create them by conquiet run"
+                " --create-tables, or by app.create_tables()"
+            )
+
+    # --- workers and relay --------------------------------------------------------------------
+
+    @property
+    def topics(self) -> Sequence[str]:
+        """Return the topics that the app reads: its own, and those that its handlers name.
+
+        Its own also if no handler is for it: a command that was sent there must not wait unseen.
+        """
+        return tuple(dict.fromkeys((self.name, *self._topics))) if self._topics else ()
+
+    @property
+    def handlers(self) -> Mapping[str, Sequence[Handler]]:
+        """Return the handlers by topic; one that was registered without is at the app's own."""
+        return self._topics
+
+    def describe(self, version: str = "1.0.0") -> dict[str, Any]:
+        """Return what the app receives and sends as an AsyncAPI 3 document, with JSON Schemas."""
+        from conquiet.app.description import describe
+
+        return describe(self, version)
+
+    @property
+    def is_async(self) -> bool:
+        """Return whether the database is async, so that workers need an event loop."""
+        return self.store.is_async
+
+    def sources(self) -> list[Source]:
+        """Open the sources of the app's topics; its workers close them."""
+        if not self._topics:
+            raise ConfigError(
+                f"app {self.name} has no handlers; register one by @app.on, or import the module"
+                " that does"
+            )
+        return (self.broker or self.store).sources(self.topics, self.name)
+
+    def workers(self, **options: Any) -> list[Worker]:
+        """Create the workers; `options` are those of `Worker`."""
+        return [Worker(source, self.router, **options) for source in self.sources()]
+
+    def relay(self) -> Relay | None:
+        """Create the relay; None if there is nothing to publish to, since the outbox is the log.
+
+        With `celery` it publishes tasks there; where the outbox is the log, tasks alone.
+        """
+        sink = self.store.open_sink() if self.broker is None else self.broker.open_sink()
+        if self.celery is None:
+            return None if sink is None else make_relay(self.store.relay_source(), sink)
+        return make_task_relay(self.store, sink, self.celery, self.name)
+
+    def open(self, *, worker: bool = True, relay: bool = True, **options: Any) -> Running:
+        """Create what runs: workers unless there are no handlers, and a relay if one is needed."""
+        self.check_tables()
+        workers = self.workers(**options) if worker and self._topics else []
+        relaying = self.relay() if relay else None
+        if not workers and relaying is None:
+            raise ConfigError(
+                f"app {self.name} has nothing to run: no handlers, by @app.on, and no broker to"
+                " publish to"
+            )
+        return Running(workers, relaying, self.store)
+
+    def run(self, *, worker: bool = True, relay: bool = True, **options: Any) -> bool:
+        """Work until SIGTERM, SIGINT or the end of a worker; return whether all was finished.
+
+        `options` are those of `Worker`. It is what `conquiet run` does.
+        """
+        return self.open(worker=worker, relay=relay, **options).run(is_async=self.is_async)
+
+    @property
+    def running(self) -> Running | None:
+        """Return what `start_async` has started; None if it has not, or if it has ended."""
+        return self._running
+
+    async def start_async(
+        self, *, worker: bool = True, relay: bool = True, **options: Any
+    ) -> Running:
+        """Start workers and relay on the running event loop; `stop_async` ends them.
+
+        `options` are those of `Worker`.
+        """
+        if self._running is not None:
+            raise ConfigError(f"app {self.name} runs already")
+        running = await asyncio.to_thread(self.open, worker=worker, relay=relay, **options)
+        await running.start_async()
+        self._running = running
+        return running
+
+    async def stop_async(self) -> bool:
+        """Finish what is in flight, stop and close; return whether all was finished."""
+        running, self._running = self._running, None
+        finished = running is None or await running.stop_async()
+        if self.broker is not None:
+            self.broker.close()
+        await self.store.close_async()
+        return finished
+
+    async def __aenter__(self) -> App:
+        """Start workers and relay on the running event loop, as in the lifespan of a web app."""
+        await self.start_async()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.stop_async()
+
+    def close(self) -> None:
+        """Close the connections that the app has opened, not those of an engine that was given."""
+        if self.broker is not None:
+            self.broker.close()
+        self.store.close()
+
+    def test(
+        self,
+        database: Database | None = None,
+        *,
+        metadata: MetaData | None = None,
+        max_attempts: int = 3,
+    ) -> Client:
+        """Return a client that runs the app on a SQLite file of its own, without broker and worker.
+
+        Use it as a context manager. `metadata` has tables that the app's own does not name.
+        """
+        from conquiet.app.client import Client
+
+        return Client(self, database, metadata, max_attempts)
+
+    def __repr__(self) -> str:
+        return f"<App {self.name} on {self.store!r}>"
+
+
+def make_health(app: App, alive: Callable[[], str | None], *, details: bool) -> Probes:
+    """Return the answers of `/healthz`, which `alive` decides, and `/readyz`, by the database."""
+    from conquiet.relay.health import Check
+    from conquiet.relay.health import Health as Probes
+
+    return Probes(
+        {"store": Check(lambda: app.store.reach(), timeout=_CHECK_SECONDS)},
+        alive=alive,
+        metrics=_read_metrics,
+        details=details,
+    )
+
+
+def _read_metrics() -> bytes:
+    """Return what the process counts for Prometheus: the middleware `Metrics`, and its own."""
+    try:
+        from prometheus_client import generate_latest
+    except ImportError:
+        return b"# for metrics, pip install prometheus-client and app.use(Metrics())\n"
+    return generate_latest()
+
+
+def _is_of(topic: str, message: Message[Any]) -> bool:
+    return message.topic == topic
+
+
+class Running:
+    """Workers and relay of an app while they work, in one process."""
+
+    def __init__(self, workers: Sequence[Worker], relay: Relay | None, store: Store) -> None:
+        self.workers = workers
+        self.relay = relay
+        self._store = store
+        self._thread = threading.Thread(target=self._publish, name="conquiet-relay", daemon=True)
+        self._crash: BaseException | None = None
+
+    def run(self, *, is_async: bool, ready: Callable[[], object] = lambda: None) -> bool:
+        """Work until a signal, or until a worker or the relay ends; return whether all finished.
+
+        `ready` is called when all has started.
+        """
+        with Signals() as signals:
+            if is_async or any(worker.is_async for worker in self.workers):
+                return asyncio.run(self._run_async(signals, ready))
+            self.start()
+            ready()
+            while not signals.count and not self.is_over:
+                time.sleep(_LOOK_SECONDS)
+            finished = self.stop(hurry=lambda: signals.count > 1)
+            self._store.close()
+            return finished
+
+    async def _run_async(self, signals: Signals, ready: Callable[[], object]) -> bool:
+        try:
+            await self.start_async()
+            ready()
+            while not signals.count and not self.is_over:
+                await asyncio.sleep(_LOOK_SECONDS)
+            return await self.stop_async(hurry=lambda: signals.count > 1)
+        finally:
+            await self._store.close_async()  # its connections belong to this loop
+
+    def start(self) -> None:
+        """Start all in threads; stop what has started if one of them fails."""
+        try:
+            for worker in self.workers:
+                worker.start()
+        except BaseException:
+            self.stop()
+            raise
+        self._start_relay()
+
+    async def start_async(self) -> None:
+        """Start workers on the running event loop, and the relay in a thread; if one of them fails,
+        stop what has started."""
+        async with AsyncExitStack() as started:
+            for worker in self.workers:
+                await started.enter_async_context(worker)
+            started.pop_all()
+        self._start_relay()
+
+    def _start_relay(self) -> None:
+        if self.relay is not None:
+            self._thread.start()
+
+    def _publish(self) -> None:
+        assert self.relay is not None, "else there is no thread"
+        try:
+            self.relay.run()
+        except BaseException as error:
+            self._crash = error
+            logger.exception("the relay failed")
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether a worker or the relay has ended by itself."""
+        ended = any(not health.threads_alive for health in self.health())
+        return ended or (self.relay is not None and not self._thread.is_alive())
+
+    def health(self) -> list[Health]:
+        return [worker.health() for worker in self.workers]
+
+    def find_trouble(self) -> str | None:
+        """Return why the process should be replaced: a part has ended, or a message is stuck."""
+        for health in self.health():
+            if not health.ok:
+                return (
+                    f"worker {health.state}, {health.threads_alive} threads alive,"
+                    f" {health.oldest_seconds:.0f} s in flight: {health.oldest}"
+                )
+        if self.relay is not None and not self._thread.is_alive():
+            return "the relay has ended"
+        return None
+
+    def stop(self, hurry: Callable[[], bool] = lambda: False) -> bool:
+        """Stop all at once, softly; after the grace time of each worker, hard."""
+        finished: list[bool] = []
+        threads = [
+            threading.Thread(
+                target=lambda worker=worker: finished.append(worker.stop(hurry=hurry)), daemon=True
+            )
+            for worker in self.workers
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return self._stop_relay() and all(finished) and not self._has_failed
+
+    async def stop_async(self, hurry: Callable[[], bool] = lambda: False) -> bool:
+        for worker in self.workers:
+            worker.stop(hurry=hurry)  # on a loop it sets the grace time, and returns
+        await asyncio.gather(*(worker.__aexit__() for worker in self.workers))
+        finished = [await asyncio.to_thread(worker.stop) for worker in self.workers]
+        has_stopped = await asyncio.to_thread(self._stop_relay)
+        return has_stopped and all(finished) and not self._has_failed
+
+    @property
+    def _has_failed(self) -> bool:
+        """Return whether a bug in a source has ended a worker."""
+        return any(worker.failure is not None for worker in self.workers)
+
+    def _stop_relay(self) -> bool:
+        if self.relay is None or self._thread.ident is None:  # it was not started
+            return True
+        self.relay.stop()
+        self._thread.join(_RELAY_SECONDS)
+        return not self._thread.is_alive() and self._crash is None

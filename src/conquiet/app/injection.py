@@ -1,0 +1,297 @@
+"""Give a handler what its parameters ask for: by annotation, or by a provider of the application.
+
+    def place_order(order: PlaceOrder, session: Session, mailer: Annotated[Mailer, Depends(mail)])
+                    └ the data         └ by annotation   └ by a provider, which may ask in turn
+
+Providers are functions, coroutine functions, or generators that yield once: what follows the
+`yield` runs when the handler has returned or failed, before the commit. A provider that catches an
+exception of the handler must raise it again. A provider is called once per call of a handler.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Annotated, Any, TypeAlias, get_args, get_origin
+
+from conquiet.errors import ConfigError, HandlerError
+from conquiet.handler import function_name, type_hints
+from conquiet.message import Message
+
+
+class Depends:
+    """Names the provider of a parameter: `mailer: Annotated[Mailer, Depends(make_mailer)]`.
+
+    FastAPI's own `Depends` is understood as well. Without `use_cache`, each parameter gets a value
+    of its own.
+    """
+
+    __slots__ = ("dependency", "use_cache")
+
+    def __init__(
+        self, dependency: Callable[..., Any] | None = None, *, use_cache: bool = True
+    ) -> None:
+        self.dependency = dependency
+        self.use_cache = use_cache
+
+
+class Form(Enum):
+    """How a provider gives its value."""
+
+    VALUE = "value"
+    CONTEXT = "context"
+    COROUTINE = "coroutine"
+    ASYNC_CONTEXT = "async context"
+    MESSAGE = "message"
+
+    @property
+    def is_async(self) -> bool:
+        return self in (Form.COROUTINE, Form.ASYNC_CONTEXT)
+
+
+@dataclass(frozen=True)
+class Provider:
+    """Makes the value of a parameter, by `make` with the values that it `needs` itself."""
+
+    make: Callable[..., Any]
+    form: Form = Form.VALUE
+    needs: Mapping[str, Provider] = field(default_factory=dict)
+    key: Any = None
+    """By which parameters of one call share a value; None if each has its own."""
+
+
+MESSAGE = Provider(lambda: None, Form.MESSAGE)
+"""Gives the message; to a handler of batches, the list of messages."""
+
+Find: TypeAlias = Callable[[Any, bool], Provider | None]
+"""Returns the provider of an annotation, for an async handler or not; None if there is none."""
+
+
+def inject(function: Callable[..., Any], name: str, find: Find) -> Callable[..., Any]:
+    """Return a function of data and message that calls `function` with all its parameters.
+
+    A parameter without a provider is refused. A function without further parameters is returned
+    as it is.
+    """
+    hints = type_hints(function, f"handler {name}", include_extras=True)
+    parameters = list(inspect.signature(function).parameters.values())
+    if not parameters or parameters[0].name not in hints:
+        return function  # the handler refuses it
+    first, rest = parameters[0], parameters[1:]
+    called = inspect.unwrap(function)
+    is_async = inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called)
+    takes = _plain(hints[first.name])
+    asked = _Asked(f"handler {name}", is_async, _is_list(takes), find)
+    needs = asked.providers(rest, hints)
+    if not needs:
+        return function
+    call = (_async_call if is_async else _sync_call)(function, needs, name)
+    call.__name__ = call.__qualname__ = name
+    call.__module__ = getattr(function, "__module__", __name__)
+    call.__annotations__ = {"data": takes, "message": Any, "return": _plain(hints.get("return"))}
+    return call
+
+
+def _sync_call(
+    function: Callable[..., Any], needs: Mapping[str, Provider], name: str
+) -> Callable[[Any, Any], Any]:
+    yields = inspect.isgeneratorfunction(inspect.unwrap(function))
+
+    def call(data: Any, message: Any) -> Any:
+        with ExitStack() as stack:
+            returned = function(data, **_fill(needs, message, {}, stack))
+            return list(returned) if yields else returned
+        raise _swallowed(name)
+
+    return call
+
+
+def _async_call(
+    function: Callable[..., Any], needs: Mapping[str, Provider], name: str
+) -> Callable[[Any, Any], Any]:
+    yields = inspect.isasyncgenfunction(inspect.unwrap(function))
+
+    async def call(data: Any, message: Any) -> Any:
+        async with AsyncExitStack() as stack:
+            returned = function(data, **await _fill_async(needs, message, {}, stack))
+            return [item async for item in returned] if yields else await returned
+        raise _swallowed(name)
+
+    return call
+
+
+def _swallowed(name: str) -> HandlerError:
+    """Return the error of a call that failed and whose `with` block ended without an exception."""
+    return HandlerError(
+        f"handler {name} failed, and a provider caught the exception, so that half of its effects"
+        " would be committed; raise it again in the provider, after its `yield`"
+    )
+
+
+def _fill(
+    needs: Mapping[str, Provider], message: Any, made: dict[Any, Any], stack: ExitStack
+) -> dict[str, Any]:
+    """Return the arguments for parameters; `made` holds what was made for this call."""
+    values: dict[str, Any] = {}
+    for name, provider in needs.items():
+        if provider.form is Form.MESSAGE:
+            values[name] = message
+            continue
+        if provider.key is not None and provider.key in made:
+            values[name] = made[provider.key]
+            continue
+        value = provider.make(**_fill(provider.needs, message, made, stack))
+        if provider.form is Form.CONTEXT:
+            value = stack.enter_context(value)
+        values[name] = made[provider.key] = value
+    return values
+
+
+async def _fill_async(
+    needs: Mapping[str, Provider], message: Any, made: dict[Any, Any], stack: AsyncExitStack
+) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name, provider in needs.items():
+        if provider.form is Form.MESSAGE:
+            values[name] = message
+            continue
+        if provider.key is not None and provider.key in made:
+            values[name] = made[provider.key]
+            continue
+        value = provider.make(**await _fill_async(provider.needs, message, made, stack))
+        if provider.form is Form.COROUTINE:
+            value = await value
+        elif provider.form is Form.CONTEXT:
+            value = stack.enter_context(value)
+        elif provider.form is Form.ASYNC_CONTEXT:
+            value = await stack.enter_async_context(value)
+        values[name] = made[provider.key] = value
+    return values
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """Finds the providers of parameters, and refuses a parameter that has none."""
+
+    owner: str
+    is_async: bool
+    is_batch: bool
+    find: Find
+    path: tuple[Callable[..., Any], ...] = ()
+    """The providers that led here, to refuse a circle."""
+
+    def providers(
+        self, parameters: list[inspect.Parameter], hints: Mapping[str, Any]
+    ) -> dict[str, Provider]:
+        found: dict[str, Provider] = {}
+        for parameter in parameters:
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                continue
+            provider = self._provider(parameter, hints.get(parameter.name))
+            if provider is not None:
+                if parameter.kind is parameter.POSITIONAL_ONLY:
+                    raise ConfigError(
+                        f"{self.owner}: parameter {parameter.name!r} is positional-only; move the"
+                        " slash in front of it, since providers give values by name"
+                    )
+                found[parameter.name] = provider
+            elif parameter.default is parameter.empty:
+                raise self._missing(parameter, hints.get(parameter.name))
+        return found
+
+    def _provider(self, parameter: inspect.Parameter, hint: Any) -> Provider | None:
+        marks = [parameter.default]
+        if get_origin(hint) is Annotated:
+            marks += reversed(hint.__metadata__)
+        for mark in marks:
+            if hasattr(mark, "dependency") and hasattr(mark, "use_cache"):
+                make = mark.dependency or _plain(hint)
+                if not callable(make):
+                    raise ConfigError(
+                        f"{self.owner}: Depends of {parameter.name!r} names {make!r:.60}, which"
+                        " cannot be called"
+                    )
+                return self._by_function(make, bool(mark.use_cache))
+        if hint is None:
+            return None
+        return self._by_annotation(parameter.name, _plain(hint))
+
+    def _by_annotation(self, name: str, kind: Any) -> Provider | None:
+        item = get_args(kind)[0] if _is_list(kind) else kind
+        if (get_origin(item) or item) is Message:
+            if _is_list(kind) != self.is_batch:
+                right = "list[Message]" if self.is_batch else "Message"
+                raise ConfigError(f"{self.owner}: annotate {name!r} as {right}")
+            return MESSAGE
+        try:
+            return self.find(kind, self.is_async)
+        except ConfigError as error:
+            raise ConfigError(f"{self.owner}: parameter {name!r}: {error}") from None
+
+    def _by_function(self, make: Callable[..., Any], is_cached: bool) -> Provider:
+        name = function_name(make)
+        if make in self.path:
+            raise ConfigError(f"{self.owner}: provider {name} needs itself")
+        form, open_ = _form(make)
+        if form.is_async and not self.is_async:
+            raise ConfigError(
+                f"{self.owner} is not async, and its provider {name} is; write async def in front"
+                " of the handler, or use a provider without async"
+            )
+        inner = _Asked(
+            f"provider {name} of {self.owner}",
+            self.is_async,
+            self.is_batch,
+            self.find,
+            (*self.path, make),
+        )
+        hints = type_hints(make, f"provider {name}", include_extras=True)
+        needs = inner.providers(_parameters(make), hints)
+        return Provider(open_, form, needs, _key(make) if is_cached else None)
+
+    def _missing(self, parameter: inspect.Parameter, hint: Any) -> ConfigError:
+        name = parameter.name
+        kind = getattr(_plain(hint), "__name__", None) or "…"
+        what = f"{name}: {kind}" if hint is not None else f"{name}, which has no annotation,"
+        return ConfigError(
+            f"{self.owner}: no provider for the parameter {what}; write"
+            f" {name}: Annotated[{kind}, Depends(make_{name})], give it a default, or annotate it"
+            " with one of Session, AsyncSession, Connection, AsyncConnection, Message, redis.Redis"
+        )
+
+
+def _form(make: Callable[..., Any]) -> tuple[Form, Callable[..., Any]]:
+    called = make if inspect.isroutine(make) or inspect.isclass(make) else type(make).__call__
+    if inspect.isgeneratorfunction(called):
+        return Form.CONTEXT, contextmanager(make)
+    if inspect.isasyncgenfunction(called):
+        return Form.ASYNC_CONTEXT, asynccontextmanager(make)
+    if inspect.iscoroutinefunction(called):
+        return Form.COROUTINE, make
+    return Form.VALUE, make
+
+
+def _key(make: Callable[..., Any]) -> Any:
+    try:
+        hash(make)
+    except TypeError:
+        return id(make)
+    return make
+
+
+def _plain(hint: Any) -> Any:
+    return get_args(hint)[0] if get_origin(hint) is Annotated else hint
+
+
+def _is_list(kind: Any) -> bool:
+    return get_origin(kind) in (list, Sequence) and bool(get_args(kind))
+
+
+def _parameters(make: Callable[..., Any]) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(make).parameters.values())
+    except ValueError:  # a function in C without a signature takes nothing that we know
+        return []
