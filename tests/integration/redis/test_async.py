@@ -164,7 +164,9 @@ def test_lost_connections_lose_and_double_nothing(run, redis_client, publish, pe
     publish(100)
 
     async def test(client):
-        async with working(client, chain(client, counts(client)), batch_size=1, concurrency=20):
+        # A message whose EXEC was lost before Redis read it waits for the end of its lease.
+        router = chain(client, counts(client), lease=2.0)
+        async with working(client, router, batch_size=1, concurrency=20):
             for part in (10, 30, 60):
                 await until(lambda part=part: redis_client.xlen("outbox") >= part)
                 redis_client.client_kill_filter(_type="normal", skipme=True)
