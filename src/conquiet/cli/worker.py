@@ -220,12 +220,17 @@ def make_in_child(options: dict[str, Any], logs: dict[str, str]) -> Worker:
 
 
 def _make(options: dict[str, Any], files: ExitStack, shared: bool = False) -> Worker:
+    from conquiet.app import App
     from conquiet.processes import resolve
     from conquiet.router import Router
     from conquiet.worker import Worker
 
     target = options["target"]
     found = resolve(target)
+    if isinstance(found, App):
+        raise ConfigError(
+            f"{target} is an App: run its worker by conquiet run {target} --only worker"
+        )
     if not isinstance(found, (Router, Worker)) and callable(found):
         found = _call(target, found)
     if isinstance(found, Router):

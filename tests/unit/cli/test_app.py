@@ -96,6 +96,8 @@ def test_a_target_that_is_no_app_and_options_that_do_not_fit_are_refused(
 ) -> None:
     assert main(["run", f"{module}:router"]) == 2
     assert "it must be an App" in capsys.readouterr().err
+    assert main(["worker", "run", f"{module}:app"]) == 2
+    assert f"conquiet run {module}:app --only worker" in capsys.readouterr().err
     assert main(["run", f"{module}:app", "--create-tables", "--only", "relay"]) == 2
     assert "no broker to publish to" in capsys.readouterr().err
     if module.endswith("aiosqlite"):
