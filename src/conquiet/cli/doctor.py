@@ -33,7 +33,7 @@ examples:
   conquiet doctor --need spark --need postgres
   conquiet doctor --json | jq '.checks[] | select(.status != "ok")'
 
-A notice is worth a look and no fault: dead letters, parked rows, clocks that differ.
+A notice is worth a look and does not fail the check: dead letters, parked rows, clocks that differ.
 
 Servers: those of --broker and --database, else of {BROKER_VARIABLE} and {DATABASE_VARIABLE}, else
 whether something listens on this machine at the usual port.
@@ -59,7 +59,7 @@ Status = Literal["ok", "absent", "notice", "broken"]
 class Check:
     """The result of one check.
 
-    `absent` is a fault only if --need names it; `notice` is worth a look, and no fault.
+    `absent` is a fault only if --need names it; `notice` is worth a look, and fails nothing.
     """
 
     section: str

@@ -68,7 +68,7 @@ def change_order(books: Books, change: Callable[[str, int, int], tuple[str, int,
         (lambda b, g: b.events.update(["order_created"]), "events in the outbox"),
         (
             lambda b, g: b.events.update({"order_created": 1, "cash_collected": -1}),
-            "types of events in another number",
+            "event types with a wrong count",
         ),
         (lambda b, g: g.first_seen.pop(min(b.ids)), "events published"),
         (lambda b, g: g.first_seen.pop(min(b.ids)), "events lost"),

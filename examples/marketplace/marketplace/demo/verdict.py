@@ -213,7 +213,7 @@ def judge_services(verdict: Verdict, world: World, books: Books, log: Log, dupli
     verdict.add("commands refused", 0, log.dead_letters)
     verdict.differ("orders unlike the generator's", _orders(world, books))
     verdict.add("events in the outbox", world.events.total(), books.events.total())
-    verdict.differ("types of events in another number", _counts(world.events, books.events))
+    verdict.differ("event types with a wrong count", _counts(world.events, books.events))
     published = books.ids & log.first_seen.keys()
     verdict.add("events published", world.events.total(), len(published))
     verdict.add("bad events in the log", len(world.bad_ids), len(log.first_seen.keys() - books.ids))
@@ -239,7 +239,7 @@ def judge_tables(verdict: Verdict, world: World, books: Books, log: Log, lake: L
     verdict.add("views and clicks of ads in silver", len(world.telemetry), silver.touches)
     verdict.add("duplicates dropped by Spark", log.repeated, silver.dropped)
     verdict.add("events in quarantine", world.reasons.total(), silver.reasons.total())
-    verdict.differ("reasons of it in another number", _counts(world.reasons, silver.reasons))
+    verdict.differ("quarantine reasons with a wrong count", _counts(world.reasons, silver.reasons))
     verdict.add("events lost on the way to silver", 0, len(books.ids - silver.events))
     hours = lake.rows("recon_completeness")
     verdict.add(
