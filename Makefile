@@ -9,7 +9,7 @@ export WORKERS
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-demo run run-outbox-publisher build test coverage test-slow test-compat test-python soak peers audit lint format bench docs docs-serve clean
+.PHONY: help setup setup-demo run run-outbox-publisher build test coverage test-slow test-compat test-python soak peers audit lint format bench round-trips docs docs-serve clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1|/p' Makefile | while IFS='|' read -r name text; do \
@@ -85,6 +85,10 @@ format: setup ## let ruff format and fix
 
 bench: setup ## every benchmark, short, collected into docs/performance.md
 	@$(BIN)/python bench/collect.py
+
+round-trips: setup ## count statements and round trips per message into tests/round_trips.toml, which the tests compare
+	@ROUND_TRIPS=write $(BIN)/python -m pytest -q -n 0 tests/integration/test_round_trips.py
+	@git diff --stat -- tests/round_trips.toml
 
 docs: setup ## the docs as a site, into site/; a broken link or a missing page fails
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
