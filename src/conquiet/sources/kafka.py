@@ -192,10 +192,11 @@ class KafkaSource(BrokerSource):
 class Partition:
     """The messages of a partition that is assigned to us: where to begin, if it is taken away."""
 
-    __slots__ = ("acked", "is_lost", "next", "partition", "start", "unacked")
+    __slots__ = ("acked", "is_lost", "next", "partition", "place", "start", "unacked")
 
-    def __init__(self, partition: int, acked: Iterable[int]) -> None:
-        self.partition = partition
+    def __init__(self, place: Place, acked: Iterable[int]) -> None:
+        self.place = place
+        self.partition = place[1]
         self.start: int | None = None
         """The offset to begin with, if it is not the committed one."""
         self.is_lost = False
@@ -212,13 +213,17 @@ class Partition:
         """The offset before which all is done; None if nothing was received yet."""
         return next(iter(self.unacked), self.next)
 
-    def ack(self, offset: int) -> None:
-        del self.unacked[offset]
+    def ack(self, offsets: Collection[int]) -> int:
+        """Note that messages are done; return how many were not done before."""
+        unacked, size, before = self.unacked, len(self.unacked), self.position
+        for offset in offsets:
+            unacked.pop(offset, None)
         position = self.position
-        if position is not None and position < offset:
-            self.acked.add(offset)
-        elif self.acked and position is not None:
-            self.acked = {each for each in self.acked if each >= position}
+        if position is not None:
+            self.acked.update(offset for offset in offsets if offset > position)
+            if self.acked and position != before:
+                self.acked = {each for each in self.acked if each >= position}
+        return size - len(unacked)
 
 
 class _KafkaClient:
@@ -336,7 +341,7 @@ class _KafkaClient:
             if not partition.unacked:
                 partition.acked.discard(offset)
             return
-        delivery = _deliver(record, place, partition)
+        delivery = _deliver(record, offset, partition)
         partition.unacked[offset] = delivery
         self._unacked += 1
         self._arrived.append(delivery)
@@ -373,25 +378,27 @@ class _KafkaClient:
     # --- settling ---------------------------------------------------------------------------
 
     def holds(self, delivery: Delivery) -> bool:
-        place, partition, offset = delivery.receipt
-        owned = self._partitions.get(place)
-        if owned is None or owned is not partition or owned.is_lost:
-            return False
-        return offset in owned.unacked
+        partition, offset = delivery.receipt
+        return self._owns(partition) and offset in partition.unacked
+
+    def _owns(self, partition: Partition) -> bool:
+        return self._partitions.get(partition.place) is partition and not partition.is_lost
 
     def ack(self, deliveries: Sequence[Delivery]) -> None:
-        late = 0
         if self.stored is not None:
             self.stored.store([d for d in deliveries if not d.is_moved and self.holds(d)])
+        done: dict[Partition, list[int]] = {}
+        for delivery in deliveries:
+            partition, offset = delivery.receipt
+            done.setdefault(partition, []).append(offset)
+        late = len(deliveries)
         with self._lock:
-            for delivery in deliveries:
-                if not self.holds(delivery):
-                    late += 1
-                    continue
-                place, partition, offset = delivery.receipt
-                partition.ack(offset)
-                self._unacked -= 1
-                self._uncommitted.add(place)
+            for partition, offsets in done.items():
+                if self._owns(partition):
+                    acked = partition.ack(offsets)
+                    late -= acked
+                    self._unacked -= acked
+                    self._uncommitted.add(partition.place)
         if late and self.stored is None:
             logger.warning(
                 "%d acks came after their partition was revoked; its new owner gets these messages",
@@ -485,10 +492,10 @@ class _KafkaClient:
             for each in found:
                 acked, row = decode_acked(each.offset, each.metadata), rows.get(_place(each))
                 if row is None:
-                    partition = Partition(each.partition, acked)
+                    partition = Partition(_place(each), acked)
                 else:
                     partition = require("conquiet.sources.offsets", "sql").StoredPartition(
-                        row, acked
+                        _place(each), row, acked
                     )
                 if partition.start is not None:
                     each.offset = partition.start
@@ -580,9 +587,9 @@ def _place(partition: Any) -> Place:
     return partition.topic, partition.partition
 
 
-def _deliver(record: Any, place: Place, partition: Partition) -> Delivery:
-    topic, number = place
-    offset, body = record.offset(), record.value() or b""
+def _deliver(record: Any, offset: int, partition: Partition) -> Delivery:
+    topic, number = partition.place
+    body = record.value() or b""
     attributes: Attributes = {}
     error: InvalidMessage | None = None
     try:
@@ -595,7 +602,7 @@ def _deliver(record: Any, place: Place, partition: Partition) -> Delivery:
         topic=topic,
         origin=topic,
         place=(topic, number, offset),
-        receipt=(place, partition, offset),
+        receipt=(partition, offset),
         error=error,
     )
 

@@ -45,19 +45,19 @@ class StoredPartition(Partition):
 
     __slots__ = ("_counted", "version")
 
-    def __init__(self, row: PartitionRow, acked: Iterable[int]) -> None:
+    def __init__(self, place: Place, row: PartitionRow, acked: Iterable[int]) -> None:
         self.version = row.version
         self._counted: set[int] = set()
         """Offsets that the version counts as done, also before the commit."""
         if row.id > _NOWHERE:
             ranges = (range(first.id, last.id + 1) for first, last in row.ranges)
             acked = chain.from_iterable(ranges)
-        super().__init__(row.partition, acked)
+        super().__init__(place, acked)
         self.start = None if row.id == _NOWHERE else row.id + 1
 
-    def ack(self, offset: int) -> None:
-        super().ack(offset)
-        self._counted.discard(offset)
+    def ack(self, offsets: Collection[int]) -> int:
+        self._counted.difference_update(offsets)
+        return super().ack(offsets)
 
     def progress(self, also: Collection[int]) -> tuple[Position, list[Range]]:
         """Return the last offset of what is done, and ranges behind it, with `also` done too."""
@@ -118,11 +118,11 @@ class StoredOffsets:
         """Return which deliveries a transaction has committed whose end is not known here."""
         for item in deliveries:
             item.is_moved = False
-            if item.receipt[1].is_lost:
-                raise Lost([item.receipt[1]])
+            if item.receipt[0].is_lost:
+                raise Lost([item.receipt[0]])
         done: set[Delivery] = set()
         tried = [item for item in deliveries if item.is_tried]
-        numbers = _by_topic(item.receipt[0] for item in tried)
+        numbers = _by_topic(item.receipt[0].place for item in tried)
         # By a lock, which waits for a commit that the server is still at.
         rows = {
             (topic, number): row
@@ -130,8 +130,8 @@ class StoredOffsets:
             for number, row in self._of(topic).lock(connection, chosen).items()
         }
         for item in tried:
-            place, _, offset = item.receipt
-            if is_covered(rows[place], Position(0, offset)):
+            partition, offset = item.receipt
+            if is_covered(rows[partition.place], Position(0, offset)):
                 done.add(item)
         return done
 
@@ -140,8 +140,8 @@ class StoredOffsets:
         by_topic: dict[str, dict[Partition, set[int]]] = {}
         for item in deliveries:
             item.is_tried = True
-            place, partition, offset = item.receipt
-            by_topic.setdefault(place[0], {}).setdefault(partition, set()).add(offset)
+            partition, offset = item.receipt
+            by_topic.setdefault(partition.place[0], {}).setdefault(partition, set()).add(offset)
         for topic, partitions in sorted(by_topic.items()):  # in one order: they are locked
             try:
                 self._of(topic).advance(connection, self._member, partitions, self._memory)
@@ -162,7 +162,7 @@ class StoredOffsets:
         except (StoreError, Lost) as error:
             logger.warning("offsets could not be stored: %s; %s", error, REPEATED)
             for item in deliveries:
-                item.receipt[1].is_lost = True
+                item.receipt[0].is_lost = True
 
     def _begin(self) -> AbstractContextManager[Connection]:
         return dialect.begin_to_write(self.engine)

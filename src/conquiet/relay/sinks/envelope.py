@@ -108,12 +108,14 @@ def unpack(
         return event.data, event.attributes
     attributes: Attributes = {}
     for prefix in prefixes:
-        size = len(prefix)
-        attributes = {
-            name[size:]: value if type(value) is str else plain_value(name, value)
-            for name, value in headers.items()
-            if name.startswith(prefix)
-        }
+        names = _NAMES.setdefault(prefix, {})
+        for name, value in headers.items():
+            try:
+                known = names[name]
+            except KeyError:
+                known = _name_attribute(name, prefix, names)
+            if known:
+                attributes[known] = value if type(value) is str else plain_value(name, value)
         if attributes:
             break
     else:
@@ -126,6 +128,18 @@ def unpack(
         if aggregate is not None:
             attributes.setdefault("subject", plain_value("aggregate_id", aggregate))
     return body, attributes
+
+
+_MAX_NAMES = 1_000
+_NAMES: dict[str, dict[str, str]] = {}
+"""By prefix: attributes by the names of their headers, empty for other headers."""
+
+
+def _name_attribute(header: str, prefix: str, names: dict[str, str]) -> str:
+    name = header.removeprefix(prefix) if header.startswith(prefix) else ""
+    if len(names) < _MAX_NAMES:  # a producer may make up any number
+        names[header] = name
+    return name
 
 
 def plain_value(name: str, value: Any) -> Any:
