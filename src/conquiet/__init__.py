@@ -13,9 +13,10 @@ if TYPE_CHECKING:
     from conquiet.errors import ConquietError
     from conquiet.message import Message
     from conquiet.router import Router
+    from conquiet.schedule import Tick
     from conquiet.worker import Worker
 
-__all__ = ["Acking", "App", "ConquietError", "Depends", "Message", "Router", "Worker"]
+__all__ = ["Acking", "App", "ConquietError", "Depends", "Message", "Router", "Tick", "Worker"]
 
 _home = {
     "Acking": "conquiet.acking",
@@ -24,6 +25,7 @@ _home = {
     "Depends": "conquiet.app",
     "Message": "conquiet.message",
     "Router": "conquiet.router",
+    "Tick": "conquiet.schedule",
     "Worker": "conquiet.worker",
 }
 

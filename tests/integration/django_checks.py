@@ -273,7 +273,7 @@ def a_database_that_is_not_ours_is_left_alone_by_the_migration() -> None:
 
 def the_tables_can_be_dropped_and_made_again() -> None:
     call_command("migrate", "conquiet", "zero", verbosity=0)
-    assert len(app.store.missing_tables()) == 4
+    assert len(app.store.missing_tables()) == 5
     call_command("migrate", "conquiet", verbosity=0)
     assert schema.verify(app.store.log.log_engine) == []
 
@@ -289,7 +289,10 @@ def an_error_of_another_database_is_not_the_stores() -> None:
 def what_does_not_fit_django_is_refused() -> None:
     async def later(command: Do) -> None: ...
 
+    async def at_times() -> None: ...
+
     assert refused(lambda: app.on(later), "leave `async` away")
+    assert refused(lambda: app.every(minutes=5)(at_times), "leave `async` away")
     assert refused(app.create_tables, "manage.py migrate")
     assert refused(app.test, "django.test.TestCase")
     assert "inside a handler" in str(handle_do(lambda: app.send(OrderPlaced("a", 1))))

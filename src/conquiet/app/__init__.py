@@ -3,5 +3,6 @@
 from conquiet.app.app import App
 from conquiet.app.client import Client
 from conquiet.app.injection import Depends
+from conquiet.schedule import Tick
 
-__all__ = ["App", "Client", "Depends"]
+__all__ = ["App", "Client", "Depends", "Tick"]

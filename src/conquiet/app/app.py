@@ -16,7 +16,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, get_origin, overload
 
-from conquiet.app.injection import Provider, inject
+from conquiet.app.injection import Provider, inject, inject_all
 from conquiet.app.store import Broker, Store, make_relay, make_task_relay, open_store
 from conquiet.errors import ConfigError
 from conquiet.event import complete
@@ -24,6 +24,7 @@ from conquiet.gate import Unknown
 from conquiet.handler import Handler, Kind, function_name, type_hints
 from conquiet.message import Message, describe
 from conquiet.router import Router
+from conquiet.schedule import Clock, Missed, Schedule, Schedules, Tick, type_of
 from conquiet.shutdown import Signals
 from conquiet.source import Source
 from conquiet.stage import Middleware
@@ -99,6 +100,7 @@ class App:
         self.router = Router(unknown=self._judge_unknown)
         self.router.use(*self.store.middlewares)
         self._topics: dict[str, list[Handler]] = {}
+        self._schedules: dict[str, tuple[Schedule, Handler]] = {}
         self._running: Running | None = None
 
     # --- handlers ---------------------------------------------------------------------------
@@ -137,6 +139,7 @@ class App:
 
     def _register(self, function: F, *, topic: str | None, type: str | None, name: str | None) -> F:
         called = name or function_name(function)
+        self._check_function(function, called)
         hints = type_hints(function, f"handler {called}")
         first = hints.get(next(iter(inspect.signature(function).parameters), ""))
         is_raw = (get_origin(first) or first) is Message
@@ -151,6 +154,60 @@ class App:
         self.router.add(handler)
         self._topics.setdefault(topic or self.name, []).append(handler)
         return function
+
+    def _check_function(self, function: Callable[..., Any], name: str) -> None:
+        """Refuse a function that cannot be a handler of this app."""
+
+    def every(
+        self,
+        cron: str | None = None,
+        *,
+        zone: str = "UTC",
+        seconds: float = 0,
+        minutes: float = 0,
+        hours: float = 0,
+        days: float = 0,
+        missed: Missed = "one",
+        name: str | None = None,
+    ) -> Callable[[F], F]:
+        """Register a handler that is called on a schedule, once, however many processes run.
+
+        `cron` has five fields, in the time of `zone`; else give an interval, which is counted from
+        1970-01-01 UTC. The handler takes nothing, or a `Tick`, and what `on` gives by annotation or
+        by `Depends`; what it returns goes into the outbox. `missed` says what happens to ticks that
+        were due while no process ran: "one" is called for all of them, or "all" are, or they are
+        skipped. `name` is that of the schedule, and of the handler in the inbox.
+        """
+        if callable(cron):
+            raise ConfigError("@app.every needs a schedule: @app.every(minutes=5)")
+        interval = seconds + 60 * minutes + 3_600 * hours + 86_400 * days
+
+        def register(function: F) -> F:
+            called = name or function_name(function)
+            self._check_function(function, called)
+            if called in self._schedules:
+                raise ConfigError(f"schedule {called} exists; give this one a name=…")
+            schedule = Schedule(called, cron=cron, zone=zone, seconds=interval, missed=missed)
+            handler = Handler(
+                inject_all(function, called, self._find, Tick),
+                Kind.COMMAND,
+                source=self.source,
+                type=type_of(called),
+                name=called,
+                match=partial(_is_of, self.name),
+            )
+            self.router.add(handler)
+            self._schedules[called] = (schedule, handler)
+            return function
+
+        return register
+
+    @property
+    def schedules(self) -> Schedules:
+        """Return the schedules, with their state: to list, pause, resume and run them."""
+        known = {name: schedule for name, (schedule, _) in self._schedules.items()}
+        store = self.store
+        return Schedules(known, store.schedules(), self.name, self.source, store.publish)
 
     def use(self, *middlewares: Middleware) -> None:
         """Add middlewares, each at the place of its stage; without a stage outside the others."""
@@ -271,12 +328,24 @@ class App:
 
         Its own also if no handler is for it: a command that was sent there must not wait unseen.
         """
-        return tuple(dict.fromkeys((self.name, *self._topics))) if self._topics else ()
+        return tuple(dict.fromkeys((self.name, *self._topics))) if self.has_handlers else ()
+
+    @property
+    def has_handlers(self) -> bool:
+        return bool(self._topics or self._schedules)
 
     @property
     def handlers(self) -> Mapping[str, Sequence[Handler]]:
-        """Return the handlers by topic; one that was registered without is at the app's own."""
+        """Return the handlers by topic; one that was registered without is at the app's own.
+
+        Those of schedules are not among them: no other service sends ticks.
+        """
         return self._topics
+
+    @property
+    def scheduled(self) -> Mapping[str, Handler]:
+        """Return the handlers of schedules, by name."""
+        return {name: handler for name, (_, handler) in self._schedules.items()}
 
     def describe(self, version: str = "1.0.0") -> dict[str, Any]:
         """Return what the app receives and sends as an AsyncAPI 3 document, with JSON Schemas."""
@@ -291,7 +360,7 @@ class App:
 
     def sources(self) -> list[Source]:
         """Open the sources of the app's topics; its workers close them."""
-        if not self._topics:
+        if not self.has_handlers:
             raise ConfigError(
                 f"app {self.name} has no handlers; register one by @app.on, or import the module"
                 " that does"
@@ -313,16 +382,20 @@ class App:
         return make_task_relay(self.store, sink, self.celery, self.name)
 
     def open(self, *, worker: bool = True, relay: bool = True, **options: Any) -> Running:
-        """Create what runs: workers unless there are no handlers, and a relay if one is needed."""
+        """Create what runs: workers unless there are no handlers, and a relay if one is needed.
+
+        The schedules run with the workers.
+        """
         self.check_tables()
-        workers = self.workers(**options) if worker and self._topics else []
+        workers = self.workers(**options) if worker and self.has_handlers else []
         relaying = self.relay() if relay else None
         if not workers and relaying is None:
             raise ConfigError(
                 f"app {self.name} has nothing to run: no handlers, by @app.on, and no broker to"
                 " publish to"
             )
-        return Running(workers, relaying, self.store)
+        clock = Clock(self.schedules) if workers and self._schedules else None
+        return Running(workers, relaying, self.store, clock)
 
     def run(self, *, worker: bool = True, relay: bool = True, **options: Any) -> bool:
         """Work until SIGTERM, SIGINT or the end of a worker; return whether all was finished.
@@ -419,11 +492,18 @@ def _is_of(topic: str, message: Message[Any]) -> bool:
 
 
 class Running:
-    """Workers and relay of an app while they work, in one process."""
+    """Workers, relay and clock of an app while they work, in one process."""
 
-    def __init__(self, workers: Sequence[Worker], relay: Relay | None, store: Store) -> None:
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        relay: Relay | None,
+        store: Store,
+        clock: Clock | None = None,
+    ) -> None:
         self.workers = workers
         self.relay = relay
+        self._clock = clock
         self._store = store
         self._thread = threading.Thread(target=self._publish, name="conquiet-relay", daemon=True)
         self._crash: BaseException | None = None
@@ -459,6 +539,8 @@ class Running:
         try:
             for worker in self.workers:
                 worker.start()
+            if self._clock is not None:
+                self._clock.start()
         except BaseException:
             self.stop()
             raise
@@ -470,6 +552,8 @@ class Running:
         async with AsyncExitStack() as started:
             for worker in self.workers:
                 await started.enter_async_context(worker)
+            if self._clock is not None:
+                await asyncio.to_thread(self._clock.start)
             started.pop_all()
         self._start_relay()
 
@@ -508,6 +592,7 @@ class Running:
 
     def stop(self, hurry: Callable[[], bool] = lambda: False) -> bool:
         """Stop all at once, softly; after the grace time of each worker, hard."""
+        self._stop_clock()
         finished: list[bool] = []
         threads = [
             threading.Thread(
@@ -521,7 +606,12 @@ class Running:
             thread.join()
         return self._stop_relay() and all(finished) and not self._has_failed
 
+    def _stop_clock(self) -> None:
+        if self._clock is not None:
+            self._clock.stop()
+
     async def stop_async(self, hurry: Callable[[], bool] = lambda: False) -> bool:
+        await asyncio.to_thread(self._stop_clock)
         for worker in self.workers:
             worker.stop(hurry=hurry)  # on a loop it sets the grace time, and returns
         await asyncio.gather(*(worker.__aexit__() for worker in self.workers))

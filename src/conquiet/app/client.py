@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from conquiet import bridge
@@ -103,6 +104,15 @@ class Client:
         self.deliver()
         return sent
 
+    def tick(self, name: str, time: datetime | None = None) -> str:
+        """Write a tick of a schedule, and handle all that waits; return its id.
+
+        Two ticks of one time take effect once. Without a time it is the present one.
+        """
+        sent = self.app.schedules.run(name, None if time is None else time.timestamp())
+        self.deliver()
+        return sent
+
     def deliver(self, timeout: float = 30.0) -> None:
         """Handle what waits in the log, and what comes of it, until nothing is left to retry.
 
@@ -167,13 +177,14 @@ class Client:
     def outbox(self) -> list[Message[Any]]:
         """Return the events that handlers returned or `emit` wrote, and commands to other apps.
 
-        Their data is as JSON gives it.
+        Without ticks. Their data is as JSON gives it.
         """
         found = [self._message(row) for row in self._select_outbox()]
         return [message for message in found if not self._was_sent_here(message)]
 
     def _was_sent_here(self, message: Message[Any]) -> bool:
-        return message.attributes.get("kind") == "command" and message.topic in self.app.topics
+        kinds = ("command", "tick")
+        return message.attributes.get("kind") in kinds and message.topic in self.app.topics
 
     @property
     def dead_letters(self) -> list[DeadLetter]:

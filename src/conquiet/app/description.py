@@ -34,13 +34,14 @@ def describe(app: App, version: str = "1.0.0") -> dict[str, Any]:
     """Return the AsyncAPI document of an app; `version` is that of its interface.
 
     It has what handlers take and return; events that other code emits are not known to the app.
+    Ticks are not in it, since no other service sends them.
     """
     document = _Document()
     for topic, handlers in app.handlers.items():
         document.channel(topic)
         for handler in handlers:
             document.receive(handler.name, topic, handler.type, handler.takes)
-    for handlers in app.handlers.values():
+    for handlers in (*app.handlers.values(), list(app.scheduled.values())):
         for handler in handlers:
             for kind in handler.emits:
                 if is_event_class(kind) or is_typeddict(kind):

@@ -46,6 +46,7 @@ class Form(Enum):
     COROUTINE = "coroutine"
     ASYNC_CONTEXT = "async context"
     MESSAGE = "message"
+    DATA = "data"
 
     @property
     def is_async(self) -> bool:
@@ -66,6 +67,9 @@ class Provider:
 MESSAGE = Provider(lambda: None, Form.MESSAGE)
 """Gives the message; to a handler of batches, the list of messages."""
 
+DATA = Provider(lambda: None, Form.DATA)
+"""Gives the data of the message, where it is a parameter among others."""
+
 Find: TypeAlias = Callable[[Any, bool], Provider | None]
 """Returns the provider of an annotation, for an async handler or not; None if there is none."""
 
@@ -81,14 +85,47 @@ def inject(function: Callable[..., Any], name: str, find: Find) -> Callable[...,
     if not parameters or parameters[0].name not in hints:
         return function  # the handler refuses it
     first, rest = parameters[0], parameters[1:]
-    called = inspect.unwrap(function)
-    is_async = inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called)
     takes = _plain(hints[first.name])
-    asked = _Asked(f"handler {name}", is_async, _is_list(takes), find)
+    asked = _Asked(f"handler {name}", is_coroutine(function), _is_list(takes), find)
     needs = asked.providers(rest, hints)
-    if not needs:
-        return function
-    call = (_async_call if is_async else _sync_call)(function, needs, name)
+    return _make_call(function, needs, name, takes, hints, is_first=True) if needs else function
+
+
+def inject_all(
+    function: Callable[..., Any], name: str, find: Find, takes: type
+) -> Callable[..., Any]:
+    """Do as `inject` for a function that need not take the data: all its parameters are provided.
+
+    Those that are annotated by `takes` get the data.
+    """
+    hints = type_hints(function, f"handler {name}", include_extras=True)
+    parameters = list(inspect.signature(function).parameters.values())
+
+    def find_data(kind: Any, is_async: bool) -> Provider | None:
+        return DATA if kind is takes else find(kind, is_async)
+
+    asked = _Asked(f"handler {name}", is_coroutine(function), False, find_data)
+    needs = asked.providers(parameters, hints)
+    return _make_call(function, needs, name, takes, hints, is_first=False)
+
+
+def is_coroutine(function: Callable[..., Any]) -> bool:
+    """Return whether a function is `async def`, with or without `yield`."""
+    called = inspect.unwrap(function)
+    return inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called)
+
+
+def _make_call(
+    function: Callable[..., Any],
+    needs: Mapping[str, Provider],
+    name: str,
+    takes: Any,
+    hints: Mapping[str, Any],
+    *,
+    is_first: bool,
+) -> Callable[..., Any]:
+    make = _async_call if is_coroutine(function) else _sync_call
+    call = make(function, needs, name, is_first)
     call.__name__ = call.__qualname__ = name
     call.__module__ = getattr(function, "__module__", __name__)
     call.__annotations__ = {"data": takes, "message": Any, "return": _plain(hints.get("return"))}
@@ -96,13 +133,14 @@ def inject(function: Callable[..., Any], name: str, find: Find) -> Callable[...,
 
 
 def _sync_call(
-    function: Callable[..., Any], needs: Mapping[str, Provider], name: str
+    function: Callable[..., Any], needs: Mapping[str, Provider], name: str, is_first: bool
 ) -> Callable[[Any, Any], Any]:
     yields = inspect.isgeneratorfunction(inspect.unwrap(function))
 
     def call(data: Any, message: Any) -> Any:
         with ExitStack() as stack:
-            returned = function(data, **_fill(needs, message, {}, stack))
+            given = (data,) if is_first else ()
+            returned = function(*given, **_fill(needs, message, {}, stack))
             return list(returned) if yields else returned
         raise _swallowed(name)
 
@@ -110,13 +148,14 @@ def _sync_call(
 
 
 def _async_call(
-    function: Callable[..., Any], needs: Mapping[str, Provider], name: str
+    function: Callable[..., Any], needs: Mapping[str, Provider], name: str, is_first: bool
 ) -> Callable[[Any, Any], Any]:
     yields = inspect.isasyncgenfunction(inspect.unwrap(function))
 
     async def call(data: Any, message: Any) -> Any:
         async with AsyncExitStack() as stack:
-            returned = function(data, **await _fill_async(needs, message, {}, stack))
+            given = (data,) if is_first else ()
+            returned = function(*given, **await _fill_async(needs, message, {}, stack))
             return [item async for item in returned] if yields else await returned
         raise _swallowed(name)
 
@@ -137,8 +176,8 @@ def _fill(
     """Return the arguments for parameters; `made` holds what was made for this call."""
     values: dict[str, Any] = {}
     for name, provider in needs.items():
-        if provider.form is Form.MESSAGE:
-            values[name] = message
+        if provider.form in (Form.MESSAGE, Form.DATA):
+            values[name] = message if provider.form is Form.MESSAGE else message.decoded
             continue
         if provider.key is not None and provider.key in made:
             values[name] = made[provider.key]
@@ -155,8 +194,8 @@ async def _fill_async(
 ) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, provider in needs.items():
-        if provider.form is Form.MESSAGE:
-            values[name] = message
+        if provider.form in (Form.MESSAGE, Form.DATA):
+            values[name] = message if provider.form is Form.MESSAGE else message.decoded
             continue
         if provider.key is not None and provider.key in made:
             values[name] = made[provider.key]

@@ -21,6 +21,7 @@ from conquiet.config import require
 from conquiet.errors import ConfigError
 from conquiet.message import Message, new_id
 from conquiet.registry import SourceOptions, connect_source, open_redis, open_sink
+from conquiet.schedule import States
 from conquiet.sink import Sink
 from conquiet.source import Source
 from conquiet.stage import Middleware
@@ -71,6 +72,10 @@ class Store(ABC):
     @abstractmethod
     def sources(self, topics: Sequence[str], group: str) -> list[Source]:
         """Open the sources of the log of the store itself."""
+
+    @abstractmethod
+    def schedules(self) -> States:
+        """Return where the states of the app's schedules are kept."""
 
     @abstractmethod
     def relay_source(self) -> Source:
@@ -199,6 +204,11 @@ class SqlStore(Store):
         from conquiet.sql import LogSource
 
         return [LogSource(self.log_engine, topic, group, lease=LEASE_SECONDS) for topic in topics]
+
+    def schedules(self) -> States:
+        from conquiet.sql.schedules import Schedules
+
+        return Schedules(self.log_engine, self.outbox, self.outbox.topic)
 
     def relay_source(self) -> Source:
         from conquiet.sql import OutboxSource
@@ -372,6 +382,11 @@ class RedisStore(Store):
         from conquiet.redis import StreamSource
 
         return [StreamSource(self.client, list(topics), group)]
+
+    def schedules(self) -> States:
+        from conquiet.redis.schedules import Schedules
+
+        return Schedules(self.client, self.outbox)
 
     def open_sink(self) -> Sink | None:
         from conquiet.redis import StreamSink

@@ -24,6 +24,7 @@ from conquiet.cli import (
     pipeline,
     queue,
     relay,
+    schedule,
     streams,
     trace,
     worker,
@@ -35,6 +36,7 @@ from conquiet.secret import mask_all
 GROUPS = (
     demo,
     app,
+    schedule,
     worker,
     relay,
     outbox,

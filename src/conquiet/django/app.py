@@ -5,23 +5,21 @@ The log and the relay are read by connections of their own, opened with Django's
 
 from __future__ import annotations
 
-import inspect
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from django.conf import settings
 from django.db import connections
 
 from conquiet.app.app import App as BaseApp
-from conquiet.app.app import F
-from conquiet.app.injection import Provider
+from conquiet.app.injection import Provider, is_coroutine
 from conquiet.app.store import SqlStore, inside_error
 from conquiet.app.store import Store as BaseStore
 from conquiet.django.transaction import Inbox, Outbox, Transaction
 from conquiet.errors import ConfigError
-from conquiet.handler import function_name
 from conquiet.message import Message
+from conquiet.schedule import States
 from conquiet.source import Source
 from conquiet.sql.dialect import engine as open_engine
 from conquiet.sql.notification import notify_relays
@@ -84,13 +82,12 @@ class App(BaseApp):
             " whose database the migrations have prepared"
         )
 
-    def _register(self, function: F, *, topic: str | None, type: str | None, name: str | None) -> F:
-        if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+    def _check_function(self, function: Callable[..., Any], name: str) -> None:
+        if is_coroutine(function):
             raise ConfigError(
-                f"handler {name or function_name(function)} is async, and a transaction of Django"
-                " belongs to one thread; leave `async` away"
+                f"handler {name} is async, and a transaction of Django belongs to one thread; leave"
+                " `async` away"
             )
-        return super()._register(function, topic=topic, type=type, name=name)
 
 
 class Store(BaseStore):
@@ -126,6 +123,9 @@ class Store(BaseStore):
 
     def sources(self, topics: Sequence[str], group: str) -> list[Source]:
         return self.log.sources(topics, group)
+
+    def schedules(self) -> States:
+        return self.log.schedules()
 
     def relay_source(self) -> Source:
         return self.log.relay_source()

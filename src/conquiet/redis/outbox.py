@@ -77,9 +77,13 @@ class Outbox(outbox.Outbox):
         return [message.id for message in messages]
 
     def _entry(self, output: Message[Any]) -> tuple[Any, ...]:
+        return (b"XADD", self._key, b"*", *self.fields(output))
+
+    def fields(self, output: Message[Any]) -> tuple[Any, ...]:
+        """Return names and values of the entry of an event, in turn."""
         try:
             topic = (output.topic or self.topic_of(output)).encode()
-            return (b"XADD", self._key, b"*", TOPIC_FIELD, topic, *self._encode(output))
+            return (TOPIC_FIELD, topic, *self._encode(output))
         except (ConquietError, UnicodeEncodeError) as error:
             # The fault is the handler's, not that of the message that came in.
             raise HandlerError(

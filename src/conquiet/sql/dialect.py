@@ -478,6 +478,13 @@ def one_line(error: BaseException) -> str:
     return add_advice(reason)
 
 
+def write_epoch(target: Dialect) -> str:
+    """Return the expression of the database's time, in seconds since 1970."""
+    if is_postgresql(target):
+        return "extract(epoch FROM clock_timestamp())::float8"
+    return "((julianday('now') - 2440587.5) * 86400.0)"
+
+
 @contextmanager
 def begin_to_write(engine: Engine) -> Iterator[Connection]:
     """Open a transaction that writes; on SQLite with its write lock from the start."""

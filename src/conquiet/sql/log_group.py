@@ -262,6 +262,7 @@ class GroupTables:
     def __init__(self, engine: Engine, outbox: str, topic: str, group: str) -> None:
         self._is_postgresql = dialect.is_postgresql(engine.dialect)
         self._uses_psycopg = dialect.uses_psycopg(engine.dialect)
+        self._now = dialect.write_epoch(engine.dialect)
         quote = engine.dialect.identifier_preparer.format_table
         self.positions = positions_table(outbox).fullname
         self._names = {
@@ -283,12 +284,10 @@ class GroupTables:
 
     def _fill(self, template: str) -> str:
         """Write a statement for this database: `now`, and `any(name)` for one of a list."""
-        words = dict(self._names)
+        words = self._names | {"now": self._now}
         if self._is_postgresql:
-            words["now"] = "extract(epoch FROM clock_timestamp())::float8"
             words["of"] = "= ANY(CAST(:{} AS bigint[]))"
         else:
-            words["now"] = "((julianday('now') - 2440587.5) * 86400.0)"
             words["of"] = "IN (SELECT value FROM json_each(:{}))"
         for name, word in words.items():
             template = template.replace(f"<{name}>", word)

@@ -3,8 +3,8 @@
     row of the outbox:   stored ──published──▶ published_at set ──retention──▶ deleted
                            └─max_attempts───▶ parked_at set ──retry by hand──▶ stored
 
-An outbox has two more tables, for groups that read it as a log: `outbox_positions` and
-`outbox_retries`.
+An outbox has three more tables: `outbox_positions` and `outbox_retries`, for groups that read it as
+a log, and `outbox_schedules`, for the schedules of an app.
 
 Constructors never create tables: call `init` or `migrate`, or run `ddl` in your own migrations. In
 an Alembic project of your own, `include_object` keeps autogenerate from dropping the tables, or
@@ -255,6 +255,23 @@ def retries_table(outbox: str = OUTBOX_TABLE, metadata: MetaData | None = None) 
     )
 
 
+def schedules_table(outbox: str = OUTBOX_TABLE, metadata: MetaData | None = None) -> Table:
+    """Define the states of schedules, whose ticks are written into an outbox."""
+    schema, table = split_name(outbox)
+    return Table(
+        f"{table}_schedules",
+        metadata if metadata is not None else MetaData(),
+        Column("topic", Text, nullable=False),
+        Column("name", Text, nullable=False),
+        Column("definition", Text, nullable=False),
+        Column("next_at", Double, nullable=False),
+        Column("paused", Integer, nullable=False, server_default="0"),
+        Column("last_at", Double),
+        PrimaryKeyConstraint("topic", "name", name=f"{table}_schedules_pkey"),
+        schema=schema,
+    )
+
+
 VERSION_TABLE = "conquiet_alembic_version"
 OWN_TABLES = (
     INBOX_TABLE,
@@ -264,6 +281,8 @@ OWN_TABLES = (
     "conquiet_events_alembic_version",
 )
 """The tables that `include_object` leaves alone: those of `conquiet.events` too."""
+_SUFFIXES = ("_positions", "_retries", "_schedules")
+"""Of the tables beside an outbox."""
 DIALECTS = ("postgresql", "sqlite")
 _LOCK = 0x636F6E71  # "conq": the advisory lock for changes of the tables
 _WAL_SECONDS = 10.0
@@ -367,7 +386,7 @@ def add_tables(
     if inbox is not None:
         inbox_table(inbox, metadata)
     if outbox is not None:
-        for define in (outbox_table, positions_table, retries_table):
+        for define in (outbox_table, positions_table, retries_table, schedules_table):
             define(outbox, metadata)
 
 
@@ -384,13 +403,14 @@ def include_object(
 
     In `env.py`: `context.configure(…, include_object=schema.include_object)`. Tables of other names
     are given by `functools.partial(schema.include_object, tables=["sales.outbox"])`. The tables of
-    an outbox's groups are left alone with it.
+    groups and schedules beside an outbox are left alone with it.
     """
     if kind != "table" or not reflected or compare_to is not None:
         return True
     full: str = item.fullname
-    outbox = full.removesuffix("_positions").removesuffix("_retries")
-    return full not in tables and outbox not in tables
+    return full not in tables and not any(
+        full.endswith(suffix) and full.removesuffix(suffix) in tables for suffix in _SUFFIXES
+    )
 
 
 def render_item(kind: str, item: Any, context: Any) -> str | bool:

@@ -109,7 +109,7 @@ def test_many_processes_may_init_at_once(empty: Engine) -> None:
 def test_tables_have_the_names_one_gives_them(empty: Engine) -> None:
     schema.init(empty, inbox="seen", outbox="events_out")
     assert schema.verify(empty, inbox="seen", outbox="events_out") == []
-    assert [difference.found for difference in schema.verify(empty)] == ["missing"] * 4
+    assert {difference.found for difference in schema.verify(empty)} == {"missing"}
     with Transaction(empty).scope(()):
         assert Inbox("test", table="seen").remember([("test", "a")])
     with empty.begin() as connection:

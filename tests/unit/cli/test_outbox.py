@@ -59,7 +59,13 @@ def test_a_name_that_would_have_to_be_quoted_is_refused(capsys) -> None:
 
 def test_migrate_makes_tables_that_verify_and_can_be_run_again(sqlite_url, capsys) -> None:
     assert main(["outbox", "migrate", "--database", sqlite_url]) == 0
-    tables = ("outbox", "outbox_positions", "outbox_retries", "processed_messages")
+    tables = (
+        "outbox",
+        "outbox_positions",
+        "outbox_retries",
+        "outbox_schedules",
+        "processed_messages",
+    )
     assert capsys.readouterr().out == "".join(f"created {name}\n" for name in tables)
     assert main(["outbox", "migrate", "--database", sqlite_url]) == 0
     assert capsys.readouterr().out == "the tables were up to date already\n"

@@ -6,18 +6,8 @@ from typing import Any
 
 from django.db import migrations, models
 
-from conquiet.django.transaction import VENDORS
+from conquiet.django.migrations import create_tables
 from conquiet.sql import schema
-
-
-def create_tables(apps: Any, editor: Any) -> None:
-    """Create missing tables; those of an earlier migration of yours stay as they are."""
-    vendor = editor.connection.vendor
-    if vendor not in VENDORS:  # another database of the project; an App refuses to use it
-        return
-    for statement in schema.ddl(vendor).split(";\n"):
-        if statement.strip():
-            editor.execute(statement)
 
 
 def drop_tables(apps: Any, editor: Any) -> None:
