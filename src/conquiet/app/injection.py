@@ -11,7 +11,7 @@ exception of the handler must raise it again. A provider is called once per call
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -140,7 +140,7 @@ def _sync_call(
     def call(data: Any, message: Any) -> Any:
         with ExitStack() as stack:
             given = (data,) if is_first else ()
-            returned = function(*given, **_fill(needs, message, {}, stack))
+            returned = function(*given, **_open(_fill(needs, message, {}), stack))
             return list(returned) if yields else returned
         raise _swallowed(name)
 
@@ -155,7 +155,8 @@ def _async_call(
     async def call(data: Any, message: Any) -> Any:
         async with AsyncExitStack() as stack:
             given = (data,) if is_first else ()
-            returned = function(*given, **await _fill_async(needs, message, {}, stack))
+            arguments = await _open_async(_fill(needs, message, {}), stack)
+            returned = function(*given, **arguments)
             return [item async for item in returned] if yields else await returned
         raise _swallowed(name)
 
@@ -170,10 +171,14 @@ def _swallowed(name: str) -> HandlerError:
     )
 
 
-def _fill(
-    needs: Mapping[str, Provider], message: Any, made: dict[Any, Any], stack: ExitStack
-) -> dict[str, Any]:
-    """Return the arguments for parameters; `made` holds what was made for this call."""
+Arguments: TypeAlias = Generator[tuple[Form, Any], Any, dict[str, Any]]
+
+
+def _fill(needs: Mapping[str, Provider], message: Any, made: dict[Any, Any]) -> Arguments:
+    """Return the arguments for parameters; `made` holds what was made for this call.
+
+    Yields what a provider has made, if it must be awaited or entered, and is sent its value.
+    """
     values: dict[str, Any] = {}
     for name, provider in needs.items():
         if provider.form in (Form.MESSAGE, Form.DATA):
@@ -182,33 +187,37 @@ def _fill(
         if provider.key is not None and provider.key in made:
             values[name] = made[provider.key]
             continue
-        value = provider.make(**_fill(provider.needs, message, made, stack))
-        if provider.form is Form.CONTEXT:
-            value = stack.enter_context(value)
+        inner = yield from _fill(provider.needs, message, made)
+        value = provider.make(**inner)
+        if provider.form is not Form.VALUE:
+            value = yield provider.form, value
         values[name] = made[provider.key] = value
     return values
 
 
-async def _fill_async(
-    needs: Mapping[str, Provider], message: Any, made: dict[Any, Any], stack: AsyncExitStack
-) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for name, provider in needs.items():
-        if provider.form in (Form.MESSAGE, Form.DATA):
-            values[name] = message if provider.form is Form.MESSAGE else message.decoded
-            continue
-        if provider.key is not None and provider.key in made:
-            values[name] = made[provider.key]
-            continue
-        value = provider.make(**await _fill_async(provider.needs, message, made, stack))
-        if provider.form is Form.COROUTINE:
-            value = await value
-        elif provider.form is Form.CONTEXT:
-            value = stack.enter_context(value)
-        elif provider.form is Form.ASYNC_CONTEXT:
-            value = await stack.enter_async_context(value)
-        values[name] = made[provider.key] = value
-    return values
+def _open(arguments: Arguments, stack: ExitStack) -> dict[str, Any]:
+    value: Any = None
+    while True:
+        try:
+            _, opened = arguments.send(value)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]  # a generator's value is Any
+        value = stack.enter_context(opened)
+
+
+async def _open_async(arguments: Arguments, stack: AsyncExitStack) -> dict[str, Any]:
+    value: Any = None
+    while True:
+        try:
+            form, opened = arguments.send(value)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]  # a generator's value is Any
+        if form is Form.COROUTINE:
+            value = await opened
+        elif form is Form.CONTEXT:
+            value = stack.enter_context(opened)
+        else:
+            value = await stack.enter_async_context(opened)
 
 
 @dataclass(frozen=True)

@@ -347,10 +347,36 @@ def is_over(connection: Connection) -> bool:
     return False
 
 
-def has_begun(connection: Connection) -> bool:
-    """Return whether BEGIN was sent by asyncpg, which SQLAlchemy does with the first statement."""
+def drives_asyncpg(connection: Connection) -> bool:
+    """Return whether statements can be sent by asyncpg itself, around SQLAlchemy's adapter.
+
+    That needs attributes that neither documents. Without one of them, in a later version, all
+    statements go through the cursor of the adapter.
+    """
+    if connection.dialect.driver != "asyncpg":
+        return False
     adapted: Any = connection.connection.dbapi_connection
-    return adapted._transaction is not None
+    kinds: Any = type(adapted), type(adapted.driver_connection)
+    return _has_parts(*kinds)
+
+
+_ADAPTER_PARTS = (
+    *("_transaction", "_start_transaction", "_handle_exception"),
+    *("isolation_level", "readonly", "deferrable"),
+)
+_ASYNCPG_PARTS = ("_top_xact",)
+
+
+@lru_cache(100)
+def _has_parts(adapter: type, driver: type) -> bool:
+    has_all = all(hasattr(adapter, name) for name in _ADAPTER_PARTS)
+    return has_all and all(hasattr(driver, name) for name in _ASYNCPG_PARTS)
+
+
+def has_begun(connection: Connection) -> bool:
+    """Return whether BEGIN is known to be sent; SQLAlchemy sends it with the first statement."""
+    adapted: Any = connection.connection.dbapi_connection
+    return getattr(adapted, "_transaction", None) is not None
 
 
 class AsyncpgTransaction:

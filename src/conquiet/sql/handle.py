@@ -97,9 +97,12 @@ def execute(connection: Connection, statement: Statement) -> Rows:
     if not target.is_async:
         return _fetch(connection, (text, parameters))
     with dialect.translate_errors(connection):
-        if dialect.uses_asyncpg(target):
+        if dialect.drives_asyncpg(connection):
             return bridge.wait_for(_by_asyncpg(connection, text, parameters))
-        return dialect.execute(connection, text, parameters)
+        driver = dialect.driver_connection(connection)
+        if _is_a(driver, _ASYNC_PSYCOPG):  # SQLAlchemy's cursor would switch greenlets three times
+            return bridge.wait_for(run_async(driver, statement))
+        return dialect.execute(connection, _numbered(text), parameters)
 
 
 def execute_with_begin(connection: Connection, statement: Statement) -> Rows:
@@ -110,7 +113,7 @@ def execute_with_begin(connection: Connection, statement: Statement) -> Rows:
     """
     if (
         statement.is_single
-        and dialect.uses_asyncpg(connection.dialect)
+        and dialect.drives_asyncpg(connection)
         and not dialect.has_begun(connection)
     ):
         text, parameters = statement.postgresql()
@@ -151,26 +154,31 @@ _MAX_WRITTEN_BYTES = 4_000
 
 
 def _write_parameters(text: str, parameters: Sequence[Any]) -> str | None:
-    """Write parameters into a text as hexadecimal digits, which no value can break out of.
+    """Write parameters into a text, in a form that no value can break out of.
 
-    Return None if they are large, or other than text and bytes.
+    ASCII without quotes and backslashes is written between quotes, anything else as hexadecimal
+    digits. Return None if they are large, or other than text and bytes.
     """
     first, *others = _split(text)
     parts = [first]
     size = 0
     for value, part in zip(parameters, others, strict=True):
         if type(value) is str:
-            try:
-                data = value.encode()
-            except UnicodeEncodeError:
-                return None
-            parts += ("convert_from(decode('", data.hex(), "', 'hex'), 'UTF8')", part)
+            if value.isascii() and not ("'" in value or "\\" in value or "\0" in value):
+                size += len(value)
+                parts += ("'", value, "'", part)
+            else:
+                try:
+                    data = value.encode()
+                except UnicodeEncodeError:
+                    return None
+                size += len(data)
+                parts += ("convert_from(decode('", data.hex(), "', 'hex'), 'UTF8')", part)
         elif type(value) is bytes:
-            data = value
-            parts += ("decode('", data.hex(), "', 'hex')", part)
+            size += len(value)
+            parts += ("decode('", value.hex(), "', 'hex')", part)
         else:
             return None
-        size += len(data)
         if size > _MAX_WRITTEN_BYTES:
             return None
     return "".join(parts)

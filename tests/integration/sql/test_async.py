@@ -32,6 +32,7 @@ from conquiet.sql import (
     async_connection,
     async_session,
     connection,
+    dialect,
     session,
 )
 from conquiet.sql.schema import OUTBOX_TABLE
@@ -888,6 +889,48 @@ def test_statements_of_the_driver_are_in_the_transaction(
 
     asyncio.run(main())
     assert saved(asyncpg.engine) == ["good"]
+
+
+@pytest.mark.parametrize("parts", ["_ADAPTER_PARTS", "_ASYNCPG_PARTS"])
+@pytest.mark.parametrize("batch_size", [1, 7])
+def test_versions_without_the_attributes_that_are_used_take_the_plain_path(
+    asyncpg: Database, monkeypatch: pytest.MonkeyPatch, parts: str, batch_size: int
+) -> None:
+    monkeypatch.setattr(dialect, parts, ("renamed_in_a_later_version",))
+    dialect._has_parts.cache_clear()
+
+    async def main() -> list[str]:
+        async with asyncpg.open() as engine:
+            sent = log_statements(engine)
+            shop = Shop(engine)
+
+            async def place(order: Place) -> Placed:
+                async with async_connection(engine) as found:
+                    driver: Any = (await found.get_raw_connection()).driver_connection
+                    await driver.execute("INSERT INTO orders VALUES ($1, 1)", order.id)
+                if order.id == "0003":
+                    raise ValueError("refused")
+                return Placed(order.id)
+
+            twin = Message(Place("twin"), {"id": "1", "type": "place", "source": "/test"})
+            for _ in range(2):
+                shop.log.sink("commands").publish([twin])
+            shop.publish(*numbers(20))
+            await shop.work(
+                shop.router(place),
+                lambda _: len(shop.log.unsettled("g")) == 1,
+                batch_size=batch_size,
+            )
+            return sent
+
+    try:
+        sent = asyncio.run(main())
+    finally:
+        dialect._has_parts.cache_clear()
+    assert not [one for one in sent if one.startswith("BEGIN") and "INSERT" in one]
+    right = [one for one in numbers(20) if one != "0003"] + ["twin"]
+    assert saved(asyncpg.engine) == asyncpg.events() == right
+    assert remembered(asyncpg.engine) == 20
 
 
 def test_listeners_of_an_engine_see_each_transaction(database: Database) -> None:
