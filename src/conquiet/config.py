@@ -54,10 +54,11 @@ class MissingExtra(ConfigError, ModuleNotFoundError):
     """A package is not installed; names the command that installs it."""
 
 
-def missing_extra(error: ImportError, extra: str) -> MissingExtra:
-    """Return the error for an import that failed because an extra is not installed."""
+def missing_extra(error: ImportError, extra: str | None) -> MissingExtra:
+    """Return the error for an import that failed because an extra, or a package, is missing."""
     name = error.name or str(error)
-    made = MissingExtra(f"{name} is not installed: pip install 'conquiet[{extra}]'")
+    package = name if extra is None else f"'conquiet[{extra}]'"
+    made = MissingExtra(f"{name} is not installed: pip install {package}")
     made.name = error.name
     return made
 

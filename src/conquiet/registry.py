@@ -25,7 +25,6 @@ from conquiet.config import (
     BROKER_VARIABLE,
     DATABASES,
     explain,
-    missing_extra,
     read,
     require,
 )
@@ -108,8 +107,6 @@ def open_database(
     sql: Any = require("conquiet.sql", "postgres")
     try:
         return sql.engine(parsed, **options)  # type: ignore[no-any-return]
-    except ImportError as error:  # the driver
-        raise missing_extra(error, "postgres") from error
     except require("sqlalchemy.exc", "sql").NoSuchModuleError:
         raise ConfigError(
             f"{origin} {parsed.drivername}://: unknown driver; pip install 'conquiet[postgres]'"

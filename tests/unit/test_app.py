@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import ssl
+import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
@@ -25,6 +27,7 @@ from sqlalchemy.ext.asyncio import (
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
 from conquiet import App, Depends, Message, sql
+from conquiet.cli import main
 from conquiet.errors import ConfigError, HandlerError, StoreError
 from conquiet.middleware import Correlation, Retry
 from conquiet.testing import eventually
@@ -579,6 +582,34 @@ def test_a_provider_of_a_provider_is_named_in_the_error(app: App) -> None:
 def test_a_database_that_cannot_be_used_is_refused(database: Any, word: str) -> None:
     with pytest.raises(ConfigError, match=word):
         App("shop", database)
+
+
+@pytest.mark.parametrize(
+    ("url", "package", "command"),
+    [
+        ("postgresql://localhost/shop", "psycopg", "pip install 'conquiet[postgres]'"),
+        ("postgresql+asyncpg://localhost/shop", "asyncpg", "pip install asyncpg"),
+        ("sqlite+aiosqlite:///shop.db", "aiosqlite", "pip install aiosqlite"),
+    ],
+)
+def test_a_missing_driver_is_named_with_the_command_that_installs_it(
+    url: str,
+    package: str,
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=re.escape(f"{package} is not installed: {command}")):
+        App("shop", url)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    name = f"shop_without_{package}"
+    (tmp_path / f"{name}.py").write_text(f"import conquiet\napp = conquiet.App('shop', {url!r})\n")
+    assert main(["run", f"{name}:app"]) == 2
+    assert capsys.readouterr().err == (f"conquiet: error: {package} is not installed: {command}\n")
 
 
 @pytest.mark.parametrize(

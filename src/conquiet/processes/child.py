@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from conquiet.config import MissingExtra
 from conquiet.errors import ConfigError, ConquietError
 from conquiet.shutdown import Signals
 from conquiet.worker import Health, Worker
@@ -205,6 +206,8 @@ def resolve(target: str) -> Any:
 def _import(name: str) -> Any:
     try:
         return importlib.import_module(name)
+    except MissingExtra:  # it names the command that installs it
+        raise
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if name == missing or name.startswith(f"{missing}."):

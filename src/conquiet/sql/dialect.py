@@ -26,7 +26,7 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from conquiet import bridge
-from conquiet.config import require
+from conquiet.config import missing_extra, require
 from conquiet.errors import ConfigError, HandlerError, StoreError
 from conquiet.sql.tls import add_advice, is_near, mode_of, verify_server
 
@@ -82,7 +82,8 @@ def engine(url: str | URL, **options: Any) -> Engine:
         arguments = {_PREPARE: _prepare_threshold(address), **options.pop("connect_args", {})}
         options["connect_args"] = arguments
         address = address.difference_update_query([_PREPARE])
-    return create_engine(address, **options)
+    with _name_missing_driver():
+        return create_engine(address, **options)
 
 
 def is_async_url(url: URL) -> bool:
@@ -105,7 +106,18 @@ def async_engine(url: URL, **options: Any) -> AsyncEngine:
         url = verify_server(url)
     elif "ssl" not in url.query and mode_of(url) is None and not is_near(url):
         arguments["ssl"] = ssl.create_default_context()
-    return create_async_engine(url, connect_args=arguments, **options)
+    with _name_missing_driver():
+        return create_async_engine(url, connect_args=arguments, **options)
+
+
+@contextmanager
+def _name_missing_driver() -> Iterator[None]:
+    """Name the command that installs the driver which SQLAlchemy could not import."""
+    try:
+        yield
+    except ImportError as error:
+        is_in_no_extra = error.name in ("asyncpg", "aiosqlite")
+        raise missing_extra(error, None if is_in_no_extra else "postgres") from error
 
 
 _DRIVERS = {
