@@ -150,6 +150,9 @@ def test_redis_as_broker_is_fed_by_the_relay(
         eventually(lambda: sorted(seen) == ["o-1", "o-2", "o-3"])
     assert count(looking) == 3
     assert redis_client.xlen("shop") == 4 + 3  # commands, and events
+    [source] = app.sources()
+    assert getattr(source, "lease", None) == 10  # as without a broker: a kill costs seconds
+    source.close()
 
 
 def test_redis_alone_keeps_effects_inbox_and_log(redis_url: str, redis_client: Any) -> None:

@@ -218,6 +218,56 @@ def test_a_command_to_an_app_whose_handlers_are_all_for_others_is_a_dead_letter(
         assert "the matchers of place_order refused it" in letter.error
 
 
+def test_a_client_that_is_not_open_reaches_nothing(app: App) -> None:
+    @app.on
+    def place_order(order: PlaceOrder, session: Session) -> None:
+        session.add(Order(id=order.id, amount=order.amount))
+
+    app.create_tables()
+    client = app.test()
+    for use in (
+        lambda: client.send(PlaceOrder("o-1")),
+        client.deliver,
+        client.redeliver,
+        lambda: client.rows(ORDERS),
+        lambda: client.outbox,
+        lambda: client.dead_letters,
+    ):
+        with pytest.raises(ConfigError, match=r"with app\.test"):
+            use()
+    with app.engine.connect() as connection:  # that of the app itself
+        assert connection.scalar(text("SELECT count(*) FROM outbox")) == 0
+    with client:
+        client.send(PlaceOrder("o-1"))
+    with client:  # once more, on another file
+        assert client.redeliver() == 0
+        assert client.rows(ORDERS) == []
+
+
+def test_a_handler_registered_during_a_test_is_refused_and_not_forgotten(app: App) -> None:
+    def place_order(order: PlaceOrder) -> None: ...
+
+    with app.test(), pytest.raises(ConfigError, match="before"):
+        app.on(place_order)
+    assert not app.handlers
+
+
+def test_a_parameter_that_may_be_none_is_given_all_the_same(app: App) -> None:
+    given: list[Any] = []
+
+    @app.on
+    def place_order(
+        order: PlaceOrder, session: Session | None = None, message: Message[Any] | None = None
+    ) -> None:
+        given.append((session, message))
+
+    with app.test() as shop:
+        shop.send(PlaceOrder("o-1"))
+    [(session, message)] = given
+    assert isinstance(session, Session)
+    assert isinstance(message, Message)
+
+
 def test_a_test_ends_although_events_cause_each_other_without_end(app: App) -> None:
     @app.on
     def again(order: PlaceOrder) -> PlaceOrder:

@@ -102,6 +102,8 @@ class App:
         self._topics: dict[str, list[Handler]] = {}
         self._schedules: dict[str, tuple[Schedule, Handler]] = {}
         self._running: Running | None = None
+        self.is_in_test = False
+        """Whether `test()` has replaced database, broker and router for a while."""
 
     # --- handlers ---------------------------------------------------------------------------
 
@@ -157,6 +159,10 @@ class App:
 
     def _check_function(self, function: Callable[..., Any], name: str) -> None:
         """Refuse a function that cannot be a handler of this app."""
+        if self.is_in_test:
+            raise ConfigError(
+                f"handler {name}: register it before app.test(), whose end would forget it"
+            )
 
     def every(
         self,

@@ -58,7 +58,7 @@ class Client:
         self._database = database
         self._metadata = metadata
         self._max_attempts = max_attempts
-        self._open = ExitStack()
+        self._open: ExitStack | None = None
         self._delivered: list[Message[Any]] = []
         self._last = ""
         self._loop = LoopThread()
@@ -67,6 +67,7 @@ class Client:
         with ExitStack() as opening:
             app = self.app
             former, broker, router = app.store, app.broker, app.router
+            was_in_test = app.is_in_test
             assert isinstance(former, SqlStore), "refused by __init__"
             database = self._database
             if database is None:
@@ -79,12 +80,13 @@ class Client:
             if self._metadata is not None:
                 self._metadata.create_all(self._store.log_engine)
             ours = dict(zip(former.middlewares, self._store.middlewares, strict=True))
-            app.store, app.broker = self._store, None
+            app.store, app.broker, app.is_in_test = self._store, None, True
             app.router = router.copy(*(ours.get(item, item) for item in router.middlewares))
 
             def restore() -> None:
                 app.router.close()
                 app.store, app.broker, app.router = former, broker, router
+                app.is_in_test = was_in_test
 
             opening.callback(restore)
             if app.topics:  # else it has no handlers, and emits only
@@ -92,14 +94,26 @@ class Client:
             self._sources: list[LogSource] = self._open_sources()
             for source in self._sources:
                 opening.callback(source.close)
+            self._delivered = []
             self._open = opening.pop_all()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._open.close()
+        opened, self._open = self._open, None
+        if opened is not None:
+            opened.close()
+
+    def _check_open(self) -> None:
+        """Refuse what would reach the app's own database and broker."""
+        if self._open is None:
+            raise ConfigError(
+                f"the client of {self.app.name} is not open; write `with app.test() as client:`,"
+                " and use it inside the block"
+            )
 
     def send(self, event: Any, *, topic: str | None = None, **attributes: Any) -> str:
         """Send a command or an event to the app, and handle all that waits; return its id."""
+        self._check_open()
         sent = self.app.send(event, topic=topic, **attributes)
         self.deliver()
         return sent
@@ -119,6 +133,7 @@ class Client:
         Raises if there is still something after `timeout` seconds: events that cause each other
         without end, or a database that gives all back.
         """
+        self._check_open()
         deadline = time.monotonic() + timeout
         while sum(self._deliver(source) for source in self._sources):
             if time.monotonic() > deadline:
@@ -138,6 +153,7 @@ class Client:
 
     def redeliver(self) -> int:
         """Deliver all messages again that took effect; return how many took effect once more."""
+        self._check_open()
         again = [
             Message(message.data, dict(message.attributes), topic=message.topic, deliveries=2)
             for message in self._delivered
@@ -169,6 +185,7 @@ class Client:
         """Return the rows of a SELECT, given as text or by SQLAlchemy."""
         from sqlalchemy import text
 
+        self._check_open()
         query = text(statement) if isinstance(statement, str) else statement
         with self._store.log_engine.connect() as connection:
             return [tuple(row) for row in connection.execute(query)]
@@ -189,6 +206,7 @@ class Client:
     @property
     def dead_letters(self) -> list[DeadLetter]:
         """Return the messages that failed `max_attempts` times, or with a permanent error."""
+        self._check_open()
         letters: list[DeadLetter] = []
         for source in self._sources:
             with self._store.log_engine.connect() as connection:
@@ -199,6 +217,7 @@ class Client:
     def _select_outbox(self) -> Sequence[Any]:
         from sqlalchemy import text
 
+        self._check_open()
         statement = text(
             "SELECT topic, event_type, event_id, key, content_type, data,"
             f" CAST(attributes AS TEXT) AS attributes FROM {self._store.outbox.table.fullname}"

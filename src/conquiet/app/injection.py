@@ -15,7 +15,8 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Annotated, Any, TypeAlias, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Annotated, Any, TypeAlias, Union, get_args, get_origin
 
 from conquiet.errors import ConfigError, HandlerError
 from conquiet.handler import function_name, type_hints
@@ -268,6 +269,7 @@ class _Asked:
         return self._by_annotation(parameter.name, _plain(hint))
 
     def _by_annotation(self, name: str, kind: Any) -> Provider | None:
+        kind = _not_none(kind)
         item = get_args(kind)[0] if _is_list(kind) else kind
         if (get_origin(item) or item) is Message:
             if _is_list(kind) != self.is_batch:
@@ -332,6 +334,14 @@ def _key(make: Callable[..., Any]) -> Any:
 
 def _plain(hint: Any) -> Any:
     return get_args(hint)[0] if get_origin(hint) is Annotated else hint
+
+
+def _not_none(hint: Any) -> Any:
+    """Return X of `X | None`: a default of None must not keep a provider's value away."""
+    if get_origin(hint) in (Union, UnionType):
+        kinds = [kind for kind in get_args(hint) if kind is not NoneType]
+        return kinds[0] if len(kinds) == 1 else hint
+    return hint
 
 
 def _is_list(kind: Any) -> bool:

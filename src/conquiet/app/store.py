@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from conquiet.relay.relay import Relay
 
 LEASE_SECONDS = 10.0
-"""How long the partitions of a process that was killed wait for another one."""
+"""How long what a process held that was killed waits for another one; it is renewed until then."""
 _REDIS = ("redis", "rediss", "unix", "redis+cluster", "rediss+cluster", "redis+sentinel")
 _BROKERS = (*_REDIS, "amqp", "amqps", "kafka")
 
@@ -381,7 +381,7 @@ class RedisStore(Store):
     def sources(self, topics: Sequence[str], group: str) -> list[Source]:
         from conquiet.redis import StreamSource
 
-        return [StreamSource(self.client, list(topics), group)]
+        return [StreamSource(self.client, list(topics), group, lease=LEASE_SECONDS)]
 
     def schedules(self) -> States:
         from conquiet.redis.schedules import Schedules
@@ -461,7 +461,8 @@ class Broker:
     def sources(self, topics: Sequence[str], group: str) -> list[Source]:
         if self.scheme in _REDIS:
             room: Any = require("conquiet.redis", "redis")
-            return [room.StreamSource(open_redis(self._url, "broker"), list(topics), group)]
+            client = open_redis(self._url, "broker")
+            return [room.StreamSource(client, list(topics), group, lease=LEASE_SECONDS)]
         for topic in topics:
             if "," in topic:  # it separates topics in a URL
                 raise ConfigError(f"topic {topic!r}: a topic of {self.scheme} has no comma")

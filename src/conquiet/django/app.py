@@ -83,6 +83,7 @@ class App(BaseApp):
         )
 
     def _check_function(self, function: Callable[..., Any], name: str) -> None:
+        super()._check_function(function, name)
         if is_coroutine(function):
             raise ConfigError(
                 f"handler {name} is async, and a transaction of Django belongs to one thread; leave"
