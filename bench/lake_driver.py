@@ -34,8 +34,9 @@ def main(log: str, lake: str, tables: str = "all") -> None:
     from marketplace.lake import pipeline
 
     places = {"spark.local.dir": f"{lake}.tmp", "spark.sql.warehouse.dir": f"{lake}.warehouse"}
-    # Without formats, as `conquiet pipeline run --from files` has it.
-    spark = session("bench", master="local[2]", config={**SETTINGS, **places}, formats=False)
+    config = {**SETTINGS, **places}
+    # As `conquiet pipeline run --from files --once` has it.
+    spark = session("bench", master="local[2]", config=config, formats=False, quick_start=True)
     started = time.perf_counter() - began
     if tables == "nine":
         pipeline = nine_tables()

@@ -28,7 +28,7 @@ _TRY = """
 import json, logging, os, sys
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="said: %(message)s")
 from conquiet.spark.settings import session
-spark = session("tried", formats=False, config={"spark.ui.enabled": False,
+spark = session("tried", formats=False, quick_start=True, config={"spark.ui.enabled": False,
     "spark.driver.memory": "512m", "spark.sql.shuffle.partitions": 7})
 told = spark.conquiet_settings
 found = {name: spark.sparkContext.getConf().get(name) for name in told}
@@ -37,7 +37,11 @@ names = ("spark.sql.shuffle.partitions", "spark.sql.session.timeZone",
 shown = [spark.conf.get(name) for name in names]
 rows = spark.range(3).mapInArrow(lambda batches: batches, "id long").count()
 assert "conquiet.spark.log.source" not in sys.modules
-print(json.dumps([told, found, shown, rows, session() is spark, spark.sparkContext.master]))
+java = list(
+    spark._jvm.java.lang.management.ManagementFactory.getRuntimeMXBean().getInputArguments())
+assert "SPARK_SUBMIT_OPTS" not in os.environ
+master = spark.sparkContext.master
+print(json.dumps([told, found, shown, rows, session() is spark, master, java]))
 """
 _OTHER_STORE = "org.apache.spark.sql.execution.streaming.state.HDFSBackedStateStoreProvider"
 
@@ -49,6 +53,7 @@ def test_a_session_sets_what_nobody_else_has_set_and_says_so(way, spark, tmp_pat
     (tmp_path / "spark-defaults.conf").write_text("spark.sql.session.timeZone Europe/Zurich\n")
     (tmp_path / "job.py").write_text(_TRY)
     environment = {"SPARK_CONF_DIR": str(tmp_path), **_plain_environment()}
+    environment.pop(OPTIONS, None)
     asked = ["--master", "local[1]"]
     asked += ["--conf", f"spark.sql.streaming.stateStore.providerClass={_OTHER_STORE}"]
     command = [sys.executable]
@@ -66,8 +71,10 @@ def test_a_session_sets_what_nobody_else_has_set_and_says_so(way, spark, tmp_pat
     )
     assert done.returncode == 0, done.stderr[-3000:]
     [answer] = [line for line in done.stdout.splitlines() if not line.startswith("said: ")]
-    told, found, shown, rows, is_same, master = json.loads(answer)
+    told, found, shown, rows, is_same, master, java = json.loads(answer)
     assert told == found
+    quick = {"-XX:TieredStopAtLevel=1", "-XX:ReservedCodeCacheSize=240m"}
+    assert (quick <= set(java)) == (way != "spark-submit")  # which has started Java before
     assert set(told) >= {
         "spark.sql.streaming.checkpointFileManagerClass",
         "spark.sql.python.filterPushdown.enabled",

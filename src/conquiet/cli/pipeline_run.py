@@ -137,6 +137,7 @@ def _session(options: Namespace, config: dict[str, str]) -> SparkSession:
         remote=options.remote,
         config=config,
         formats=options.origin != "files",
+        quick_start=options.once,
     )
 
 

@@ -12,12 +12,13 @@ import shlex
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conquiet.errors import ConfigError
-from conquiet.spark.class_archive import ClassArchive
+from conquiet.spark.class_archive import OPTIONS, ClassArchive
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -30,6 +31,9 @@ SETTINGS_ATTRIBUTE = "conquiet_settings"
 _EXECUTION = "org.apache.spark.sql.execution.streaming"
 _ROCKSDB = f"{_EXECUTION}.state.RocksDBStateStoreProvider"
 _EXECUTOR_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_QUICK_JAVA = "-XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=240m"
+"""One compiler, and as much room for compiled code as Java has by default with two."""
+_JAVA_OPTIONS = (OPTIONS, "SPARK_LAUNCHER_OPTS")
 _MAX_SOCKET_DIRECTORY_CHARS = 50
 """The path of a Unix socket has 107 bytes at most, and Spark adds a name of its own."""
 
@@ -41,12 +45,16 @@ def session(
     remote: str | None = None,
     config: Mapping[str, Any] | None = None,
     formats: bool = True,
+    quick_start: bool = False,
 ) -> SparkSession:
     """Return a session on `master` (by default Spark's own, or `local[*]`), or of a Connect server.
 
     Its attribute `conquiet_settings` holds the settings that were made here. A session that is
     already running is returned unchanged. The formats of conquiet are registered in it, unless
     `formats` is false: files need none.
+
+    `quick_start` lets Java compile by its first compiler alone: for a session of minutes whose rows
+    are in Python, as that of a pipeline that runs once.
     """
     if master is not None and remote is not None:
         raise ConfigError(f"master={master!r} and remote={remote!r}: give one of them")
@@ -55,7 +63,8 @@ def session(
     if remote is not None:
         spark = _connect(app, remote, chosen)
     else:
-        spark, ours = _start(app, master, chosen)
+        with _quick_java() if quick_start else nullcontext():
+            spark, ours = _start(app, master, chosen)
     if formats:
         from conquiet.spark.formats import register
 
@@ -63,6 +72,25 @@ def session(
     if ours or not hasattr(spark, SETTINGS_ATTRIBUTE):  # keep those of an earlier call
         setattr(spark, SETTINGS_ATTRIBUTE, ours)
     return spark
+
+
+@contextmanager
+def _quick_java() -> Iterator[None]:
+    """Let a Java that is started meanwhile, and Spark's launcher of it, compile by C1 alone.
+
+    Options of the user come after these, and prevail.
+    """
+    before = {name: os.environ.get(name) for name in _JAVA_OPTIONS}
+    for name, value in before.items():
+        os.environ[name] = f"{_QUICK_JAVA} {value or ''}".strip()
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _connect(app: str, remote: str, chosen: Settings) -> SparkSession:

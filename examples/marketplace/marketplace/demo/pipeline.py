@@ -45,7 +45,7 @@ def _session(scratch: str) -> SparkSession:
         "spark.ui.showConsoleProgress": "false",
         "spark.log.level": "ERROR",
     }
-    return session("conquiet demo", master="local[*]", config=config)
+    return session("conquiet demo", master="local[*]", config=config, quick_start=True)
 
 
 def _make_tables(spark: SparkSession, settings: dict[str, Any]) -> None:
