@@ -38,7 +38,7 @@ from conquiet.lake.judge import BUCKETS, Counts, Judge, event_of, holds
 from conquiet.lake.schema import Encoder
 from conquiet.lake.silver import EXPECTATIONS
 from conquiet.lake.tables import CHANGE, DataFile, Files, Store
-from conquiet.lake.tasks import Tasks, collector_paused, judge_of
+from conquiet.lake.tasks import Tasks, balance, collector_paused, judge_of
 
 STATES = pa.schema([("hash", pa.int64()), ("key", pa.string()), ("state", pa.binary())])
 _MOST_LEVELS = 12
@@ -443,7 +443,8 @@ def run_fold(
             for parts in file.parts.values():
                 for bucket in parts:
                     rows_of[bucket] += 1
-    groups = _balance(rows_of, max(tasks.cores * 2, int(rows_of.sum()) // _ROWS_PER_TASK))
+    count = max(tasks.cores * 2, int(rows_of.sum()) // _ROWS_PER_TASK)
+    groups = balance(rows_of.tolist(), count)
     results = tasks.map(
         fold,
         [
@@ -489,18 +490,6 @@ def _levels_to_merge(new: int, levels: Sequence[Sequence[States]]) -> int:
         size += rows
         count += 1
     return count
-
-
-def _balance(rows: np.ndarray, parts: int) -> list[list[int]]:
-    """Divide the buckets that have rows into groups of about the same work."""
-    groups: list[list[int]] = [[] for _ in range(parts)]
-    loads = np.zeros(parts, np.int64)
-    for bucket in np.argsort(-rows, kind="stable"):
-        if rows[bucket]:
-            lightest = int(np.argmin(loads))
-            groups[lightest].append(int(bucket))
-            loads[lightest] += rows[bucket]
-    return [sorted(group) for group in groups if group]
 
 
 def _only(feed: list[Feed], buckets: list[int]) -> list[Feed]:

@@ -1,6 +1,6 @@
 """Journal: how far each batch has come, in files below `_pipeline` of the lake.
 
-    take ─▶ TAKEN ─▶ judge ─▶ JUDGED ─▶ commits of silver       one `batches/N.json` per batch
+    judge ─▶ JUDGED ─▶ commits of silver                         one `batches/N.json` per batch
     fold ─▶ FOLDED ─▶ commits of facts ─▶ SQL tables ─▶ APPLIED   `refresh.json`, several batches
 
 A record is written whole or not at all, after the files that it names. Whatever a kill leaves
@@ -16,10 +16,9 @@ import os
 import threading
 import time
 import uuid
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
 import pyarrow as pa
 
 from conquiet.errors import ConfigError, ConquietError
@@ -41,42 +40,14 @@ class LeaseLost(ConquietError):
     """A driver could not renew its lease of a lake in an object store."""
 
 
-class Plan(msgspec.Struct, frozen=True):
-    """Which rows of a file of `raw_events` are first deliveries."""
-
-    file: str
-    rows: int
-    skip: bytes = b""
-    """Row numbers of redeliveries, as int32."""
-    again: bytes = b""
-    """Row numbers of first deliveries that came several times, as int32 …"""
-    counts: bytes = b""
-    """… and how often, as int32."""
-
-    @property
-    def stays(self) -> np.ndarray:
-        """A mask of the rows that are not skipped."""
-        mask = np.ones(self.rows, bool)
-        mask[np.frombuffer(self.skip, np.int32)] = False
-        return mask
-
-    def narrow(self, mask: np.ndarray) -> Plan:
-        """Return a plan that also skips the rows that a mask leaves out."""
-        skip = np.flatnonzero(~(self.stays & mask)).astype(np.int32)
-        return msgspec.structs.replace(self, skip=skip.tobytes())
-
-
 class Batch(msgspec.Struct):
-    """One batch of entries."""
+    """One batch of entries, whose files are written."""
 
     number: int
     """Counts the batches of the lake; the version of its commits."""
     query: str
     batch: int
     """The number that its query gave it."""
-    step: Literal["taken", "judged"] = "taken"
-    raw: list[DataFile] = msgspec.field(default_factory=list)
-    plans: list[Plan] = msgspec.field(default_factory=list)
     files: dict[str, list[DataFile]] = msgspec.field(default_factory=dict)
     """The files of each table."""
     remove: dict[str, list[str]] = msgspec.field(default_factory=dict)
@@ -98,15 +69,6 @@ class Batch(msgspec.Struct):
     def change(self, table: str, *uris: str) -> None:
         """Enter files of changes: they, and not its new files, are what changed in a table."""
         self.changes.setdefault(table, []).extend(uris)
-
-    def give(self, feed: Feed | None) -> None:
-        """Enter a file of events for facts, if there is one."""
-        if feed is not None:
-            self.feed.append(feed)
-
-    def complete(self) -> None:
-        """Enter that all files are written."""
-        self.step = "judged"
 
 
 class Feed(msgspec.Struct):

@@ -21,7 +21,7 @@ from conquiet.errors import ConfigError
 from conquiet.events.catalog import Catalog
 from conquiet.lake import facts, silver
 from conquiet.lake.definition import Definitions
-from conquiet.lake.journal import FOLDER, Batch, Folded, Journal, Lease, Lock, Plan, Refresh
+from conquiet.lake.journal import FOLDER, Batch, Folded, Journal, Lease, Lock, Refresh
 from conquiet.lake.query import ROWS_PER_FILE as QUERY_ROWS_PER_FILE
 from conquiet.lake.query import Database, Mart, Query, TableRefresh, forget_changes, mart
 from conquiet.lake.reconcile import COMPLETENESS, DELIVERY, Outbox, Scope, reconciliation
@@ -29,7 +29,7 @@ from conquiet.lake.replay import Quarantine, replay_days
 from conquiet.lake.report import Chart
 from conquiet.lake.source import Split, are_files, plan_splits
 from conquiet.lake.tables import CHANGE, ROWS_PER_FILE, Files, Store
-from conquiet.lake.tasks import Executors, Here, Tasks, share_definition
+from conquiet.lake.tasks import Executors, Here, Tasks, balance, share_definition
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -40,6 +40,8 @@ logger = logging.getLogger("conquiet.lake")
 
 _FEW_ROWS = 10_000
 """A batch of so many entries is judged by the driver: a job of Spark would cost more."""
+_PARTS_PER_CORE = 4
+"""Into so many parts the files of a batch are divided, so that cores end at about the same time."""
 _COMMITS_AT_ONCE = 8
 _COMMITS_PER_UPKEEP = 100
 """After so many batches, small files are put together and old ones are removed."""
@@ -93,7 +95,7 @@ class Driver:
             )
             self.journal.load()
             for batch in self.journal.pending:
-                self._finish(batch)
+                self._commit(batch)
         except BaseException:
             self._lock.release()
             raise
@@ -119,7 +121,7 @@ class Driver:
         batch: int,
         *,
         new_only: bool = False,
-        splits: Sequence[list[Split]] = (),
+        splits: Sequence[Split] = (),
     ) -> int:
         """Take a batch of entries in, once; return how many they are.
 
@@ -130,72 +132,63 @@ class Driver:
             found = self.journal.find(query, batch)
             if found is not None or batch <= self.journal.last_of(query):
                 return 0  # finished when this driver started
-            work = silver.Take(self.files, silver.today())
-            if isinstance(entries, pa.Table):
-                taken = list(work(entries.to_batches()))
-            elif splits:
-                parts = self.tasks.map(
-                    silver.take_splits, [silver.TakeTask(work, one) for one in splits]
-                )
-                taken = [one for part in parts for one in part]
-            else:
-                assert isinstance(self.tasks, Executors), "frames need Spark"
-                taken = self.tasks.take(entries, work)
-            if not taken:
+            looked = [one for one in self._look(entries, splits) if len(one.hashes)]
+            if not looked:
                 return 0
-            number = self.journal.next_number
-            self.step("raw_events written", number)
-            plans: list[Plan] = []
-            again = silver.REDELIVERIES.empty_table()
+            known: silver.KnownIds | silver.RawIds | None = None
             if self.definition.structs:
-                plans, again = silver.plan(taken, self.known, self.files)
-                if new_only:
-                    taken, plans = silver.drop_known(taken, plans, self.files)
+                known = self.known
             elif new_only:
-                known = silver.plan_known(taken, self.store, self.files)
-                taken, _ = silver.drop_known(taken, known, self.files)
-            rows = sum(one.file.rows for one in taken)
-            self._events += rows
-            record = Batch(number, query, batch, raw=[one.file for one in taken], plans=plans)
-            if len(again) and not new_only:
-                record.add("redeliveries", self.files.write("redeliveries", again))
-            self.journal.write(record)
+                known = silver.RawIds(self.store)
+            planned = silver.plan(looked, known)
+            rows = sum(np.count_nonzero(one > 0) if new_only else len(one) for one in planned)
+            self._events += int(rows)
+            record = Batch(self.journal.next_number, query, batch)
             self.step("taken", record.number)
-            self._finish(record)
-            return rows
-
-    def _finish(self, record: Batch) -> None:
-        """Do what is left of a batch up to silver."""
-        if record.step == "taken":
-            if record.plans:
-                tasks = self._tasks_for(sum(one.rows for one in record.plans))
-                silver.run_judge(record, self.shared, self.files, tasks, self.known)
+            work = [
+                silver.JudgeTask(self.shared, self.files, one.part, many, new_only=new_only)
+                for one, many in zip(looked, planned, strict=True)
+            ]
+            silver.run_judge(record, work, self.files, self._tasks_for(int(rows)))
+            if not new_only:
+                files = [one.part.file for one in looked if isinstance(one.part, silver.RawFile)]
+                record.add("raw_events", *files)
             self.enter(record)
-            return
-        self._commit(record)
+            for one, many in zip(looked, planned, strict=True):
+                self.known.add(*(ids[many > 0] for ids in (one.hashes, one.checks, one.days)))
+            return int(rows)
+
+    def _look(self, entries: DataFrame | pa.Table, splits: Sequence[Split]) -> list[silver.Looked]:
+        day = silver.today()
+        if isinstance(entries, pa.Table):
+            return list(silver.Take(self.files, day)(entries.to_batches()))
+        if not splits:
+            assert isinstance(self.tasks, Executors), "frames need Spark"
+            return self.tasks.take(entries, silver.Take(self.files, day))
+        groups = balance([one.length for one in splits], _PARTS_PER_CORE * self.tasks.cores)
+        parts = [silver.SplitFiles([splits[place] for place in one], day) for one in groups]
+        return self.tasks.map(silver.look, [silver.LookTask(self.files, one) for one in parts])
 
     def _commit(self, record: Batch) -> None:
         schemas = silver.schemas(self.definition)
-        files = {"raw_events": record.raw, **record.files}
 
         def commit(name: str) -> None:
             self.store.commit(
                 name,
-                files.get(name, []),
+                record.files.get(name, []),
                 record.number,
                 schema=schemas[name],
                 remove=record.remove.get(name, []),
             )
             self.step(f"{name} committed", record.number)
 
-        names = sorted({*(name for name, found in files.items() if found), *record.remove})
+        names = sorted({*(name for name, found in record.files.items() if found), *record.remove})
         with ThreadPoolExecutor(_COMMITS_AT_ONCE) as pool:
             list(pool.map(commit, names))
 
     def enter(self, record: Batch) -> None:
         """Write the record of a batch whose files are written, and commit it."""
         with self._busy:
-            record.complete()
             self.step("judged files written", record.number)
             self.journal.write(record)
             self.step("judged", record.number)
@@ -292,7 +285,7 @@ class Driver:
     def _changes(self, batches: Sequence[Batch], folded: Folded) -> dict[str, list[str]]:
         changes = {name: list(uris) for name, uris in folded.changes.items()}
         for batch in batches:
-            for name, found in {"raw_events": batch.raw, **batch.files}.items():
+            for name, found in batch.files.items():
                 if name not in batch.changes:
                     uris = [self.files.uri(name, one.name) for one in found]
                     changes.setdefault(name, []).extend(uris)
@@ -448,7 +441,8 @@ class Pipeline(Definitions):
                 "a lake follows no stream through Spark Connect: the server would run the driver"
                 " of the lake; use --master, or pass a batch frame to pipeline.run"
             )
-        with Driver(self, Executors(events.sparkSession), on_progress) as driver:
+        executors = Executors(events.sparkSession)
+        with Driver(self, executors, on_progress) as driver:
             if not events.isStreaming:
                 driver.take(events, "rows", driver.journal.last_of("rows") + 1, new_only=new_only)
                 driver.refresh(outbox)
@@ -458,6 +452,8 @@ class Pipeline(Definitions):
             trigger: dict[str, Any] = {"availableNow": True}
             if not once:
                 trigger = {"processingTime": f"{trigger_seconds:g} seconds"}
+            if once:
+                executors.warm_up(driver.shared)
             pace = _Pace(driver, refresh_seconds, outbox, are_files=are_files(events))
             place = checkpoint or self._checkpoint(driver.files)
             writing = events.writeStream.queryName(self.name).trigger(**trigger)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import date
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +12,9 @@ import pyarrow.compute as pc
 from conquiet.errors import ConfigError
 from conquiet.lake import facts, silver
 from conquiet.lake.definition import EPOCH
-from conquiet.lake.journal import Batch, Plan
+from conquiet.lake.journal import Batch
 from conquiet.lake.judge import ENTRIES, Judge
-from conquiet.lake.tables import CHANGE, DataFile, Files
+from conquiet.lake.tables import CHANGE, DataFile
 from conquiet.lake.tasks import collector_paused
 
 if TYPE_CHECKING:
@@ -25,19 +24,6 @@ _ANY_DAY = (silver.NO_DAY, 2**31 - 1)
 
 
 # --- days ---------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Survey:
-    files: Files
-    name: str
-
-
-def survey_file(task: _Survey) -> silver.Taken:
-    """Read ids, days and times of the rows of a file of raw_events."""
-    columns = ["stream", "entry_id", "entry_time", "event_id", "time"]
-    rows = task.files.read([task.files.uri("raw_events", task.name)], columns)
-    return silver.taken(DataFile(task.name, len(rows), 0, ""), rows)
 
 
 def replay_days(driver: Driver, since: date | None, until: date | None) -> int:
@@ -52,31 +38,24 @@ def replay_days(driver: Driver, since: date | None, until: date | None) -> int:
     high = _ANY_DAY[1] if until is None else (until - EPOCH.date()).days - 1
     store, files = driver.store, driver.files
     start = len(files.uri("raw_events", ""))
-    found = driver.tasks.map(
-        survey_file, [_Survey(files, uri[start:]) for uri in store.files("raw_events")]
-    )
+    names = [uri[start:] for uri in store.files("raw_events")]
+    parts = [silver.RawFile(DataFile(one, 0, 0, "")) for one in names]
+    found = driver.tasks.map(silver.look, [silver.LookTask(files, one) for one in parts])
     chosen = [(one.days >= low) & (one.days <= high) for one in found]
     days = {int(day) for one, mask in zip(found, chosen, strict=True) for day in one.days[mask]}
     if not days:
         return 0
-    plans, _ = silver.plan(found, None, files, chosen)
-    record = Batch(
-        driver.journal.next_number,
-        "replay",
-        driver.journal.last_of("replay") + 1,
-        plans=[one for one in plans if one.stays.any()],
-        rebuild=True,
-    )
-    others, _ = silver.plan(found, None, files, [~mask for mask in chosen])
-    others = _accepted(driver, found, others)
+    last = driver.journal.last_of("replay")
+    record = Batch(driver.journal.next_number, "replay", last + 1, rebuild=True)
     driver.step("days found", record.number)
+    work = _work(driver, found, silver.plan(found, None, chosen))
+    others = _accepted(driver, found, silver.plan(found, None, [~mask for mask in chosen]))
+    work += _work(driver, found, others, with_silver=False)
     silver.run_judge(
         record,
-        driver.shared,
+        work,
         files,
         driver.tasks,
-        None,
-        others,
         lambda done, total: driver.step(f"{done:,} of {total:,} files judged", record.number),
     )
     for name in silver.schemas(driver.definition):
@@ -89,16 +68,30 @@ def replay_days(driver: Driver, since: date | None, until: date | None) -> int:
     return len(days)
 
 
-def _accepted(driver: Driver, found: list[silver.Taken], plans: list[Plan]) -> list[Plan]:
+def _work(
+    driver: Driver,
+    found: list[silver.Looked],
+    planned: list[np.ndarray],
+    *,
+    with_silver: bool = True,
+) -> list[silver.JudgeTask]:
+    return [
+        silver.JudgeTask(driver.shared, driver.files, one.part, deliveries, with_silver)
+        for one, deliveries in zip(found, planned, strict=True)
+        if deliveries.any()
+    ]
+
+
+def _accepted(
+    driver: Driver, found: list[silver.Looked], planned: list[np.ndarray]
+) -> list[np.ndarray]:
     """Skip the rows that silver has refused: only the days that are replayed may change that."""
     tables = [one for one in silver.id_tables(driver.definition) if one != "events_quarantine"]
     known = silver.KnownIds(driver.store, tables)
-    left = []
-    for one, plan in zip(found, plans, strict=True):
-        plan = plan.narrow(known.contains(one.hashes, one.checks, one.days))
-        if plan.stays.any():
-            left.append(plan)
-    return left
+    return [
+        deliveries * known.contains(one.hashes, one.checks, one.days)
+        for one, deliveries in zip(found, planned, strict=True)
+    ]
 
 
 def _remove_days(driver: Driver, record: Batch, name: str, low: int, high: int) -> None:
@@ -206,10 +199,11 @@ def retry_quarantine(driver: Driver, reason: str | None) -> int:
     left = pa.concat_tables([*kept, judged.quarantine])
     quarantined = judged.quarantine
     judged.quarantine = quarantined.slice(0, 0)
-    result = silver.write_judged(files, judged, judge)
-    for table, file in result.files.items():
-        record.add(table, file)
-    record.give(result.feed)
+    result = silver.JudgeResult()
+    silver.write_judged(files, judged, judge, result)
+    for table, written in result.files.items():
+        record.add(table, *written)
+    record.feed += result.feed
     if len(left):
         record.add(name, silver.write_rows(files, name, left))
     note_changes(driver, record, name, before, -1)

@@ -1,17 +1,20 @@
-"""Silver: entries of a batch into `raw_events`, then judged into `events`, typed tables,
+"""Silver: entries of a batch into `raw_events`, judged into `events`, typed tables,
 `events_quarantine` and `redeliveries`.
 
-    take    a task writes entries as files of raw_events, and returns ids, days and times of rows
+    look    a task returns ids, days and times of entries: of files it reads these columns alone,
+            what comes through Spark it writes as files of raw_events first
     plan    the driver finds redeliveries: in the batch, and of ids that silver has
-    judge   a task reads a file of raw_events, skips redeliveries, writes files of each table
+    judge   a task reads entries, writes them as files of raw_events if they are not yet there,
+            skips redeliveries, writes files of each table
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, date, datetime
 from hashlib import blake2b
+from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -19,10 +22,10 @@ import pyarrow.compute as pc
 import pyarrow.ipc
 
 from conquiet.lake.definition import Definition
-from conquiet.lake.journal import FOLDER, Batch, Feed, Plan
+from conquiet.lake.journal import FOLDER, Batch, Feed
 from conquiet.lake.judge import ENTRIES, EVENTS, FEED, QUARANTINE, Judge, Judged, typed_schemas
 from conquiet.lake.schema import TIME
-from conquiet.lake.source import Split, read_split
+from conquiet.lake.source import Split, read_splits
 from conquiet.lake.tables import DataFile, Files, Store
 from conquiet.lake.tasks import Tasks, collector_paused, judge_of
 
@@ -64,8 +67,8 @@ NO_DAY = -1
 """The day of an entry without the attribute `time`."""
 
 _ROWS_PER_FILE = 64_000
-_FILES_PER_CORE = 16
-"""Files of a job, which are entered when it is done: a replay judges all files of a lake."""
+_PARTS_PER_CORE = 16
+"""Parts of a job, which are entered when it is done: a replay judges all files of a lake."""
 _FEW_ROWS = 10_000
 _BYTES_PER_FILE = 64 * 2**20
 _DICTIONARY = (
@@ -83,17 +86,54 @@ _DICTIONARY = (
     "delivery_count",
 )
 _NO_STATISTICS = ("data", "payload", "attributes", "_id_check", "actor_id", "actor_store_id")
-_IDS = ["_id_hash", "_id_check", "_day"]
+_LOOKED_AT = ["stream", "entry_id", "entry_time", "event_id", "time"]
 _MICROSECONDS_PER_DAY = 86_400_000_000
 _LAST_DAY = 2_932_000
 """The first days of the year 9998, about; a later time is nonsense."""
 
 
+class Part(Protocol):
+    """Entries of a batch that one task looks at and judges."""
+
+    def read(
+        self, files: Files, columns: Sequence[str] | None = None
+    ) -> Iterator[tuple[pa.Table, DataFile | None]]:
+        """Read entries, each table with the file of raw_events that has them, if there is one."""
+        ...
+
+
 @dataclass
-class Taken:
-    """A file of raw_events, and what the driver must know of its rows."""
+class RawFile:
+    """A file of raw_events."""
 
     file: DataFile
+
+    def read(
+        self, files: Files, columns: Sequence[str] | None = None
+    ) -> Iterator[tuple[pa.Table, DataFile | None]]:
+        yield files.read([files.uri("raw_events", self.file.name)], columns), self.file
+
+
+@dataclass
+class SplitFiles:
+    """Parts of other Parquet files in the columns of the log."""
+
+    splits: list[Split]
+    day: date
+
+    def read(
+        self, files: Files, columns: Sequence[str] | None = None
+    ) -> Iterator[tuple[pa.Table, DataFile | None]]:
+        batches = read_splits(self.splits, _ROWS_PER_FILE, columns)
+        for rows in _tables(batches, self.day, RAW if columns is None else _schema_of(columns)):
+            yield rows, None
+
+
+@dataclass
+class Looked:
+    """What the driver must know of the entries of a part."""
+
+    part: Part
     hashes: np.ndarray
     checks: np.ndarray
     days: np.ndarray
@@ -120,7 +160,7 @@ def id_tables(definition: Definition) -> list[str]:
     return ["events", "events_quarantine", *(definition.streams if definition.typed else ())]
 
 
-# --- take ---------------------------------------------------------------------------------------
+# --- look ---------------------------------------------------------------------------------------
 
 
 class Take:
@@ -130,63 +170,66 @@ class Take:
         self._files = files
         self._day = day
 
-    def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[Taken]:
-        parts: list[pa.Table] = []
-        rows = size = 0
-        for batch in batches:
-            if not batch.num_rows:
-                continue
-            for start in range(0, batch.num_rows, _ROWS_PER_FILE):
-                part = self._conform(batch.slice(start, _ROWS_PER_FILE))
-                if parts and (rows + len(part) > _ROWS_PER_FILE or size > _BYTES_PER_FILE):
-                    yield self._write(parts)
-                    parts, rows, size = [], 0, 0
-                parts.append(part)
-                rows += len(part)
-                size += part.nbytes
-        if parts:
-            yield self._write(parts)
+    def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[Looked]:
+        for rows in _tables(batches, self._day, RAW):
+            part = RawFile(write_rows(self._files, "raw_events", rows))
+            yield _looked(part, rows)
 
-    def _conform(self, batch: pa.RecordBatch) -> pa.Table:
-        day = pa.array([self._day], pa.date32()).take(pa.array(np.zeros(batch.num_rows, np.int8)))
-        columns = [
-            day
-            if one.name == "ingest_date"
-            else batch.column(one.name).cast(one.type)
-            if one.name in batch.schema.names
-            else pa.nulls(batch.num_rows, one.type)
-            for one in RAW
-        ]
-        return pa.table(columns, schema=RAW)
 
-    def _write(self, parts: Sequence[pa.Table]) -> Taken:
-        rows = pa.concat_tables(parts)
-        return taken(write_rows(self._files, "raw_events", rows), rows)
+def _tables(batches: Iterable[pa.RecordBatch], day: date, schema: pa.Schema) -> Iterator[pa.Table]:
+    """Join and cut batches into tables of the size of a file, with all columns of a schema."""
+    parts: list[pa.Table] = []
+    rows = size = 0
+    for batch in batches:
+        for start in range(0, batch.num_rows, _ROWS_PER_FILE):
+            part = _conform(batch.slice(start, _ROWS_PER_FILE), day, schema)
+            if parts and (rows + len(part) > _ROWS_PER_FILE or size > _BYTES_PER_FILE):
+                yield pa.concat_tables(parts)
+                parts, rows, size = [], 0, 0
+            parts.append(part)
+            rows += len(part)
+            size += part.nbytes
+    if parts:
+        yield pa.concat_tables(parts)
+
+
+def _conform(batch: pa.RecordBatch, day: date, schema: pa.Schema) -> pa.Table:
+    columns = [
+        pa.repeat(pa.scalar(day, one.type), batch.num_rows)
+        if one.name == "ingest_date"
+        else batch.column(one.name).cast(one.type)
+        if one.name in batch.schema.names
+        else pa.nulls(batch.num_rows, one.type)
+        for one in schema
+    ]
+    return pa.table(columns, schema=schema)
+
+
+def _schema_of(columns: Sequence[str]) -> pa.Schema:
+    return pa.schema([RAW.field(one) for one in columns])
 
 
 @dataclass
-class TakeTask:
-    """Take parts of Parquet files in the columns of the log."""
-
-    take: Take
-    splits: list[Split]
+class LookTask:
+    files: Files
+    part: Part
 
 
-def take_splits(task: TakeTask) -> list[Taken]:
-    batches = (one for split in task.splits for one in read_split(split, _ROWS_PER_FILE))
-    return list(task.take(batches))
+def look(task: LookTask) -> Looked:
+    """Read what the driver must know of the entries of a part."""
+    found = [rows for rows, _ in task.part.read(task.files, _LOOKED_AT)]
+    return _looked(task.part, pa.concat_tables(found or [_schema_of(_LOOKED_AT).empty_table()]))
+
+
+def _looked(part: Part, rows: pa.Table) -> Looked:
+    hashes, checks = hash_ids(delivery_ids(rows))
+    times = _microseconds(rows["entry_time"])
+    return Looked(part, hashes, checks, days_of(rows), times, _sequences(rows))
 
 
 def write_rows(files: Files, table: str, rows: pa.Table) -> DataFile:
     """Write a file of a table of silver."""
     return files.write(table, rows, _DICTIONARY, _NO_STATISTICS)
-
-
-def taken(file: DataFile, rows: pa.Table) -> Taken:
-    """Return what the driver must know of the rows of a file."""
-    hashes, checks = hash_ids(delivery_ids(rows))
-    times = _microseconds(rows["entry_time"])
-    return Taken(file, hashes, checks, days_of(rows), times, _sequences(rows))
 
 
 def delivery_ids(rows: pa.Table) -> list[str]:
@@ -301,60 +344,50 @@ def _merge(parts: list[tuple[np.ndarray, np.ndarray]]) -> None:
         parts.append((both[order], both_checks[order]))
 
 
+class RawIds:
+    """The ids of raw_events, for a lake that has no silver that knows them."""
+
+    def __init__(self, store: Store) -> None:
+        columns = ["event_id", "stream", "entry_id"]
+        rows = store.read("raw_events", columns) if store.exists("raw_events") else None
+        ids = [] if rows is None else delivery_ids(rows)
+        self._ids = set(zip(*(one.tolist() for one in hash_ids(ids)), strict=True))
+
+    def contains(self, hashes: np.ndarray, checks: np.ndarray, days: np.ndarray) -> np.ndarray:
+        pairs = zip(hashes.tolist(), checks.tolist(), strict=True)
+        return np.fromiter((one in self._ids for one in pairs), bool, len(hashes))
+
+
 def plan(
-    taken: Sequence[Taken],
-    known: KnownIds | None,
-    files: Files,
+    looked: Sequence[Looked],
+    known: KnownIds | RawIds | None,
     only: Sequence[np.ndarray] | None = None,
-) -> tuple[list[Plan], pa.Table]:
-    """Find first deliveries (lowest entry time, then entry id) in a batch; return the plan of each
-    file and the rows of `redeliveries`. `only` masks the rows of each file that are looked at."""
-    if not taken:
-        return [], REDELIVERIES.empty_table()
+) -> list[np.ndarray]:
+    """Find first deliveries (lowest entry time, then entry id) in a batch.
+
+    Return the deliveries of each entry of each part: how many its event has in the batch, at the
+    first of them, and 0 at the others. If the event is known, their number is negative. `only`
+    masks the entries of each part that are counted.
+    """
+    if not looked:
+        return []
     hashes, checks, days, times, sequences = (
-        np.concatenate([getattr(one, name) for one in taken])
+        np.concatenate([getattr(one, name) for one in looked])
         for name in ("hashes", "checks", "days", "times", "sequences")
     )
-    counts = [len(one.hashes) for one in taken]
-    file_of = np.repeat(np.arange(len(taken)), counts)
-    number = np.concatenate([np.arange(count) for count in counts])
     order = _order_deliveries(hashes, checks, times, sequences)
     if only is not None:
         order = order[np.concatenate(only)[order]]
     same = np.zeros(len(order), bool)
     same[1:] = (np.diff(hashes[order]) == 0) & (np.diff(checks[order]) == 0)
-    group = np.cumsum(~same) - 1
     first = order[~same]
-    deliveries = np.bincount(group)
-    is_known = (
-        np.zeros(len(first), bool)
-        if known is None
-        else known.contains(hashes[first], checks[first], days[first])
-    )
-    skip = np.ones(len(hashes), bool)
-    skip[first[~is_known]] = False
-    again = np.zeros(len(hashes), np.int64)
-    again[first] = deliveries
-    again[skip] = 0
-    plans = []
-    for place, one in enumerate(taken):
-        here = file_of == place
-        skipped = number[here & skip].astype(np.int32)
-        several = here & (again > 1)
-        plans.append(
-            Plan(
-                one.file.name,
-                one.file.rows,
-                skipped.tobytes(),
-                number[several].astype(np.int32).tobytes(),
-                again[several].astype(np.int32).tobytes(),
-            )
-        )
-    rows = first[is_known]
-    redelivered = _redeliveries(
-        taken, files, rows, deliveries[is_known], file_of, number, times, days, hashes
-    )
-    return plans, redelivered
+    counts = np.bincount(np.cumsum(~same) - 1) if len(order) else np.empty(0, np.int64)
+    if known is not None:
+        is_known = known.contains(hashes[first], checks[first], days[first])
+        counts = np.where(is_known, -counts, counts)
+    deliveries = np.zeros(len(hashes), np.int32)
+    deliveries[first] = counts
+    return np.split(deliveries, np.cumsum([len(one.hashes) for one in looked])[:-1])
 
 
 def _order_deliveries(
@@ -372,112 +405,68 @@ def _order_deliveries(
     return order
 
 
-def _redeliveries(
-    taken: Sequence[Taken],
-    files: Files,
-    rows: np.ndarray,
-    entries: np.ndarray,
-    file_of: np.ndarray,
-    number: np.ndarray,
-    times: np.ndarray,
-    days: np.ndarray,
-    hashes: np.ndarray,
-) -> pa.Table:
-    parts = []
-    for place in np.unique(file_of[rows]):
-        here = file_of[rows] == place
-        uri = files.uri("raw_events", taken[place].file.name)
-        found = files.read([uri], ["event_id", "type", "stream", "entry_id", "time"])
-        found = found.take(pa.array(number[rows[here]]))
-        seen = np.where(times[rows[here]] < 0, None, times[rows[here]])
-        parts.append(
-            pa.table(
-                [
-                    pa.array(delivery_ids(found), pa.string()),
-                    found["type"],
-                    found["stream"],
-                    found["time"],
-                    pa.array(entries[here], pa.int64()),
-                    pa.array(list(seen), pa.int64()).cast(TIME),
-                    pa.array(days[rows[here]], pa.int32()),
-                    pa.array(hashes[rows[here]]),
-                ],
-                schema=REDELIVERIES,
-            )
-        )
-    return pa.concat_tables(parts) if parts else REDELIVERIES.empty_table()
-
-
-def plan_known(taken: Sequence[Taken], store: Store, files: Files) -> list[Plan]:
-    """Plan to skip events that raw_events has, where there is no silver that knows them."""
-    known = set()
-    if store.exists("raw_events"):
-        known = set(store.read("raw_events", ["event_id"])["event_id"].to_pylist())
-    plans = []
-    for one in taken:
-        ids = files.read([files.uri("raw_events", one.file.name)], ["event_id"])["event_id"]
-        again = [row for row, id_ in enumerate(ids.to_pylist()) if id_ in known]
-        skip = np.array(again, np.int32)
-        plans.append(Plan(one.file.name, one.file.rows, skip.tobytes()))
-    return plans
-
-
-def drop_known(
-    taken: Sequence[Taken], plans: Sequence[Plan], files: Files
-) -> tuple[list[Taken], list[Plan]]:
-    """Write files without the rows that their plans skip."""
-    kept: list[Taken] = []
-    left: list[Plan] = []
-    for one, plan in zip(taken, plans, strict=True):
-        stays = plan.stays
-        if not stays.any():
-            continue
-        if not stays.all():
-            rows = files.read([files.uri("raw_events", one.file.name)]).filter(pa.array(stays))
-            one.file = write_rows(files, "raw_events", rows)
-            plan = Plan(one.file.name, one.file.rows)
-        kept.append(one)
-        left.append(plan)
-    return kept, left
-
-
 # --- judge --------------------------------------------------------------------------------------
 
 
 @dataclass
 class JudgeTask:
-    """Judge one file of raw_events."""
+    """Judge the entries of a part."""
 
     definition: bytes
     files: Files
-    plan: Plan
+    part: Part
+    deliveries: np.ndarray
+    """As `plan` returns them."""
     with_silver: bool = True
     """False for the feed of facts alone."""
+    new_only: bool = False
+    """Whether raw_events is to have first deliveries of unknown events alone."""
 
 
 @dataclass
 class JudgeResult:
-    files: dict[str, DataFile]
-    feed: Feed | None
-    counts: list[tuple[str, date | None, int, int]]
-    hashes: bytes
-    checks: bytes
-    days: bytes
+    """What was written of the entries of a part."""
+
+    files: dict[str, list[DataFile]] = field(default_factory=dict)
+    feed: list[Feed] = field(default_factory=list)
+    counts: list[tuple[str, date | None, int, int]] = field(default_factory=list)
+    redeliveries: list[pa.Table] = field(default_factory=list)
+
+    def add(self, table: str, file: DataFile) -> None:
+        self.files.setdefault(table, []).append(file)
 
 
-def judge_file(task: JudgeTask) -> JudgeResult:
-    """Judge the first deliveries of a file, and write what they give."""
+def judge_part(task: JudgeTask) -> JudgeResult:
+    """Judge the first deliveries of a part, and write what they give."""
+    result = JudgeResult()
     with collector_paused():
         judge = judge_of(task.definition)
-        uri = task.files.uri("raw_events", task.plan.file)
-        entries = first_deliveries(task.files.read([uri]), task.plan)
-        return write_judged(task.files, judge.judge(entries, task.with_silver), judge)
+        start = 0
+        for rows, file in task.part.read(task.files):
+            deliveries = task.deliveries[start : start + len(rows)]
+            start += len(rows)
+            if task.new_only:
+                rows, file = rows.filter(pa.array(deliveries > 0)), None
+                deliveries = np.ones(len(rows), np.int32)
+            if not len(rows):
+                continue
+            if file is None:
+                result.add("raw_events", write_rows(task.files, "raw_events", rows))
+            if judge.kinds:
+                entries = first_deliveries(rows, deliveries)
+                write_judged(task.files, judge.judge(entries, task.with_silver), judge, result)
+                again = _redeliveries(rows, deliveries)
+                if len(again):
+                    result.redeliveries.append(again)
+    return result
 
 
-def first_deliveries(raw: pa.Table, plan: Plan) -> pa.Table:
-    """Return the rows of a file that its plan does not skip, in the columns that are judged."""
-    counts = np.ones(len(raw), np.int64)
-    counts[np.frombuffer(plan.again, np.int32)] = np.frombuffer(plan.counts, np.int32)
+def first_deliveries(raw: pa.Table, deliveries: np.ndarray) -> pa.Table:
+    """Return first deliveries of events that are not known, in the columns that are judged."""
+    raw = raw.select([one for one in RAW.names if one in ENTRIES.names or one == "attributes"])
+    if not (deliveries > 0).all():
+        raw = raw.filter(pa.array(deliveries > 0))
+        deliveries = deliveries[deliveries > 0]
     hashes, checks = hash_ids(delivery_ids(raw))
     days = days_of(raw)
     made = {
@@ -486,38 +475,46 @@ def first_deliveries(raw: pa.Table, plan: Plan) -> pa.Table:
         "aggregate_type": pc.map_lookup(
             raw["attributes"].combine_chunks(), "aggregatetype", "first"
         ),
-        "delivery_count": pa.array(counts),
+        "delivery_count": pa.array(deliveries.astype(np.int64)),
         "_day": pa.array(days),
         "_id_hash": pa.array(hashes),
         "_id_check": pa.array(checks),
     }
     columns = [made[one] if one in made else raw[one] for one in ENTRIES.names]
-    entries = pa.table(columns, schema=ENTRIES)
-    return entries.filter(pa.array(plan.stays)) if plan.skip else entries
+    return pa.table(columns, schema=ENTRIES)
 
 
-def write_judged(files: Files, judged: Judged, judge: Judge) -> JudgeResult:
-    written: dict[str, DataFile] = {}
-    tables = {"events": judged.events, "events_quarantine": judged.quarantine, **judged.typed}
-    for name, rows in tables.items():
-        if len(rows):
-            written[name] = write_rows(files, name, rows)
-    keepers = [judged.events, judged.quarantine]
-    if judge.definition.typed:
-        keepers += [judged.typed[one] for one in judge.definition.streams if one in judged.typed]
-    ids = pa.concat_tables([one.select(_IDS) for one in keepers])
-    return JudgeResult(
-        written,
-        write_feed(files, judged.feed) if judge.facts else None,
-        judged.counts.rows(),
-        *(ids[name].to_numpy().tobytes() for name in _IDS),
+def _redeliveries(raw: pa.Table, deliveries: np.ndarray) -> pa.Table:
+    """Return the rows of `redeliveries`: events that silver has, and how often they came."""
+    raw = raw.filter(pa.array(deliveries < 0))
+    ids = delivery_ids(raw)
+    return pa.table(
+        [
+            pa.array(ids, pa.string()),
+            raw["type"],
+            raw["stream"],
+            raw["time"],
+            pa.array(-deliveries[deliveries < 0].astype(np.int64)),
+            raw["entry_time"],
+            pa.array(days_of(raw)),
+            pa.array(hash_ids(ids)[0]),
+        ],
+        schema=REDELIVERIES,
     )
 
 
-def write_feed(files: Files, feed: pa.Table) -> Feed | None:
+def write_judged(files: Files, judged: Judged, judge: Judge, result: JudgeResult) -> None:
+    tables = {"events": judged.events, "events_quarantine": judged.quarantine, **judged.typed}
+    for name, rows in tables.items():
+        if len(rows):
+            result.add(name, write_rows(files, name, rows))
+    if judge.facts and len(judged.feed):
+        result.feed.append(write_feed(files, judged.feed))
+    result.counts += judged.counts.rows()
+
+
+def write_feed(files: Files, feed: pa.Table) -> Feed:
     """Write the events of facts; they are in the order of their buckets."""
-    if not len(feed):
-        return None
     name = files.new_name(f"{FOLDER}/feed").replace(".parquet", ".arrow")
     buckets, starts = np.unique(feed["bucket"].to_numpy(), return_index=True)
     ends = [*starts[1:], len(feed)]
@@ -540,34 +537,28 @@ def write_feed(files: Files, feed: pa.Table) -> Feed | None:
 
 def run_judge(
     batch: Batch,
-    definition: bytes,
+    work: Sequence[JudgeTask],
     files: Files,
     tasks: Tasks,
-    known: KnownIds | None,
-    feed_only: Sequence[Plan] = (),
     on_progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> None:
-    """Judge the files of a batch, and enter what was written in its record. `on_progress` gets how
-    many files are done, of how many."""
-    work = [JudgeTask(definition, files, one) for one in batch.plans]
-    work += [JudgeTask(definition, files, one, with_silver=False) for one in feed_only]
+    """Judge the parts of a batch, and enter what was written in its record. `on_progress` gets how
+    many parts are done, of how many."""
     counted: list[tuple[str, date | None, int, int]] = []
-    at_once = _FILES_PER_CORE * tasks.cores
+    again: list[pa.Table] = []
+    at_once = _PARTS_PER_CORE * tasks.cores
     for start in range(0, len(work), at_once):
-        part = work[start : start + at_once]
-        for task, one in zip(part, tasks.map(judge_file, part), strict=True):
-            for name, file in one.files.items():
-                batch.add(name, file)
-            batch.give(one.feed)
+        some = work[start : start + at_once]
+        for task, one in zip(some, tasks.map(judge_part, some), strict=True):
+            for name, written in one.files.items():
+                batch.add(name, *written)
+            batch.feed += one.feed
+            again += one.redeliveries
             if task.with_silver:
                 counted += one.counts
-            if known is not None and one.hashes:
-                known.add(
-                    np.frombuffer(one.hashes, np.int64),
-                    np.frombuffer(one.checks, np.int64),
-                    np.frombuffer(one.days, np.int32),
-                )
-        on_progress(start + len(part), len(work))
+        on_progress(start + len(some), len(work))
+    if again:
+        batch.add("redeliveries", files.write("redeliveries", pa.concat_tables(again)))
     enter_counts(batch, files, counted)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote, urlsplit
@@ -45,8 +45,8 @@ class Split(NamedTuple):
     length: int
 
 
-def plan_splits(frame: DataFrame) -> list[list[Split]]:
-    """Return what each task of a micro-batch would read, as Spark has planned it; nothing if not
+def plan_splits(frame: DataFrame) -> list[Split]:
+    """Return what the tasks of a micro-batch would read, as Spark has divided it; nothing if not
     all of it is in local files.
 
     The frame of a micro-batch is an RDD of rows: `inputFiles()` knows nothing of it.
@@ -57,12 +57,13 @@ def plan_splits(frame: DataFrame) -> list[list[Split]]:
     if rdd.getClass().getSimpleName() != "FileScanRDD":
         return []
     partitions = rdd.filePartitions()
-    found = []
+    found: list[Split] = []
     for number in range(partitions.length()):
-        splits = [_split(one) for one in partitions.apply(number).files()]
-        if None in splits:
-            return []
-        found.append([one for one in splits if one is not None])
+        for one in partitions.apply(number).files():
+            split = _split(one)
+            if split is None:
+                return []
+            found.append(split)
     return found
 
 
@@ -73,17 +74,20 @@ def _split(part: Any) -> Split | None:
     return Split(unquote(place.path), part.start(), part.length())
 
 
-def read_split(split: Split, rows: int) -> Iterator[RecordBatch]:
-    """Read a part of a Parquet file, without Spark's own reader, in batches of some rows."""
+def read_splits(
+    splits: Iterable[Split], rows: int, columns: Sequence[str] | None = None
+) -> Iterator[RecordBatch]:
+    """Read parts of Parquet files, without Spark's own reader, in batches of some rows."""
     import pyarrow.parquet as pq
 
-    with pq.ParquetFile(split.path) as file:
-        groups = [
-            number
-            for number in range(file.num_row_groups)
-            if 0 <= _middle(file.metadata.row_group(number)) - split.start < split.length
-        ]
-        yield from file.iter_batches(batch_size=rows, row_groups=groups)
+    for split in splits:
+        with pq.ParquetFile(split.path) as file:
+            groups = [
+                number
+                for number in range(file.num_row_groups)
+                if 0 <= _middle(file.metadata.row_group(number)) - split.start < split.length
+            ]
+            yield from file.iter_batches(batch_size=rows, row_groups=groups, columns=columns)
 
 
 def _middle(group: Any) -> int:

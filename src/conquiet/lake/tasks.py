@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import gc
 import io
+import logging
 import pickle
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -24,6 +26,8 @@ from conquiet.lake.judge import Judge
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
+logger = logging.getLogger("conquiet.lake")
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -77,6 +81,20 @@ class Executors:
         done = self._map_rows(run, given) if self._is_remote else self._map_items(run, given)
         return [pickle.loads(one) for one in done]
 
+    def warm_up(self, definition: bytes) -> None:
+        """Let the Python processes of executors import what tasks need, while Spark plans."""
+        if self._is_remote:
+            return
+        items = [definition] * self.cores
+
+        def run() -> None:
+            try:
+                self.map(_prepare, items)
+            except Exception as error:  # noqa: BLE001 - the first task will say so
+                logger.info("could not warm executors up: %s", error)
+
+        threading.Thread(target=run, name="conquiet-warm-up", daemon=True).start()
+
     def _map_items(self, run: Callable[[bytes], bytes], given: list[bytes]) -> list[bytes]:
         """Run a job without SQL: nothing is planned, and no code is generated for it."""
         return self._spark.sparkContext.parallelize(given, len(given)).map(run).collect()
@@ -108,6 +126,24 @@ class Executors:
         return [
             pickle.loads(bytes(row[0])) for row in frame.mapInArrow(run, "result BINARY").collect()
         ]
+
+
+def balance(sizes: Sequence[int], parts: int) -> list[list[int]]:
+    """Divide things that have a size into groups of about the same size, the largest first;
+    return their places.
+
+    >>> balance([3, 0, 5, 2, 1], 2)
+    [[2, 4], [0, 3]]
+    """
+    groups: list[list[int]] = [[] for _ in range(parts)]
+    loads = [0] * parts
+    for place in sorted(range(len(sizes)), key=lambda one: -sizes[one]):
+        if sizes[place]:
+            lightest = loads.index(min(loads))
+            groups[lightest].append(place)
+            loads[lightest] += sizes[place]
+    order = sorted(range(parts), key=lambda one: -loads[one])
+    return [sorted(groups[one]) for one in order if groups[one]]
 
 
 @contextmanager
@@ -148,6 +184,12 @@ def dump_definition(definition: Definition) -> bytes:
 
 
 _judges: dict[bytes, Judge] = {}
+
+
+def _prepare(definition: bytes) -> None:
+    from conquiet.lake import facts, silver  # noqa: F401 - imported for the tasks to come
+
+    judge_of(definition)
 
 
 def judge_of(definition: bytes) -> Judge:

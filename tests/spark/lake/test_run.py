@@ -88,7 +88,7 @@ def test_a_large_file_is_read_by_several_tasks(spark, lake, tmp_path, expected, 
     assert contents(lake) == expected
     [splits] = plans
     assert len(splits) > 2
-    assert {one.path for part in splits for one in part} == {str(file)}
+    assert {one.path for one in splits} == {str(file)}
 
 
 def test_a_stream_that_passes_through_spark(spark, lake, tmp_path, expected):

@@ -165,10 +165,8 @@ def test_batches_that_no_query_counts_are_counted_by_steps(
 ) -> None:
     progress = BatchProgress(as_json=True, by_steps=True)
     for step, events, seconds in (
-        ("raw_events written", 0, 1.0),
         ("taken", 30, 2.0),
         ("events committed", 30, 3.0),
-        ("raw_events written", 30, 3.5),
         ("taken", 50, 4.0),
     ):
         progress.say(SimpleNamespace(step=step, events=events, seconds=seconds))

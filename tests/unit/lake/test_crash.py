@@ -15,7 +15,7 @@ from tests.unit.lake.test_engine import contents
 ROOT = Path(__file__).resolve().parents[3]
 STEPS = (
     # batch 1: silver, then facts and SQL tables
-    *("raw_events written", "taken", "judged files written", "judged"),
+    *("taken", "judged files written", "judged"),
     *(f"{name} committed" for name in ("events", "events_quarantine", "expectations")),
     *(f"{name} committed" for name in ("payment_authorized", "payment_captured", "raw_events")),
     *("states and changes written", "folded", "expectations of rows committed"),
@@ -23,11 +23,11 @@ STEPS = (
     *(f"{name} committed" for name in ("recon_completeness", "outbox_delivery")),
     "applied",
     # batch 2: silver alone
-    *("raw_events written", "taken", "judged files written", "judged"),
+    *("taken", "judged files written", "judged"),
     *(f"{name} committed" for name in ("events", "events_quarantine", "expectations")),
     *(f"{name} committed" for name in ("payment_authorized", "payment_captured", "raw_events")),
     # batch 3: redeliveries and corrections; the refresh applies two batches
-    *("raw_events written", "taken", "judged files written", "judged"),
+    *("taken", "judged files written", "judged"),
     *(f"{name} committed" for name in ("events", "payment_corrected", "raw_events")),
     "redeliveries committed",
     *("states and changes written", "folded", "expectations of rows committed"),

@@ -373,7 +373,7 @@ def test_a_replay_holds_the_rows_of_one_file_and_says_how_far_it_is(lake, monkey
         return write(files, table, changed)
 
     monkeypatch.setattr(facts, "write_changes", count)
-    monkeypatch.setattr(silver, "_FILES_PER_CORE", 3)
+    monkeypatch.setattr(silver, "_PARTS_PER_CORE", 3)
     lake.replay(on_progress=lambda progress: steps.append(progress.step))
     assert contents(lake) == before
     assert 0 < max(rows) <= size
