@@ -19,7 +19,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 from tests.integration.sinks.kafka_cluster import Cluster
 
 from conquiet import App, sql
-from conquiet.app.app import Running
+from conquiet.app.app import Running, make_health
 from conquiet.errors import ConfigError, ConquietError
 from conquiet.testing import eventually
 
@@ -153,6 +153,25 @@ def test_redis_as_broker_is_fed_by_the_relay(
     [source] = app.sources()
     assert getattr(source, "lease", None) == 10  # as without a broker: a kill costs seconds
     source.close()
+
+
+def test_the_metrics_of_an_app_have_those_of_its_relay(database_url: str, redis_url: str) -> None:
+    app = shop(database_url, redis_url)
+    app.create_tables()
+    with app.sessions.begin() as session:
+        app.emit(session, OrderPlaced("o-1"), OrderPlaced("o-2"))
+    running = app.open(worker=False)
+    health = make_health(app, running.find_trouble, details=True, relay=running.relay)
+
+    def read() -> list[str]:
+        return health.respond("/metrics")[2].decode().splitlines()
+
+    assert "conquiet_relay_pending 2.0" in read()
+    running.start()
+    eventually(lambda: "conquiet_relay_published_total 2.0" in read())
+    eventually(lambda: "conquiet_relay_pending 0.0" in read())
+    assert running.stop()
+    app.close()
 
 
 def test_redis_alone_keeps_effects_inbox_and_log(redis_url: str, redis_client: Any) -> None:

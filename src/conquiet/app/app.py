@@ -384,7 +384,9 @@ class App:
         """
         sink = self.store.open_sink() if self.broker is None else self.broker.open_sink()
         if self.celery is None:
-            return None if sink is None else make_relay(self.store.relay_source(), sink)
+            if sink is None:
+                return None
+            return make_relay(self.store.relay_source(), sink, self.store.figures)
         return make_task_relay(self.store, sink, self.celery, self.name)
 
     def open(self, *, worker: bool = True, relay: bool = True, **options: Any) -> Running:
@@ -471,26 +473,30 @@ class App:
         return f"<App {self.name} on {self.store!r}>"
 
 
-def make_health(app: App, alive: Callable[[], str | None], *, details: bool) -> Probes:
-    """Return the answers of `/healthz`, which `alive` decides, and `/readyz`, by the database."""
+def make_health(
+    app: App, alive: Callable[[], str | None], *, details: bool, relay: Relay | None = None
+) -> Probes:
+    """Return the answers of `/healthz`, which `alive` decides, `/readyz`, by the database, and
+    `/metrics`, with those of a `relay`."""
     from conquiet.relay.health import Check
     from conquiet.relay.health import Health as Probes
 
     return Probes(
         {"store": Check(lambda: app.store.reach(), timeout=_CHECK_SECONDS)},
         alive=alive,
-        metrics=_read_metrics,
+        metrics=partial(_read_metrics, relay),
         details=details,
     )
 
 
-def _read_metrics() -> bytes:
-    """Return what the process counts for Prometheus: the middleware `Metrics`, and its own."""
+def _read_metrics(relay: Relay | None) -> bytes:
+    """Return what the process counts for Prometheus: by `Metrics`, by its relay, and its own."""
     try:
         from prometheus_client import generate_latest
     except ImportError:
         return b"# for metrics, pip install prometheus-client and app.use(Metrics())\n"
-    return generate_latest()
+    relaying = getattr(relay, "metrics", None)
+    return generate_latest() + (b"" if relaying is None else relaying.exposition())
 
 
 def _is_of(topic: str, message: Message[Any]) -> bool:

@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
@@ -30,10 +30,13 @@ from conquiet.task import topic_of_tasks
 if TYPE_CHECKING:
     from sqlalchemy import Engine, MetaData
 
+    from conquiet.relay.inspection import Figures
     from conquiet.relay.relay import Relay
 
 LEASE_SECONDS = 10.0
 """How long what a process held that was killed waits for another one; it is renewed until then."""
+_COUNT_SECONDS = 2.0
+"""How long the rows that wait may be counted for `/metrics`."""
 _REDIS = ("redis", "rediss", "unix", "redis+cluster", "rediss+cluster", "redis+sentinel")
 _BROKERS = (*_REDIS, "amqp", "amqps", "kafka")
 
@@ -91,6 +94,10 @@ class Store(ABC):
     def create_tables(self) -> None:
         """Create missing tables."""
         raise ConfigError(f"{self!r} has no tables to create")
+
+    def figures(self) -> Figures | None:
+        """Count the rows of the outbox that wait for a relay; None if they are not in a table."""
+        return None
 
     @abstractmethod
     def reach(self) -> None:
@@ -239,6 +246,11 @@ class SqlStore(Store):
             if self.metadata is not None:  # several processes may start at once
                 with schema.lock_tables(self.log_engine) as connection:
                     self.metadata.create_all(connection)
+
+    def figures(self) -> Figures | None:
+        from conquiet.relay.inspection import Inspection
+
+        return Inspection(self.log_engine, self.outbox.table.fullname).figures()
 
     def reach(self) -> None:
         with self.log_engine.connect() as connection:
@@ -478,10 +490,24 @@ class Broker:
                 self._sink = None
 
 
-def make_relay(source: Source, sink: Sink) -> Relay:
-    from conquiet.relay.relay import Relay
+def make_relay(source: Source, sink: Sink, figures: Callable[[], Figures | None]) -> Relay:
+    """Create a relay; one that counts for `/metrics`, if prometheus-client is installed."""
+    try:
+        from conquiet.relay.metrics import RelayMetrics
+    except ImportError:
+        from conquiet.relay.relay import Relay
 
-    return Relay(source, sink)
+        return Relay(source, sink)
+    from conquiet.relay.health import Check
+    from conquiet.relay.process import WatchedRelay
+
+    counts = Check(lambda: {"figures": figures()}, timeout=_COUNT_SECONDS)
+
+    def read_counts() -> Figures | None:
+        answer = counts.answer()
+        return answer.detail["figures"] if answer.ok else None
+
+    return WatchedRelay(source, sink, RelayMetrics(read_counts), batch_size=100)
 
 
 def make_task_relay(store: Store, sink: Sink | None, celery: Any, name: str) -> Relay:
@@ -491,6 +517,6 @@ def make_task_relay(store: Store, sink: Sink | None, celery: Any, name: str) -> 
 
     tasks = CelerySink(celery)
     if sink is not None:
-        return make_relay(store.relay_source(), TaskSplit(tasks, sink))
+        return make_relay(store.relay_source(), TaskSplit(tasks, sink), store.figures)
     [source] = store.sources([topic_of_tasks(name)], name)
-    return make_relay(source, tasks)
+    return make_relay(source, tasks, lambda: None)  # a log has no mark of what is published

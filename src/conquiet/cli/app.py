@@ -210,7 +210,9 @@ def _serve_health(
     from conquiet.config import is_loopback
     from conquiet.relay.health import HealthServer
 
-    health = make_health(app, running.find_trouble, details=is_loopback(address[0]))
+    health = make_health(
+        app, running.find_trouble, details=is_loopback(address[0]), relay=running.relay
+    )
     server = HealthServer(health, *address, "--health")
     open_.callback(server.close)
     return f"; health is at http://{server.host}:{server.port}"

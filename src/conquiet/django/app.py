@@ -29,6 +29,8 @@ from conquiet.transaction import ATOMIC
 if TYPE_CHECKING:
     from sqlalchemy import Engine
 
+    from conquiet.relay.inspection import Figures
+
 _OF_DJANGO = ("assume_role", "cursor_factory", "isolation_level", "pool", "server_side_binding")
 """The OPTIONS of PostgreSQL that Django takes for itself."""
 
@@ -130,6 +132,9 @@ class Store(BaseStore):
 
     def relay_source(self) -> Source:
         return self.log.relay_source()
+
+    def figures(self) -> Figures | None:
+        return self.log.figures()
 
     def missing_tables(self) -> list[str]:
         return self.log.missing_tables()

@@ -82,6 +82,10 @@ class WatchedRelay(Relay):
         self.read_seconds = poll
 
     @property
+    def metrics(self) -> RelayMetrics:
+        return self._metrics
+
+    @property
     def busy_seconds(self) -> float:
         """Return how long the current batch has taken; 0 between batches and while polling."""
         since = self._busy_since
