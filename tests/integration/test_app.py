@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -193,6 +194,8 @@ def test_redis_alone_keeps_effects_inbox_and_log(redis_url: str, redis_client: A
     assert redis_client.mget("orders:o-1", "orders:o-2", "orders:o-3") == [b"1"] * 3
     with pytest.raises(ConfigError, match=r"app\.test\(\) needs an app on SQL"):
         app.test()
+    with pytest.raises(ConfigError, match=f"^{re.escape(redis_url)} has no tables"):
+        app.create_tables()
 
 
 @pytest.mark.parametrize("kind", ["postgresql", "sqlite"])

@@ -44,7 +44,8 @@ td, th { text-align: right; padding: .25rem .6rem; border-bottom: 1px solid var(
 th { font-weight: 500 } thead th { color: var(--muted) } th:first-child { text-align: left }
 .good { color: var(--good) } .bad { color: var(--bad) }
 .verdict { font-size: 1.15rem; font-weight: 650 }
-@media (max-width: 600px) { body { padding: .8rem } figure, .card { padding: .8rem } }
+@media (max-width: 600px) { body { padding: .8rem } figure, .card { padding: .8rem }
+  table { font-size: .78rem } td, th { padding: .25rem .2rem } }
 @media print { details { display: block } }"""
 
 

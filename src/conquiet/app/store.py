@@ -22,6 +22,7 @@ from conquiet.errors import ConfigError
 from conquiet.message import Message, new_id
 from conquiet.registry import SourceOptions, connect_source, open_redis, open_sink
 from conquiet.schedule import States
+from conquiet.secret import mask
 from conquiet.sink import Sink
 from conquiet.source import Source
 from conquiet.stage import Middleware
@@ -93,7 +94,7 @@ class Store(ABC):
 
     def create_tables(self) -> None:
         """Create missing tables."""
-        raise ConfigError(f"{self!r} has no tables to create")
+        raise ConfigError(f"{self!r} has no tables to create; leave --create-tables away")
 
     def figures(self) -> Figures | None:
         """Count the rows of the outbox that wait for a relay; None if they are not in a table."""
@@ -367,6 +368,7 @@ class RedisStore(Store):
         require("conquiet.redis", "redis")
         from conquiet.redis import Inbox, Outbox, StreamSink, Transaction
 
+        self._url = url
         self.client = open_redis(url, "database")
         self.outbox = Outbox(name, f"conquiet:outbox:{name}", source=f"/{name}")
         self.middlewares = (Transaction(self.client), Inbox(name), self.outbox)
@@ -425,7 +427,7 @@ class RedisStore(Store):
         self.client.close()
 
     def __repr__(self) -> str:
-        return f"{self.client!r}"
+        return mask(self._url)
 
 
 def open_store(database: Any, name: str, metadata: MetaData | None) -> Store:

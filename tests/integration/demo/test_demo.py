@@ -234,6 +234,10 @@ def test_on_servers_of_ones_own(
     assert demo.left() == []
 
 
+FITS = """() => [document.documentElement, ...document.querySelectorAll(".scrolls.all")]
+    .every(element => element.scrollWidth <= element.clientWidth)"""
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_report_opens_in_a_browser(tmp_path: Path, chromium: Any) -> None:
@@ -249,5 +253,8 @@ def test_the_report_opens_in_a_browser(tmp_path: Path, chromium: Any) -> None:
         assert page.locator("figure svg").count() >= len(FIGURES)
         page.locator("details").first.locator("summary").click()
         assert page.locator("details table").first.is_visible()
+        page.set_viewport_size({"width": 390, "height": 800})  # a phone: the verdict is in view
+        assert page.locator(".scrolls.all").count() == 1
+        assert page.evaluate(FITS)
         page.close()
     assert [text for text in heard if not text.startswith(("file://", "data:"))] == []
