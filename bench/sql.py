@@ -3,7 +3,7 @@
 python bench/sql.py [--quick] [--json FILE]
 
 handle   a message takes effect once: inbox, one upsert by the handler, one outbox row, ack;
-         also with a savepoint per message, beside the default
+         also by handlers of list[T], and with a savepoint per message, beside the default
 relay    rows of the outbox to a Redis stream: claim, XADD, mark
 claim    what a claim costs, with more and more rows in the table
 memory   of a worker, after a tenth of its messages and at the end
@@ -32,8 +32,19 @@ from typing import Any
 import msgspec
 import psycopg
 import redis
-from sqlalchemy import Column, Engine, Integer, MetaData, Table, Text
-from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy import (
+    Column,
+    Connection,
+    Engine,
+    Integer,
+    MetaData,
+    Table,
+    Text,
+    bindparam,
+    func,
+    select,
+)
+from sqlalchemy.dialects.postgresql import ARRAY, insert
 
 from bench.harness import Case, Options, Seconds, arguments, compare, measure, report
 from conquiet import Acking, Message, Router, Worker, embedded
@@ -51,11 +62,25 @@ UPSERT = (
 ORDERS = "CREATE TABLE orders (id text PRIMARY KEY, total integer NOT NULL)"
 FILLING = "x" * 200
 SAVEPOINTS = "a savepoint per message"
+LISTS = "list[T], one statement"
+MANY = "list[T], executemany"
 
 orders = Table("orders", MetaData(), Column("id", Text), Column("total", Integer))
 _save = insert(orders)
 SAVE = _save.on_conflict_do_update(
     index_elements=[orders.c.id], set_={"total": orders.c.total + _save.excluded.total}
+)
+
+
+_bulk = insert(orders).from_select(
+    ["id", "total"],
+    select(
+        func.unnest(bindparam("ids", type_=ARRAY(Text))),
+        func.unnest(bindparam("totals", type_=ARRAY(Integer))),
+    ),
+)
+SAVE_ALL = _bulk.on_conflict_do_update(
+    index_elements=[orders.c.id], set_={"total": orders.c.total + _bulk.excluded.total}
 )
 
 
@@ -109,6 +134,7 @@ def handle(server: embedded.PostgresServer, options: Options) -> list[Case]:
         if options.quick:
             count = 100 if batch == 1 else 1_000
         router, isolating = orders_router(made), orders_router(made, isolate="savepoint")
+        lists, many = list_router(made, save_all), list_router(made, save_many)
         with psycopg.connect(url) as direct:
             hand = ByHand(direct)
             contestants: dict[str, Callable[[], object]] = {
@@ -119,6 +145,8 @@ def handle(server: embedded.PostgresServer, options: Options) -> list[Case]:
                     run, hand.one_upsert_each, count, 1
                 )
             else:
+                contestants[LISTS] = partial(run, lists.process, count, batch)
+                contestants[MANY] = partial(run, many.process, count, batch)
                 contestants[SAVEPOINTS] = partial(run, isolating.process, count, batch)
                 contestants["everything in bulk"] = partial(run, hand.in_bulk, count, batch)
                 contestants["an upsert per message"] = partial(
@@ -136,13 +164,18 @@ def handle(server: embedded.PostgresServer, options: Options) -> list[Case]:
         cases += [
             compare("handle", count, seconds, "conquiet", floor, batch=batch)
             for floor in seconds
-            if floor not in ("conquiet", SAVEPOINTS)
+            if floor not in ("conquiet", LISTS, MANY, SAVEPOINTS)
+        ]
+        cases += [
+            compare(f"handle, {name}", count, seconds, name, "everything in bulk", batch=batch)
+            for name in (LISTS, MANY)
+            if name in seconds
         ]
         if SAVEPOINTS in seconds:
             name = f"handle, {SAVEPOINTS}"
             cases.append(compare(name, count, seconds, SAVEPOINTS, "conquiet", batch=batch))
-        router.close()
-        isolating.close()
+        for one in (router, isolating, lists, many):
+            one.close()
         made.dispose()
     return cases
 
@@ -163,6 +196,29 @@ def orders_router(made: Engine, **options: Any) -> Router:
         return [OrderPlaced(order.order_id, order.total, order.note)]
 
     return router
+
+
+def list_router(made: Engine, save: Callable[[Connection, list[PlaceOrder]], object]) -> Router:
+    router = Router()
+    router.use(Transaction(made), Inbox("billing"), Outbox("orders"))
+
+    @router.command(source="/shop")
+    def place_orders(orders: list[PlaceOrder]) -> list[OrderPlaced]:
+        with connection(made) as found:
+            save(found, orders)
+        return [OrderPlaced(order.order_id, order.total, order.note) for order in orders]
+
+    return router
+
+
+def save_all(found: Connection, orders: list[PlaceOrder]) -> None:
+    found.execute(
+        SAVE_ALL, {"ids": [o.order_id for o in orders], "totals": [o.total for o in orders]}
+    )
+
+
+def save_many(found: Connection, orders: list[PlaceOrder]) -> None:
+    found.execute(SAVE, [{"id": order.order_id, "total": order.total} for order in orders])
 
 
 def batches(count: int, size: int) -> Sequence[Sequence[Message[bytes]]]:

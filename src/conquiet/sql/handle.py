@@ -16,7 +16,7 @@ import sys
 from abc import abstractmethod
 from collections.abc import Coroutine, Sequence
 from functools import lru_cache
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from sqlalchemy import Connection, Executable, bindparam
 from sqlalchemy.ext.compiler import compiles
@@ -27,6 +27,9 @@ from sqlalchemy.types import NullType
 from conquiet import bridge
 from conquiet.errors import ConfigError
 from conquiet.sql import dialect
+
+if TYPE_CHECKING:
+    from conquiet.sql.statement_queue import StatementQueue
 
 Rows: TypeAlias = Sequence[Any]
 Query: TypeAlias = tuple[str, Any]
@@ -108,9 +111,13 @@ def execute(connection: Connection, statement: Statement) -> Rows:
 def execute_with_begin(connection: Connection, statement: Statement) -> Rows:
     """Execute a statement of a transaction that may be its first; return its rows.
 
-    By asyncpg it is sent together with BEGIN, if it inserts one row: the answer is then the number
-    of rows, not the rows.
+    By psycopg it is sent together with BEGIN; its columns must be text. By asyncpg it is, if it
+    inserts one row: the answer is then the number of rows, not the rows.
     """
+    queue = _queue_of(connection)
+    if queue is not None and queue.can_begin:
+        with dialect.translate_errors(connection):
+            return queue.begin(*statement.postgresql())
     if (
         statement.is_single
         and dialect.drives_asyncpg(connection)
@@ -130,8 +137,15 @@ def execute_with_begin(connection: Connection, statement: Statement) -> Rows:
 def execute_with_commit(connection: Connection, statement: Statement) -> None:
     """Execute a statement that may be the last of its transaction, and returns nothing.
 
-    By asyncpg it waits for COMMIT, and is sent together with it, or before any other statement.
+    It waits for COMMIT, and is sent together with it, or before any other statement: by psycopg in
+    the queue of the transaction, by asyncpg as part of COMMIT.
     """
+    queue = _queue_of(connection)
+    if queue is not None:
+        text, parameters = statement.postgresql()
+        with dialect.translate_errors(connection):
+            if queue.add(text, (parameters,)):
+                return
     begun = getattr(connection, "begun_by_asyncpg", None)
     if begun is not None and not begun.last and not connection.in_nested_transaction():
         written = _write_parameters(*statement.postgresql())
@@ -139,6 +153,11 @@ def execute_with_commit(connection: Connection, statement: Statement) -> None:
             begun.last = written
             return
     execute(connection, statement)
+
+
+def _queue_of(connection: Connection) -> StatementQueue | None:
+    unit = getattr(connection, "unit", None)  # of a TransactionConnection
+    return None if unit is None else unit.queue
 
 
 def execute_deferred(connection: Connection) -> None:

@@ -1,45 +1,47 @@
 """Queue statements that return nothing, and send them together in one round trip.
 
+    BEGIN, inbox ──▶ sent
     INSERT ──▶ queued ┐
-    INSERT ──▶ queued ├──▶ any other statement, or COMMIT: the queue is executed before it
+    INSERT ──▶ queued ├──▶ executed before any other statement, or together with COMMIT
     INSERT ──▶ queued ┘
 
 Adapters need not know: a read (SELECT, RETURNING, a row count) executes the queue first. An error
-of a queued statement is raised by the next call that waits, at the latest before COMMIT.
+of a queued statement is raised by the next call that waits, at the latest by COMMIT, which
+PostgreSQL then skips.
 
 A queue belongs to the first thread that queues a statement. A statement of another thread executes
-the queue and switches it off, before psycopg's pipeline mode can mix up the results of the two.
+the queue and switches it off, before libpq's pipeline mode can mix up the results of the two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
-from datetime import date, datetime, time, timedelta
-from decimal import Decimal
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache, lru_cache
 from threading import RLock, get_ident
-from typing import Any
-from uuid import UUID
+from typing import Any, NamedTuple, overload
 from weakref import ref
 
 import psycopg
-from psycopg.abc import Params
-from psycopg.pq import PipelineStatus, TransactionStatus
+from psycopg import IsolationLevel, generators
+from psycopg.abc import Params, PQGen
+from psycopg.adapt import PyFormat, Transformer
+from psycopg.errors import error_from_result
+from psycopg.pq import ExecStatus, PipelineStatus, TransactionStatus
+from psycopg.pq.abc import PGresult
 from sqlalchemy import Connection
 
 from conquiet.errors import HandlerError
 from conquiet.sql.dialect import control_error, refuse_control
 
 MAX_QUEUED = 1000
-"""The queue is sent when it holds this many statements."""
+"""The results of this many statements are awaited at the latest."""
 
-MIN_PIPELINED = 3
-"""Fewer are executed one by one: entering and leaving psycopg's pipeline mode costs as much."""
+SENT_EARLY = 25
+"""So many are sent at once, without waiting: PostgreSQL executes them while the handlers go on."""
 
-_FROZEN = frozenset(
-    (str, int, float, bool, bytes, type(None), Decimal, UUID, date, datetime, time, timedelta)
-)
-"""Immutable types; statements with parameters of other types are sent at once."""
+_ERRORS = (ExecStatus.FATAL_ERROR, ExecStatus.BAD_RESPONSE)
 
 
 def is_supported() -> bool:
@@ -57,16 +59,57 @@ def open_queue(connection: Connection, own_listener: object) -> StatementQueue |
     if not isinstance(driver, psycopg.Connection) or driver.cursor_factory is not psycopg.Cursor:
         return None
     of_cursors, of_dialect = connection.dispatch, connection.dialect.dispatch
-    listeners = (
-        *of_cursors.before_cursor_execute,
-        *of_cursors.after_cursor_execute,
-        *of_dialect.do_execute,
-        *of_dialect.do_execute_no_params,
-        *of_dialect.do_executemany,
-    )
-    if any(listener is not own_listener for listener in listeners):
-        return None
+    for listeners in (
+        of_cursors.before_cursor_execute,
+        of_cursors.after_cursor_execute,
+        of_dialect.do_execute,
+        of_dialect.do_execute_no_params,
+        of_dialect.do_executemany,
+    ):
+        for listener in listeners:
+            if listener is not own_listener:
+                return None
     return StatementQueue(driver, connection.in_nested_transaction)
+
+
+class Statement(NamedTuple):
+    """Is a statement as libpq takes it: its parameters are bytes, and can change no more."""
+
+    text: bytes
+    values: Sequence[Any] | None = None
+    types: tuple[int, ...] = ()
+    formats: Sequence[int] | None = None
+    cursor: ref[QueueingCursor] | None = None
+    """Where to note the row count, if that is still wanted."""
+
+
+_COMMIT = Statement(b"COMMIT")
+
+
+class Rows(Sequence[tuple[Any, ...]]):
+    """Reads the rows of a result when they are asked for; all columns are text."""
+
+    def __init__(self, result: PGresult, encoding: str) -> None:
+        self._result = result
+        self._encoding = encoding
+
+    def __len__(self) -> int:
+        return self._result.ntuples
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[Any, ...]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[tuple[Any, ...]]: ...
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        result = self._result
+        values = (result.get_value(index, column) for column in range(result.nfields))
+        return tuple(None if value is None else value.decode(self._encoding) for value in values)
 
 
 class StatementQueue:
@@ -77,13 +120,16 @@ class StatementQueue:
     ) -> None:
         self._connection = connection
         self._in_savepoint = in_savepoint
-        self._mode: AbstractContextManager[psycopg.Pipeline] | None = None
-        self._waiting: list[tuple[str, Any, ref[QueueingCursor]]] = []
-        self._sent: set[str] = set()
+        self._waiting: list[Statement] = []
+        self._exchange: Exchange | None = None
+        """The statements that were sent, and whose results are not awaited yet."""
+        self._count = 0
+        self._transformer = Transformer(connection)
         self.lock = RLock()
         """Held by each call that uses the connection: pipeline mode is the connection's."""
         self._thread: int | None = None
         self._finished = False
+        self._is_open = True
         self._failure: BaseException | None = None
         self._blocks = 0
         self._former = connection.cursor_factory, connection.server_cursor_factory
@@ -91,18 +137,38 @@ class StatementQueue:
         connection.server_cursor_factory = self._server_cursor  # type: ignore[assignment]
         # These methods bypass the cursors, and so the queue.
         connection.transaction = self._transaction  # type: ignore[method-assign]
-        connection.commit = self._commit  # type: ignore[method-assign]
+        connection.pipeline = self._pipeline  # type: ignore[method-assign]
+        connection.commit = self._refuse_commit  # type: ignore[method-assign]
         connection.rollback = self._rollback  # type: ignore[method-assign]
 
+    # --- the ends of the transaction ----------------------------------------------------------
+
+    @property
+    def can_begin(self) -> bool:
+        """Return whether the transaction has not begun, so that `begin` may."""
+        return (
+            not self._finished
+            and self._connection.pgconn.transaction_status == TransactionStatus.IDLE
+            and self._connection.pgconn.pipeline_status == PipelineStatus.OFF
+        )
+
+    def begin(self, query: str, params: Params) -> Rows:
+        """Execute BEGIN and a statement whose columns are text; return its rows."""
+        with self.lock:
+            self.check_thread()
+            prepared = self._prepare(query, params)
+            assert prepared is not None, "its parameters fit"
+            exchange = Exchange(self._connection)
+            begin = Statement(_begin_text(self._connection))
+            return Rows(exchange.finish((begin, prepared))[1], self._transformer.encoding)
+
     def finish(self) -> None:
-        """Execute the queue before COMMIT, and queue nothing more.
+        """Queue nothing more, and let the queue be executed together with COMMIT.
 
         Raises if a queued statement ever failed, also if a handler caught that error: the
         statements behind it were dropped, and PostgreSQL may not know of them.
         """
-        with self.lock:
-            self._finished = True
-            self.wait()
+        self._finished = True
         if isinstance(self._failure, HandlerError):
             raise self._failure
         if self._failure is not None:
@@ -111,24 +177,55 @@ class StatementQueue:
                 " commit only a part; do not catch SQL errors, or run the statement in"
                 f" begin_nested(): {self._failure!s:.300}"
             ) from self._failure
-        self._restore()
+        self._connection.commit = self._commit  # type: ignore[method-assign]
+
+    def _commit(self) -> None:
+        with self.lock:
+            driver = self._connection
+            if (
+                self._exchange is None
+                and driver.pgconn.transaction_status == TransactionStatus.IDLE
+            ):
+                self.close()  # nothing was ever sent
+                return
+            try:
+                self._finish_exchange(_COMMIT)
+            except psycopg.Error:
+                if driver.pgconn.transaction_status == TransactionStatus.INERROR:
+                    # SQLAlchemy rolls nothing back after a COMMIT.
+                    with suppress(psycopg.Error):
+                        type(driver).rollback(driver)
+                raise
+            self.close()
 
     def close(self) -> None:
-        """Discard the queue before ROLLBACK, and restore the connection."""
+        """Discard what is queued, and restore the connection."""
         with self.lock:
             self._finished = True
-            self._waiting.clear()
-            with suppress(psycopg.Error):  # errors of sent statements, which are rolled back
-                self.wait()
-        self._restore()
+            if not self._is_open:
+                return
+            self._is_open = False
+            self._drop()
+            connection = self._connection
+            if connection.pgconn.pipeline_status != PipelineStatus.OFF:
+                # The next user of a pooled connection would get the results of other statements.
+                connection.close()
+            connection.cursor_factory, connection.server_cursor_factory = self._former
+            own = vars(connection)
+            for name in ("transaction", "pipeline", "commit", "rollback"):
+                own.pop(name, None)  # the class has its own
 
-    def _restore(self) -> None:
-        if self._connection.pgconn.pipeline_status != PipelineStatus.OFF:
-            # The next user of a pooled connection would get the results of other statements.
-            self._connection.close()
-        self._connection.cursor_factory, self._connection.server_cursor_factory = self._former
-        for name in ("transaction", "commit", "rollback"):
-            vars(self._connection).pop(name, None)  # the class has its own
+    def _refuse_commit(self) -> None:
+        raise control_error("commit()")
+
+    def _rollback(self) -> None:
+        # Called by SQLAlchemy after a failed flush, or by a handler. Queued statements would
+        # begin another transaction.
+        self._drop()
+        self._failure = self._failure or control_error("rollback()")
+        type(self._connection).rollback(self._connection)
+
+    # --- what psycopg offers beside cursors ---------------------------------------------------
 
     @contextmanager
     def _transaction(self, *arguments: Any, **options: Any) -> Iterator[psycopg.Transaction]:
@@ -146,121 +243,16 @@ class StatementQueue:
         finally:
             self._blocks -= 1
 
-    def _commit(self) -> None:
-        raise control_error("commit()")
-
-    def _rollback(self) -> None:
-        # Called by SQLAlchemy after a failed flush, or by a handler. Queued statements would
-        # begin another transaction.
-        self._waiting.clear()
-        self._failure = self._failure or control_error("rollback()")
-        type(self._connection).rollback(self._connection)
-
-    def add(self, query: str, params: Any, cursor: QueueingCursor) -> None:
-        """Queue a statement; the queue then belongs to this thread."""
-        self._thread = get_ident()
-        if len(self._waiting) >= MAX_QUEUED:
-            self.wait()
-        self._waiting.append((query, params, ref(cursor)))
-
-    def take_back(self, cursor: QueueingCursor) -> tuple[Any, Any] | None:
-        """Remove and return the last queued statement if this cursor queued it."""
-        if self._waiting and self._waiting[-1][2]() is cursor:
-            return self._waiting.pop()[:2]
-        return None
-
-    def send(self) -> None:
-        """Send the queue in order, without waiting for results."""
-        self._thread = get_ident()
+    @contextmanager
+    def _pipeline(self) -> Iterator[psycopg.Pipeline]:
+        """Enter psycopg's own pipeline mode, in which nothing is queued here."""
+        self.wait()
+        self._blocks += 1
         try:
-            self._send()
-        except BaseException as error:
-            self._failure = error
-            raise
-
-    def _send(self) -> None:
-        if self._mode is None:
-            self._mode = self._connection.pipeline()
-            self._mode.__enter__()
-        waiting, self._waiting = self._waiting, []
-        runs: list[Any] = []
-        last = ""
-        for query, params, cursor in waiting:
-            holder = cursor()
-            if runs and (query != last or holder is not None):
-                self._send_runs(last, runs)
-                runs = []
-            if holder is not None:  # its row count may still be read
-                self._sent.add(query)
-                holder.send(query, params)
-            else:
-                last = query
-                runs.append(params)
-        if runs:
-            self._send_runs(last, runs)
-
-    def _execute_plainly(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for query, params, cursor in waiting:
-            self._sent.add(query)
-            holder = cursor()
-            if holder is not None:
-                holder.send(query, params)
-            else:
-                self._send_runs(query, [params])
-
-    def _send_runs(self, query: Any, runs: list[Any]) -> None:
-        self._sent.add(query)
-        cursor = psycopg.Cursor(self._connection)
-        if len(runs) == 1:
-            cursor.execute(query, runs[0])
-        else:
-            cursor.executemany(query, runs)
-
-    def wait(self) -> None:
-        """Send the queue and read the results; raise the first error."""
-        with self.lock:
-            self._wait()
-
-    def _wait(self) -> None:
-        try:
-            if self._mode is None and len(self._waiting) < MIN_PIPELINED:
-                self._execute_plainly()
-            elif self._waiting:
-                self._send()
-            mode, self._mode = self._mode, None
-            if mode is not None:
-                mode.__exit__(None, None, None)
-        except BaseException as error:
-            self._failure = error
-            if isinstance(error, psycopg.Error):
-                self.explain(error)
-            raise
+            with type(self._connection).pipeline(self._connection) as mode:
+                yield mode
         finally:
-            self._sent.clear()
-
-    def explain(self, error: BaseException) -> None:
-        """Note on an error which queued statements may have caused it."""
-        for query in self._sent:
-            error.add_note(
-                f"raised late, perhaps by this statement, which was queued: {query:.300}"
-            )
-
-    def check_thread(self) -> None:
-        """Execute the queue and switch it off if another thread has queued statements."""
-        if self._thread not in (None, get_ident()) and not self._finished:
-            self._finished = True
-            self.wait()
-
-    @property
-    def may_queue(self) -> bool:
-        # Before BEGIN psycopg waits anyway; in a failed transaction the error must be raised now.
-        # A savepoint catches errors, so they must be raised inside it.
-        if self._finished or self._blocks or self._in_savepoint():
-            return False
-        if self._waiting or self._mode is not None:
-            return True
-        return self._connection.info.transaction_status is TransactionStatus.INTRANS
+            self._blocks -= 1
 
     def _cursor(self, *arguments: Any, **options: Any) -> QueueingCursor:
         cursor = QueueingCursor(*arguments, **options)
@@ -271,61 +263,291 @@ class StatementQueue:
         self.wait()
         return self._former[1](*arguments, **options)
 
+    # --- queueing -----------------------------------------------------------------------------
+
+    @property
+    def may_queue(self) -> bool:
+        # In a failed transaction the error must be raised now. A savepoint catches errors, so they
+        # must be raised inside it.
+        if self._finished or self._blocks or self._in_savepoint():
+            return False
+        if self._waiting or self._exchange is not None:
+            return True
+        return self._connection.pgconn.transaction_status == TransactionStatus.INTRANS
+
+    def add(
+        self, query: str, rows: Iterable[Params], cursor: ref[QueueingCursor] | None = None
+    ) -> bool:
+        """Queue a statement once for each row of parameters; the queue then is this thread's.
+
+        Return False if it must not wait, or its parameters do not fit: psycopg says why.
+        """
+        with self.lock:
+            self.check_thread()
+            if not self.may_queue:
+                return False
+            prepared = [self._prepare(query, params, cursor) for params in rows]
+            if None in prepared:
+                return False
+            self._thread = get_ident()
+            self._waiting += prepared  # type: ignore[arg-type]  # None is not in it
+            self._count += len(prepared)
+            if self._count >= MAX_QUEUED:
+                self.wait()
+            elif len(self._waiting) >= SENT_EARLY:
+                self._send_early()
+            return True
+
+    def _prepare(
+        self, query: str, params: Params, cursor: ref[QueueingCursor] | None = None
+    ) -> Statement | None:
+        """Convert parameters to bytes now: a handler may change what it has passed."""
+        transformer = self._transformer
+        parsed = parse(query, transformer.encoding)
+        if parsed is None:
+            return None
+        text, formats, names = parsed
+        if names is None:
+            if not isinstance(params, (tuple, list)) or len(params) != len(formats):
+                return None
+            values: Sequence[Any] = params
+        else:
+            if not isinstance(params, Mapping):
+                return None
+            try:
+                values = [params[name] for name in names]
+            except KeyError:
+                return None
+        dumped = transformer.dump_sequence(values, formats)
+        return Statement(text, dumped, transformer.types or (), transformer.formats, cursor)
+
+    def check_thread(self) -> None:
+        """Execute the queue and switch it off if another thread has queued statements."""
+        if self._thread not in (None, get_ident()) and not self._finished:
+            self._finished = True
+            self.wait()
+
+    # --- sending ------------------------------------------------------------------------------
+
+    def wait(self) -> None:
+        """Execute the queue; raise the first error."""
+        with self.lock:
+            if self._waiting or self._exchange is not None:
+                self._finish_exchange()
+
+    def _send_early(self) -> None:
+        """Let PostgreSQL execute what is queued, while the handlers go on."""
+        waiting, self._waiting = self._waiting, []
+        try:
+            if self._exchange is None:
+                self._exchange = Exchange(self._connection)
+            self._exchange.send(waiting)
+        except BaseException as error:
+            self._failure = error
+            raise
+
+    def _finish_exchange(self, *last: Statement) -> None:
+        waiting, self._waiting = self._waiting, []
+        exchange, self._exchange = self._exchange, None
+        try:
+            if exchange is None:
+                exchange = Exchange(self._connection)
+            exchange.finish((*waiting, *last))
+        except BaseException as error:
+            self._failure = error
+            raise
+        self._count = 0
+        self._transformer = Transformer(self._connection)  # adapters may have been registered
+
+    def _drop(self) -> None:
+        """Discard what is queued, and wait for what was sent early."""
+        self._waiting.clear()
+        if self._exchange is not None:
+            with suppress(psycopg.Error):  # it is rolled back
+                self._finish_exchange()
+
+
+class Exchange:
+    """Sends statements without waiting, and then waits for all of them: one round trip.
+
+    PostgreSQL executes them meanwhile. It parses a statement once for a run of equal ones; one that
+    comes back after others gets a name, until the end of the exchange.
+    """
+
+    def __init__(self, connection: psycopg.Connection[Any]) -> None:
+        self._connection = connection
+        self._pgconn = connection.pgconn
+        self._sent: list[Statement] = []
+        self._owners: list[int] = []
+        """The statement that each answer belongs to."""
+        self._names: dict[object, bytes] = {}
+        self._seen: set[object] = set()
+        self._last: object = None
+        self._pgconn.enter_pipeline_mode()
+
+    def send(self, statements: Iterable[Statement]) -> None:
+        """Send statements, which PostgreSQL then executes, and wait for no result."""
+        with self._connection.lock:
+            self._connection.wait(self._send(statements))
+
+    def finish(self, statements: Iterable[Statement] = ()) -> list[PGresult]:
+        """Send the last statements, wait, and return the results; raise the first error."""
+        with self._connection.lock:
+            answers = self._connection.wait(self._finish(statements))
+            self._pgconn.exit_pipeline_mode()
+        found: dict[int, PGresult] = {}
+        for owner, answer in zip(self._owners, answers, strict=False):
+            if answer.status in _ERRORS:
+                error = error_from_result(answer, encoding=self._connection.info.encoding)
+                text = self._sent[owner].text.decode(errors="replace")
+                error.add_note(f"raised late by this statement, which was queued: {text:.300}")
+                raise error
+            found[owner] = answer  # that of an Execute comes after that of its Parse
+        for owner, result in found.items():
+            noted = self._sent[owner].cursor
+            cursor = None if noted is None else noted()
+            if cursor is not None:
+                cursor.note(result)
+        return list(found.values())
+
+    def _send(self, statements: Iterable[Statement]) -> PQGen[None]:
+        pgconn = self._pgconn
+        for statement in statements:
+            text, values, types, formats, _ = statement
+            place = len(self._sent)
+            self._sent.append(statement)
+            self._owners.append(place)
+            key = text, types
+            if key == self._last:
+                pgconn.send_query_prepared(b"", values, formats)
+                continue
+            name = self._names.get(key)
+            if name is None and key in self._seen and _can_close():
+                name = self._names[key] = b"conquiet_%d" % len(self._names)
+                pgconn.send_prepare(name, text, types)
+                self._owners.append(place)
+            if name is not None:
+                pgconn.send_query_prepared(name, values, formats)
+            else:
+                pgconn.send_query_params(text, values, types, formats)
+                self._seen.add(key)
+                self._last = key
+        yield from generators.send(pgconn)
+
+    def _finish(self, statements: Iterable[Statement]) -> PQGen[list[PGresult]]:
+        pgconn = self._pgconn
+        yield from self._send(statements)
+        pgconn.pipeline_sync()
+        if self._names:  # behind a Sync: PostgreSQL skips what is between an error and the next one
+            for name in self._names.values():
+                pgconn.send_close_prepared(name)
+            pgconn.pipeline_sync()
+        yield from generators.send(pgconn)
+        answers: list[PGresult] = []
+        left = 2 if self._names else 1
+        while left:
+            try:
+                found = yield from generators.fetch_many(pgconn)
+            except psycopg.OperationalError:
+                # The server may have said why before it closed the connection.
+                if any(answer.status in _ERRORS for answer in answers):
+                    return answers
+                raise
+            if found and found[0].status == ExecStatus.PIPELINE_SYNC:
+                left -= 1
+            else:
+                answers += found
+        return answers
+
+
+@cache
+def _can_close() -> bool:
+    """Return whether libpq can close a statement that has a name (17 and later)."""
+    return psycopg.capabilities.has_send_close_prepared()
+
+
+def _begin_text(connection: psycopg.Connection[Any]) -> bytes:
+    """Return the BEGIN that psycopg would send."""
+    level, read_only, deferrable = (
+        connection.isolation_level,
+        connection.read_only,
+        connection.deferrable,
+    )
+    parts = ["BEGIN"]
+    if level is not None:
+        parts.append(f"ISOLATION LEVEL {IsolationLevel(level).name.replace('_', ' ')}")
+    if read_only is not None:
+        parts.append("READ ONLY" if read_only else "READ WRITE")
+    if deferrable is not None:
+        parts.append("DEFERRABLE" if deferrable else "NOT DEFERRABLE")
+    return " ".join(parts).encode()
+
 
 class QueueingCursor(psycopg.Cursor[Any]):
     """Queues statements that return nothing, and executes the queue before any other."""
 
     queue: StatementQueue
-    _queued = False
+    _is_queued = False
+    _noted: PGresult | None = None
+    _affected = 0
 
     def execute(self, query: Any, params: Params | None = None, **options: Any) -> Any:
         queue = self.queue
         with queue.lock:
-            silent = (
-                type(query) is str
-                and params is not None  # else psycopg would read each % as a placeholder
-                and is_silent(query)
-                and not options
-            )
+            # Without parameters psycopg reads no % as a placeholder.
+            if type(query) is str and params is not None and not options and is_silent(query):
+                self._begin_queued()
+                if queue.add(query, (params,), ref(self)):
+                    return self
+            self._is_queued = False
+            self._noted = None
             queue.check_thread()
-            self._queued = silent and queue.may_queue
-            if not self._queued:
-                if type(query) is str:
-                    refuse_control(query)
-                queue.wait()
-                return super().execute(query, params, **options)
-            frozen = _frozen(params)
-            if frozen is not None:
-                queue.add(query, frozen, self)
-            else:
-                queue.send()
-                super().execute(query, params)
-            return self
+            if type(query) is str:
+                refuse_control(query)
+            queue.wait()
+            return super().execute(query, params, **options)
 
-    def send(self, query: Any, params: Any) -> None:
-        """Execute a statement that this cursor queued."""
-        super().execute(query, params)
+    def executemany(self, query: Any, params_seq: Iterable[Params], **options: Any) -> None:
+        queue = self.queue
+        with queue.lock:
+            rows = list(params_seq)
+            if type(query) is str and rows and not options and is_silent(query):
+                self._begin_queued()
+                if queue.add(query, rows, ref(self)):
+                    return
+            self._is_queued = False
+            self._noted = None
+            queue.check_thread()
+            queue.wait()
+            super().executemany(query, rows, **options)
+
+    def _begin_queued(self) -> None:
+        self._is_queued = True
+        self._noted = None
+        self._affected = 0
+
+    def note(self, result: PGresult) -> None:
+        """Take the result of a statement that this cursor has queued."""
+        self._noted = result
+        self._affected += result.command_tuples or 0
+
+    def _wait(self) -> None:
+        if self._is_queued:
+            with self.queue.lock:
+                self._is_queued = False
+                self.queue.wait()
 
     @property
     def rowcount(self) -> int:
-        if self._queued:
-            with self.queue.lock:
-                self._queued = False
-                own = self.queue.take_back(self)
-                self.queue.wait()
-                if own is not None:
-                    super().execute(*own)
-        return super().rowcount
+        self._wait()
+        return super().rowcount if self._noted is None else self._affected
 
-    def close(self) -> None:
-        if not self._queued:  # a closed cursor could not execute it later
-            super().close()
-
-    def executemany(self, query: Any, params_seq: Iterable[Params], **options: Any) -> None:
-        with self.queue.lock:
-            self.queue.check_thread()
-            self.queue.wait()
-            super().executemany(query, params_seq, **options)
+    @property
+    def statusmessage(self) -> str | None:
+        self._wait()
+        if self._noted is None:
+            return super().statusmessage
+        return (self._noted.command_status or b"").decode()
 
     def copy(self, *arguments: Any, **options: Any) -> Any:
         self.queue.wait()
@@ -336,35 +558,55 @@ class QueueingCursor(psycopg.Cursor[Any]):
         return super().stream(*arguments, **options)
 
 
-_silent: dict[str, bool] = {}
 _MAX_KNOWN = 1000
+"""Statements that are remembered; those with values in their text are without number."""
 
 
+@lru_cache(_MAX_KNOWN)
 def is_silent(query: str) -> bool:
     """Return whether a statement is an INSERT without RETURNING, whose result is not read.
 
     SQLAlchemy reads the row count of UPDATE and DELETE, so these are executed at once.
     """
-    known = _silent.get(query)
-    if known is None:
-        if len(_silent) >= _MAX_KNOWN:  # statements with values in their text are without number
-            _silent.clear()
-        begins = query.lstrip()[:7].upper()
-        known = begins.split() == ["INSERT"] and "returning" not in query.lower()
-        _silent[query] = known
-    return known
+    begins = query.lstrip()[:7].upper()
+    return begins.split() == ["INSERT"] and "returning" not in query.lower()
 
 
-def _frozen(params: Any) -> Any:
-    """Copy parameters so that they cannot change; None if a value is mutable."""
-    if type(params) is dict:
-        for value in params.values():
-            if type(value) not in _FROZEN:
-                return None
-        return params.copy()
-    if type(params) is tuple or type(params) is list:
-        for value in params:
-            if type(value) not in _FROZEN:
-                return None
-        return tuple(params)
-    return None
+_placeholder = re.compile(r"%(?:\(([^)]*)\))?(.?)", re.DOTALL)
+_FORMATS = {"s": PyFormat.AUTO, "b": PyFormat.BINARY, "t": PyFormat.TEXT}
+
+
+@lru_cache(_MAX_KNOWN)
+def parse(query: str, encoding: str) -> tuple[bytes, list[PyFormat], list[str] | None] | None:
+    """Return a statement with marks $1, $2, … , the formats of its parameters, and their names.
+
+    Names are None if parameters go by their place. Return None for marks that psycopg refuses.
+
+    >>> parse("VALUES (%(a)s, %(b)s, %(a)s, '50 %%')", "utf-8")[::2]
+    (b"VALUES ($1, $2, $1, '50 %')", ['a', 'b'])
+    """
+    formats: list[PyFormat] = []
+    places: dict[str, int] = {}
+    wrong = False
+
+    def number(found: re.Match[str]) -> str:
+        nonlocal wrong
+        name, kind = found.groups()
+        if kind == "%" and name is None:
+            return "%"
+        format_ = _FORMATS.get(kind)
+        if format_ is None:
+            wrong = True
+            return ""
+        if name is None or name not in places:
+            formats.append(format_)
+            if name is None:
+                return f"${len(formats)}"
+            places[name] = len(formats)
+        wrong = wrong or formats[places[name] - 1] is not format_
+        return f"${places[name]}"
+
+    text = _placeholder.sub(number, query).encode(encoding)
+    if wrong or len(places) not in (0, len(formats)):
+        return None
+    return text, formats, list(places) if places else None

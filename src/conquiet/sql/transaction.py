@@ -268,10 +268,9 @@ class Unit:
             joined.flush()
 
     def finish_queueing(self) -> None:
-        """Execute the queued statements and stop queueing; raise if any of them failed."""
+        """Stop queueing; COMMIT executes what is queued. Raise if any of it has failed."""
         if self.queue is not None:
             self.queue.finish()
-            self.queue = None
 
     def drop_queued(self) -> None:
         """Discard the queued statements; the transaction is not committed."""
@@ -677,9 +676,8 @@ class Transaction(transaction.Transaction):
             raise _alone_error()
         unit.flush()
         connection = unit.connection
-        if unit.queue is not None and began.is_active and not connection.invalidated:
-            with dialect.translate_errors(connection):
-                unit.finish_queueing()
+        if began.is_active and not connection.invalidated:
+            unit.finish_queueing()
         if not began.is_active or connection.invalidated:
             raise _rolled_back_error(
                 unit, "was rolled back inside, by session.rollback() or an error"

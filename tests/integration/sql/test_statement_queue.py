@@ -7,6 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
+from itertools import groupby
 from typing import Any
 
 import psycopg
@@ -26,9 +27,12 @@ from tests.integration.sql.queueing import (
     run,
 )
 
-from conquiet.sql import Transaction, connection, session
+from conquiet import Router
+from conquiet.message import Message
+from conquiet.sql import Inbox, Transaction, connection, session
 from conquiet.sql import engine as make_engine
-from conquiet.sql.statement_queue import MAX_QUEUED, is_silent
+from conquiet.sql.statement_queue import MAX_QUEUED, Exchange, is_silent, parse
+from conquiet.testing import deliver, message
 
 
 class Base(DeclarativeBase):
@@ -41,21 +45,21 @@ class Order(Base):
 
 @pytest.fixture
 def sent(postgres: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What goes to the server: each statement, each run of an executemany, each wait."""
+    """What goes to the server: each statement of a cursor, each exchange of the queue."""
     noted: list[str] = []
-    execute, executemany = psycopg.Cursor.execute, psycopg.Cursor.executemany
+    execute, finish = psycopg.Cursor.execute, Exchange._finish
 
     def noting_execute(self: Any, query: Any, *arguments: Any, **options: Any) -> Any:
-        if type(self) is psycopg.Cursor or not is_silent(str(query)):
-            noted.append(str(query).split()[0])
+        noted.append(str(query).split()[0])
         return execute(self, query, *arguments, **options)
 
-    def noting_executemany(self: Any, query: Any, runs: Any, **options: Any) -> Any:
-        noted.append(f"{str(query).split()[0]} x {len(runs)}")
-        return executemany(self, query, runs, **options)
+    def noting_finish(self: Any, last: Any) -> Any:
+        words = [statement.text.split()[0].decode() for statement in (*self._sent, *last)]
+        noted.append(", ".join(f"{word} x {len(list(run))}" for word, run in groupby(words)))
+        return finish(self, last)
 
     monkeypatch.setattr(psycopg.Cursor, "execute", noting_execute)
-    monkeypatch.setattr(psycopg.Cursor, "executemany", noting_executemany)
+    monkeypatch.setattr(Exchange, "_finish", noting_finish)
     return noted
 
 
@@ -65,8 +69,71 @@ def test_inserts_are_sent_together(postgres: Engine, sent: list[str]) -> None:
         for number in range(5):
             found.execute(UPSERT, {"id": str(number % 3)})
         assert sent == ["SELECT"]
-    assert sent == ["SELECT", "INSERT x 5"]
+    assert sent == ["SELECT", "INSERT x 5, COMMIT x 1"]
     assert amounts(postgres) == {"0": 1, "1": 1, "2": 0}
+
+
+def test_rows_of_an_executemany_are_sent_with_the_others(postgres: Engine, sent: list[str]) -> None:
+    with Transaction(postgres).scope(()), connection(postgres) as found:
+        found.execute(select(ORDERS))
+        found.execute(SAVE, [{"id": str(number)} for number in range(5)])
+        found.execute(SAVE, {"id": "last"})
+        with found.connection.cursor() as cursor:
+            rows = [("0",), ("new",)]
+            cursor.executemany("INSERT INTO orders VALUES (%s, 0) ON CONFLICT DO NOTHING", rows)
+            rows[1] = ("changed",)
+            assert cursor.rowcount == 1
+    assert sent == ["SELECT", "INSERT x 8", "COMMIT x 1"]
+    assert sorted(amounts(postgres)) == ["0", "1", "2", "3", "4", "last", "new"]
+
+
+def test_a_message_takes_two_round_trips(postgres: Engine, sent: list[str]) -> None:
+    assert len(run(postgres, lambda found: found.execute(SAVE, {"id": "a"})).acked) == 1
+    assert sent[-2:] == ["BEGIN x 1, INSERT x 1", "INSERT x 2, COMMIT x 1"]
+
+
+@pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
+def test_begin_has_the_isolation_level_of_the_transaction(postgres: Engine, level: Any) -> None:
+    router = Router()
+    router.use(Transaction(postgres, isolation_level=level), Inbox("test"))
+    seen: list[str] = []
+
+    @router.raw(name="handler")
+    def handler(item: Message[Any]) -> None:
+        with connection(postgres) as found:
+            seen.append(found.exec_driver_sql("SHOW transaction_isolation").scalar_one())
+
+    assert len(deliver(router, message()).acked) == 1
+    assert seen == [level.lower()]
+
+
+def test_pipelines_of_psycopg_work_inside(postgres: Engine) -> None:
+    def work(found: Any) -> None:
+        found.execute(SAVE, {"id": "a"})
+        driver = found.connection.driver_connection
+        with driver.pipeline(), driver.cursor() as cursor:
+            cursor.execute("INSERT INTO orders VALUES (%s, 0)", ("b",))
+            assert cursor.execute("SELECT count(*) FROM orders").fetchone() == (2,)
+        found.execute(SAVE, {"id": "c"})
+
+    assert run(postgres, work).errors == []
+    assert sorted(amounts(postgres)) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("query", "text"),
+    [
+        ("VALUES (%s, %b, '50 %%')", b"VALUES ($1, $2, '50 %')"),
+        ("VALUES (%(a)s, %(b)s, %(a)s)", b"VALUES ($1, $2, $1)"),
+        ("VALUES (%(a)s, %s)", None),
+        ("VALUES (%(a)s, %(a)b)", None),
+        ("VALUES (%d)", None),
+        ("VALUES (%s) %", None),
+    ],
+)
+def test_placeholders_are_those_of_psycopg(query: str, text: bytes | None) -> None:
+    parsed = parse(query, "utf-8")
+    assert (None if parsed is None else parsed[0]) == text
 
 
 def test_pipeline_may_be_switched_off(postgres: Engine, sent: list[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import psycopg
@@ -12,6 +12,8 @@ from sqlalchemy import Column, Engine, MetaData, Table, Text, event, select, tex
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.exc import DBAPIError, IntegrityError
 from tests.integration.sql.queueing import (
+    DOCUMENTS,
+    METADATA,
     ORDERS,
     SAVE,
     UPSERT,
@@ -180,16 +182,27 @@ def in_transaction(engine: Engine, handle: Callable[[Any], object]) -> None:
         handle(found)
 
 
+@pytest.mark.parametrize("queued", [False, True])
+def test_a_value_that_the_driver_refuses_fails_its_own_call_as_without_a_queue(
+    postgres: Engine, queued: bool
+) -> None:
+    with Transaction(postgres, queue_statements=queued).scope(()), connection(postgres) as found:
+        found.execute(select(ORDERS))
+        for name in ("a", "nul\0", "b"):
+            with pytest.raises(DBAPIError) if "\0" in name else nullcontext():
+                found.execute(SAVE, {"id": name})
+    assert sorted(amounts(postgres)) == ["a", "b"]
+
+
 @pytest.mark.parametrize("held", [False, True])
-def test_a_value_that_the_driver_refuses_loses_no_neighbour_silently(
+def test_an_error_in_the_middle_of_the_queue_loses_no_neighbour_silently(
     postgres: Engine, held: bool
 ) -> None:
-    """Such an error never reaches PostgreSQL, whose transaction would commit the rest."""
     kept: list[Any] = []
 
     def handle(found: Any) -> None:
         found.execute(select(ORDERS))
-        for name in ("a", "b", "nul\0", "c", "d"):
+        for name in ("a", "b", "a", "c", "d"):
             result = found.execute(SAVE, {"id": name})
             if held:
                 kept.append(result)
@@ -197,7 +210,7 @@ def test_a_value_that_the_driver_refuses_loses_no_neighbour_silently(
             found.execute(select(ORDERS))
         found.execute(SAVE, {"id": "e"})
 
-    with pytest.raises(HandlerError, match="queued statement failed"):
+    with pytest.raises((HandlerError, DBAPIError), match=r"queued statement failed|aborted"):
         in_transaction(postgres, handle)
     assert amounts(postgres) == {}
 
@@ -205,7 +218,7 @@ def test_a_value_that_the_driver_refuses_loses_no_neighbour_silently(
 def test_an_error_that_was_caught_with_a_row_count_is_not_forgotten(postgres: Engine) -> None:
     def handle(found: Any) -> None:
         found.execute(select(ORDERS))
-        found.execute(SAVE, {"id": "nul\0"})
+        found.execute(SAVE, {"id": "a"})
         last = found.execute(SAVE, {"id": "a"})
         with suppress(psycopg.Error):
             last.rowcount  # noqa: B018 - it waits
@@ -213,6 +226,26 @@ def test_an_error_that_was_caught_with_a_row_count_is_not_forgotten(postgres: En
     with pytest.raises(HandlerError, match="queued statement failed"):
         in_transaction(postgres, handle)
     assert amounts(postgres) == {}
+
+
+def test_an_error_names_the_statement_that_failed_and_no_other(postgres: Engine) -> None:
+    METADATA.create_all(postgres, [DOCUMENTS])
+
+    def handle(found: Any) -> None:
+        found.execute(select(ORDERS))
+        for _ in range(2):  # statements that come back after others have a name in PostgreSQL
+            found.execute(insert(DOCUMENTS), {"id": "1"})
+            found.execute(SAVE, {"id": "a"})
+
+    with pytest.raises(IntegrityError) as caught:
+        in_transaction(postgres, handle)
+    [note] = caught.value.orig.__notes__  # type: ignore[union-attr]
+    assert "INSERT INTO orders" in note
+    assert "documents" not in note
+    with postgres.connect() as looking:
+        assert looking.execute(text("SELECT count(*) FROM documents")).scalar() == 0
+        names = looking.execute(text("SELECT name FROM pg_prepared_statements")).scalars()
+        assert not [name for name in names if name.startswith("conquiet")]
 
 
 def test_what_a_listener_adds_at_the_commit_is_committed(postgres: Engine) -> None:
