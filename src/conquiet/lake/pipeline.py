@@ -43,6 +43,8 @@ _FEW_ROWS = 10_000
 _PARTS_PER_CORE = 4
 """Into so many parts the files of a batch are divided, so that cores end at about the same time."""
 _COMMITS_AT_ONCE = 8
+_MERGES_AT_ONCE = 2
+"""A merge holds the changes of a table of facts in memory."""
 _COMMITS_PER_UPKEEP = 100
 """After so many batches, small files are put together and old ones are removed."""
 _KEPT_HOURS = 168.0
@@ -261,9 +263,13 @@ class Driver:
                 app=f"{self.store.app}/rows",
             )
             self.step("expectations of rows committed", folded.through)
-        for name in self.definition.tables:
+
+        def merge(name: str) -> None:
             facts.merge_table(self.store, self.definition, folded, name)
             self.step(f"{name} committed", folded.through)
+
+        with ThreadPoolExecutor(_MERGES_AT_ONCE) as pool:
+            list(pool.map(merge, self.definition.tables))
         changes = self._changes(batches, folded)
         pipeline = self.pipeline
         with TableRefresh(

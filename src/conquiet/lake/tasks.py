@@ -189,6 +189,7 @@ _judges: dict[bytes, Judge] = {}
 def _prepare(definition: bytes) -> None:
     from conquiet.lake import facts, silver  # noqa: F401 - imported for the tasks to come
 
+    pa.table({"imports": pa.array([], pa.int64())})  # pandas, at the first table of a process
     judge_of(definition)
 
 

@@ -33,7 +33,8 @@ def run(lake: str, step: int = -1) -> list[str]:
             os.kill(os.getpid(), signal.SIGKILL)
 
     engine.Driver.step = count  # type: ignore[method-assign]
-    engine._COMMITS_AT_ONCE = 1  # the order of commits is the same in each run
+    # The order of commits is the same in each run.
+    engine._COMMITS_AT_ONCE = engine._MERGES_AT_ONCE = 1
     try:
         pipeline.lake = lake
         with pipeline.driver() as driver:
