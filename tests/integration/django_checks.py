@@ -4,12 +4,13 @@ Django's settings are for a whole process. Each function is one check; the proce
 became of each, as JSON.
 """
 
+import io
 import json
 import sqlite3
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from typing import Any
 
 import django
@@ -296,6 +297,14 @@ def what_does_not_fit_django_is_refused() -> None:
     assert refused(app.create_tables, "manage.py migrate")
     assert refused(app.test, "django.test.TestCase")
     assert "inside a handler" in str(handle_do(lambda: app.send(OrderPlaced("a", 1))))
+
+
+def the_command_describes_the_app() -> None:
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        call_command("conquiet", "describe")
+    document = json.loads(printed.getvalue())
+    assert {"send_parcel", "send.parcel.sent"} <= set(document["operations"])
 
 
 def the_admin_shows_dead_letters_and_replays_them() -> None:

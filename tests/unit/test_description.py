@@ -287,6 +287,11 @@ def test_the_command_prints_the_document_and_checks_an_earlier_one(
     assert main(["app", "describe", "redescribed:app", "--check", "shop.json", "--json"]) == 1
     assert json.loads(capsys.readouterr().out) == {"ok": False, "breaks": [expected]}
     (tmp_path / "other.json").write_text("{}")
-    for file, words in (("other.json", "is no AsyncAPI 3 document"), ("none.json", "No such file")):
+    (tmp_path / "half.json").write_text('{"asyncapi": "3.0.0", "operations": {"place": {}}}')
+    for file, words in (
+        ("other.json", "is no AsyncAPI 3 document"),
+        ("half.json", "its operations and messages are not"),
+        ("none.json", "No such file"),
+    ):
         assert main(["app", "describe", "described:app", "--check", file]) == 2
         assert words in capsys.readouterr().err

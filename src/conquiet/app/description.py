@@ -193,6 +193,13 @@ def read_document(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is no JSON: {error}") from None
     if not isinstance(found, dict) or not str(found.get("asyncapi", "")).startswith("3."):
         raise ConfigError(f"{path} is no AsyncAPI 3 document; write it by conquiet app describe")
+    try:
+        for use in list_uses(found):
+            list_fields(found, use)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path}: its operations and messages are not as conquiet app describe writes them"
+        ) from error
     return found
 
 

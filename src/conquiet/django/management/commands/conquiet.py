@@ -1,4 +1,4 @@
-"""`manage.py conquiet run`: worker and relay of the app that the settings name."""
+"""`manage.py conquiet`: run or describe the app that the settings name."""
 
 from __future__ import annotations
 
@@ -13,19 +13,24 @@ from conquiet.cli import main
 from conquiet.django.app import find_app
 from conquiet.errors import ConfigError
 
+_COMMANDS = {"run": ("run",), "describe": ("app", "describe")}
+
 
 class Command(BaseCommand):  # type: ignore[misc]  # Django has no types
-    help = "Run worker and relay of CONQUIET_APP, as `conquiet run` does, until a signal comes."
+    help = (
+        "run: worker and relay of CONQUIET_APP, as `conquiet run`, until a signal comes;"
+        " describe: what it receives and sends, as `conquiet app describe`."
+    )
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        parser.add_argument("command", choices=("run",))
-        parser.add_argument("options", nargs=REMAINDER, help="those of conquiet run; run --help")
+        parser.add_argument("command", choices=tuple(_COMMANDS))
+        parser.add_argument("options", nargs=REMAINDER, help="those of the command; run --help")
 
     def handle(self, *, command: str, options: list[str], **unused: Any) -> None:
         try:
             find_app()
         except ConfigError as error:
             raise CommandError(str(error)) from error
-        code = main([command, settings.CONQUIET_APP, *options])
+        code = main([*_COMMANDS[command], settings.CONQUIET_APP, *options])
         if code:
             sys.exit(code)
