@@ -16,7 +16,9 @@ PROGRAM = """
     from collections.abc import Iterator
     from typing import Any, assert_type
 
-    from conquiet import Message
+    from sqlalchemy.ext.asyncio import AsyncSession
+
+    from conquiet import App, Message
     from conquiet.events import Idempotency
     from conquiet.middleware import per_message
 
@@ -38,11 +40,15 @@ PROGRAM = """
 
         async def main() -> None:
             assert_type(await post("1"), int | None)
+
+    async def emit(app: App, session: AsyncSession) -> None:
+        assert_type(await app.emit(session, 1), list[str])
+        app.emit(session, 1)  # type: ignore[unused-coroutine]  # a missing await is found
 """
 
 
 @pytest.mark.slow
-def test_middlewares_and_guards_keep_the_hints_of_what_they_decorate(tmp_path: Path) -> None:
+def test_middlewares_guards_and_emit_have_the_hints_that_users_rely_on(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(PROGRAM))
     command = [sys.executable, "-m", "mypy", "--strict", "--config-file=", str(program)]

@@ -11,7 +11,7 @@ import inspect
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, get_origin, overload
@@ -247,7 +247,7 @@ class App:
     @overload
     def emit(
         self, transaction: AsyncHandle, *events: Any, topic: str | None = None, **attributes: Any
-    ) -> Awaitable[list[str]]: ...
+    ) -> Coroutine[Any, Any, list[str]]: ...
 
     def emit(
         self, transaction: Any, *events: Any, topic: str | None = None, **attributes: Any
