@@ -54,7 +54,7 @@ ROWS = (
 
 def main() -> None:
     options = arguments(__doc__)
-    messages, rounds = (4_000, 2) if options.quick else (50_000, 5)
+    messages, rounds = (20_000, 3) if options.quick else (50_000, 5)
     with embedded.postgres(private=True) as server:
         made = engine(server.url)
         schema.init(made)

@@ -295,13 +295,15 @@ class LogSource:
             for row in rows:
                 tenure = self._held[row.partition]
                 position = Position(row.xid, row.id)
-                delivery = Delivery(tenure, row, position, self._attempts(tenure))
+                attempts = self._attempts(tenure) if tenure.crashes else 1
+                delivery = Delivery(tenure, row, position, attempts)
                 tenure.order.append(delivery)
-                if any(first <= position <= last for first, last in tenure.settled):
+                if tenure.settled and any(one <= position <= end for one, end in tenure.settled):
                     delivery.is_settled = True
                 else:
                     fresh.append(delivery)
-                tenure.careful = max(0, tenure.careful - 1)
+                if tenure.careful:
+                    tenure.careful -= 1
             for tenure in behind:
                 tenure.cursor = reached
                 tenure.trim()
@@ -319,16 +321,16 @@ class LogSource:
         """Count a crash before the message that may have caused one is delivered again, alone."""
         for item in fresh:
             tenure = item.tenure
+            if not tenure.crashes:
+                continue
             is_first = bool(tenure.order) and tenure.order[0] is item
-            if tenure.crashes and is_first and item.attempts <= self.max_attempts:
+            if is_first and item.attempts <= self.max_attempts:
                 with self._one_statement() as connection:
                     self.tables.blame(connection, self.member, tenure.partition)
                 tenure.is_blamed = True
 
     def _attempts(self, tenure: Tenure) -> int:
         """Return how often the next row is delivered, with crashes of the members before."""
-        if not tenure.crashes:
-            return 1
         if tenure.is_at_position and tenure.crashes > 1:
             return 1 + tenure.crashes
         return min(2, self.max_attempts)  # it may have been in flight, and is perhaps not to blame

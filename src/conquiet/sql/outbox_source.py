@@ -357,6 +357,8 @@ def stored_message(row: Any, acking: Acking | None, deliveries: int) -> Message[
     if row.content_type != "application/json":
         attributes.setdefault("datacontenttype", row.content_type)
     message = Message(row.data, attributes, acking=acking, deliveries=deliveries)
-    if row.key and message.key != row.key:
-        attributes["partitionkey"] = row.key
+    key = row.key
+    is_subject = "partitionkey" not in attributes and attributes.get("subject") == key
+    if key and not is_subject and message.key != key:
+        attributes["partitionkey"] = key
     return message
