@@ -449,6 +449,12 @@ class Broker:
 
     def __init__(self, url: str, name: str) -> None:
         self.scheme = scheme_of(url)
+        if self.scheme == "sqs":
+            raise ConfigError(
+                "broker sqs:…: a queue of SQS has no consumer groups, so that an event would reach"
+                " one of the apps that want it; leave the broker out, or choose another, and read"
+                " the queue by Worker(SqsSource(…), app.router)"
+            )
         if self.scheme not in _BROKERS:
             raise ConfigError(
                 f"broker {self.scheme}:…: choose one of {', '.join(_BROKERS)}; without a broker the"

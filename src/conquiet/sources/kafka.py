@@ -192,13 +192,15 @@ class KafkaSource(BrokerSource):
 class Partition:
     """The messages of a partition that is assigned to us: where to begin, if it is taken away."""
 
-    __slots__ = ("acked", "is_lost", "next", "partition", "place", "start", "unacked")
+    __slots__ = ("acked", "begin", "is_lost", "next", "partition", "place", "start", "unacked")
 
     def __init__(self, place: Place, acked: Iterable[int]) -> None:
         self.place = place
         self.partition = place[1]
         self.start: int | None = None
         """The offset to begin with, if it is not the committed one."""
+        self.begin: int | None = None
+        """The offset that it began with; None if the group had none."""
         self.is_lost = False
         self.unacked: dict[int, Delivery] = {}
         """By offset, in ascending order."""
@@ -410,9 +412,12 @@ class _KafkaClient:
         found = []
         for place in places:
             partition = self._partitions.get(place)
-            if partition is not None and partition.position is not None:
-                done = encode_acked(partition.position, partition.acked)
-                found.append(self._kafka.TopicPartition(*place, partition.position, metadata=done))
+            if partition is None:
+                continue
+            position = partition.start if partition.position is None else partition.position
+            if position is not None:
+                done = encode_acked(position, partition.acked)
+                found.append(self._kafka.TopicPartition(*place, position, metadata=done))
         return found
 
     def _commit(self, offsets: list[Any], *, wait: bool) -> None:
@@ -450,6 +455,7 @@ class _KafkaClient:
     def lag(self) -> dict[Place, int]:
         with self._lock:
             positions = {place: each.position for place, each in self._partitions.items()}
+            begins = {place: each.begin for place, each in self._partitions.items()}
         found: dict[Place, int] = {}
         for place, position in positions.items():
             partition = self._kafka.TopicPartition(*place)
@@ -460,7 +466,11 @@ class _KafkaClient:
                     )
             except (self._kafka.KafkaException, RuntimeError) as error:
                 raise StoreError(f"cannot read the ends of partitions: {error}") from error
-            found[place] = max(0, high - (low if position is None else position))
+            if position is None:  # nothing was received yet
+                default = low if self._start == "beginning" else high
+                begin = begins[place]
+                position = default if begin is None else begin
+            found[place] = max(0, high - max(low, position))
         return found
 
     # --- the group --------------------------------------------------------------------------
@@ -497,8 +507,10 @@ class _KafkaClient:
                     partition = require("conquiet.sources.offsets", "sql").StoredPartition(
                         _place(each), row, acked
                     )
-                if partition.start is not None:
+                if partition.start is not None and each.offset != partition.start:
                     each.offset = partition.start
+                    self._uncommitted.add(_place(each))  # a crash came between the two commits
+                partition.begin = each.offset if each.offset >= 0 else None
                 self._partitions[_place(each)] = partition
         return found
 

@@ -248,6 +248,13 @@ def test_lag_is_what_is_not_acked(
     for message in take(source, 4)[:3]:
         message.ack()
     assert source.lag() == {("orders", 0): 7}
+    source.close()
+    again = open_source()
+    for message in take(again, 7):
+        message.ack()
+    again.close()
+    idle = open_source()
+    eventually(lambda: not idle.read(1, 0.1) and idle.lag() == {("orders", 0): 0})
 
 
 @pytest.mark.slow
@@ -383,6 +390,20 @@ def test_a_batch_that_was_committed_and_not_acked_is_not_delivered_again(
     assert list(second.read(1, 0.2)) == []
     assert len(effects(database)) == 7
     assert log_groups.survey(database) == []  # it is no group of the outbox
+
+
+def test_a_stored_offset_that_kafka_does_not_know_is_committed_there_too(
+    cluster: Cluster, open_source: Callable[..., KafkaSource], database: Engine
+) -> None:
+    publish(cluster, make_messages(3))
+    first = open_source(positions=database)
+    position_router(first).run(take(first, 3))
+    first._client._consumer.close()  # a crash after the commit of the database
+    second = open_source(positions=database)
+    eventually(lambda: not second.read(1, 0.1) and second.lag() == {("orders", 0): 0})
+    second.close()
+    plain = open_source()  # begins with Kafka's own
+    eventually(lambda: not plain.read(1, 0.1) and plain.lag() == {("orders", 0): 0})
 
 
 def test_a_member_whose_partition_was_taken_cannot_commit_and_takes_it_again(

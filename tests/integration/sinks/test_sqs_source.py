@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import boto3
 import pytest
 from tests.integration.sinks.sqs_server import REGION, serve_sqs
 
-from conquiet import Router, Worker
+from conquiet import App, Router, Worker
 from conquiet.cli import main
 from conquiet.codec import to_json
 from conquiet.errors import ConfigError, PermanentError, StoreError
@@ -267,6 +268,27 @@ def test_a_worker_reads_a_queue_by_url(sqs: Any, endpoint: str) -> None:
     source = connect_source(f"sqs://{REGION}/orders?endpoint={endpoint}&lease=5", SourceOptions())
     assert len(take(source, 3)) == 3
     source.close()
+
+
+def test_an_app_handles_a_queue_by_a_worker_beside_it(
+    sqs: Any, endpoint: str, tmp_path: Path
+) -> None:
+    app = App("shop", database=f"sqlite:///{tmp_path}/shop.sqlite")
+    app.create_tables()
+    seen: list[Message[Any]] = []
+
+    @app.on(type="sample")
+    def note(message: Message[bytes]) -> None:
+        seen.append(message)
+
+    publish(sqs, make_messages(3))
+    worker = Worker(SqsSource("orders", region=REGION, endpoint=endpoint), app.router)
+    worker.start()
+    eventually(lambda: len(seen) == 3)
+    assert worker.stop(20)
+    app.close()
+    with pytest.raises(ConfigError, match=r"no consumer groups.*Worker\(SqsSource"):
+        App("shop", database=f"sqlite:///{tmp_path}/shop.sqlite", broker=f"sqs://{REGION}")
 
 
 @pytest.mark.parametrize(
