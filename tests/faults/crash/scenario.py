@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,12 @@ class Scenario(ABC):
     """What to wait between a kill and the restart."""
     warms_up = False
     """Whether a first run leaves something on the server that later ones find, as scripts."""
+    is_audited = True
+    """Whether all its I/O passes through the seam."""
+
+    def serve(self) -> AbstractContextManager[None]:
+        """Start servers that all runs share, other than Redis and PostgreSQL."""
+        return nullcontext()
 
     @abstractmethod
     def prepare(self, place: Place) -> None:

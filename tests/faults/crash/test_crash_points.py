@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[3]
 COUNTS = tomllib.loads((ROOT / "tests" / "faults" / "crash_points.toml").read_text())
 
 
-_WORDS = ("PostgreSQL", "Kombu", "log", "async")
+_WORDS = ("PostgreSQL", "Kombu", "log", "async", "RabbitMQ", "Kafka", "SQS")
 LONG = [one for one in SCENARIOS if any(word in one for word in _WORDS)]
 """20 seconds or more each: not in `make test`."""
 

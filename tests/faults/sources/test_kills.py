@@ -1,4 +1,4 @@
-"""Consumers of brokers are killed and replaced: each message takes effect once, to the row.
+"""Consumers are killed, frozen and replaced, brokers restarted: each message takes effect once.
 
 CONQUIET_SOURCE_MESSAGES=1000000 sets how many messages the long test sends.
 """
@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -18,14 +19,17 @@ from urllib.parse import quote
 import boto3
 import pytest
 from sqlalchemy import Engine, text
+from tests.integration.sinks.kafka_broker import SETTINGS, KafkaBroker, PlainSink
 from tests.integration.sinks.kafka_cluster import Cluster
 from tests.integration.sinks.rabbitmq import RabbitMQ
 from tests.integration.sinks.sqs_server import REGION, serve_sqs
 
+from conquiet import Message
+from conquiet.message import Error
 from conquiet.relay.sinks import KafkaSink, KombuSink
 from conquiet.sink import Sink
 from conquiet.sources.sqs import _QueueSink
-from conquiet.sql import engine, schema
+from conquiet.sql import Outbox, engine, schema
 from conquiet.testing import eventually
 from conquiet.testing.contracts.samples import make_messages
 
@@ -34,7 +38,11 @@ pytestmark = pytest.mark.slow
 MESSAGES = int(os.environ.get("CONQUIET_SOURCE_MESSAGES", "20000"))
 CONSUMERS = 2
 SEED = 7
+QUICK = "session.timeout.ms=3000&heartbeat.interval.ms=200"
+POSITION = "exactly_once=position&producers_repeat=false"
 KILLS = 8
+SQS_MESSAGES = 3_000
+"""Moto is slow."""
 AHEAD = 20_000
 """How many messages wait at most: the mock cluster of Kafka keeps 5 MB of a partition."""
 
@@ -43,35 +51,93 @@ class Ground:
     """A broker, the URL of the source on it, and a sink that fills it."""
 
     def __init__(
-        self, source: str, sink: Sink, stop: Callable[[], object], messages: int = MESSAGES
+        self,
+        source: str,
+        sink: Sink,
+        stop: Callable[[], object],
+        messages: int = MESSAGES,
+        restart: Callable[[], object] | None = None,
     ) -> None:
         self.source = source
         self.sink = sink
         self.stop = stop
         self.messages = messages
+        self.restart = restart
 
 
 def on_rabbitmq(_: str) -> Ground:
     server = RabbitMQ()
     server.start()
+
+    def restart() -> None:
+        server.kill()
+        server.start()
+
     sink = KombuSink(server.url, "orders", queues=["events"], timeout=60)
-    return Ground(f"{server.url}?queue=events&prefetch=1000", sink, server.stop)
+    url = f"{server.url}?queue=events&prefetch=1000&heartbeat=2"
+    return Ground(url, sink, server.stop, restart=restart)
 
 
 def on_kafka(_: str) -> Ground:
     cluster = Cluster()
     cluster.create("orders", 4)
     sink = KafkaSink(cluster.servers, "orders", timeout=60, settings={"log_level": 0})
-    quick = "session.timeout.ms=3000&heartbeat.interval.ms=200&log_level=0"
-    url = f"kafka://{cluster.servers}?topic=orders&group=billing&{quick}"
-    return Ground(url, sink, cluster.close)
+
+    def restart() -> None:
+        with cluster.outage():
+            time.sleep(1.0)  # no condition: a broker that is away for a while
+
+    url = f"kafka://{cluster.servers}?topic=orders&group=billing&log_level=0&{QUICK}"
+    return Ground(url, sink, cluster.close, restart=restart)
+
+
+def on_kafka_broker(_: str) -> Ground:
+    broker = KafkaBroker()
+    broker.start()
+
+    def restart() -> None:
+        broker.kill()
+        broker.start()
+
+    known = "&".join(f"{name}={value}" for name, value in SETTINGS.items())
+    url = f"kafka://{broker.servers}?topic=orders&group=billing&{QUICK}&{known}"
+    return Ground(url, PlainSink(broker.servers, "orders"), broker.stop, restart=restart)
 
 
 def on_kafka_with_positions(database_url: str) -> Ground:
-    ground = on_kafka(database_url)
-    how = "exactly_once=position&producers_repeat=false"
-    ground.source += f"&positions={quote(database_url, safe='')}&{how}"
+    return with_positions(on_kafka(database_url), database_url)
+
+
+def on_kafka_broker_with_positions(database_url: str) -> Ground:
+    return with_positions(on_kafka_broker(database_url), database_url)
+
+
+def with_positions(ground: Ground, database_url: str) -> Ground:
+    ground.source += f"&positions={quote(database_url, safe='')}&{POSITION}"
     return ground
+
+
+def on_sql_log(database_url: str) -> Ground:
+    made = engine(database_url)
+    schema.init(made)
+    separator = "&" if "?" in database_url else "?"
+    url = f"{database_url}{separator}topic=orders&group=billing&lease=2&{POSITION}"
+    return Ground(url, OutboxSink(made), made.dispose)
+
+
+class OutboxSink(Sink):
+    """Writes to the log of a database, as a handler's transaction does."""
+
+    def __init__(self, made: Engine) -> None:
+        self._engine = made
+
+    def publish_each(self, messages: Sequence[Message[Any]]) -> Sequence[Error]:
+        with self._engine.begin() as opened:
+            Outbox("orders").add(opened, messages)
+        return [None] * len(messages)
+
+    def close(self) -> None:
+        pass
 
 
 def on_sqs(_: str) -> Ground:
@@ -81,13 +147,21 @@ def on_sqs(_: str) -> Ground:
     client.create_queue(QueueName="orders")
     url = f"sqs://{REGION}/orders?lease=10&endpoint={endpoint}"
     stop: Callable[[], object] = lambda: serving.__exit__(None, None, None)  # noqa: E731
-    return Ground(url, _QueueSink(client, "orders"), stop, min(MESSAGES, 300))  # moto is slow
+    return Ground(url, _QueueSink(client, "orders"), stop, min(MESSAGES, SQS_MESSAGES))
 
 
-@pytest.fixture(
-    params=[on_rabbitmq, on_kafka, on_kafka_with_positions, on_sqs],
-    ids=["rabbitmq", "kafka", "kafka-positions", "sqs"],
-)
+GROUNDS = {
+    "rabbitmq": on_rabbitmq,
+    "kafka": on_kafka,
+    "kafka-positions": on_kafka_with_positions,
+    "kafka-broker": on_kafka_broker,
+    "kafka-broker-positions": on_kafka_broker_with_positions,
+    "sqs": on_sqs,
+    "sql-log": on_sql_log,
+}
+
+
+@pytest.fixture(params=GROUNDS.values(), ids=list(GROUNDS))
 def ground(request: Any, database_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ground]:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "test")
@@ -179,3 +253,59 @@ def test_consumers_killed_at_random_are_replaced_and_each_message_takes_effect_o
         done = count(database[1])[0]
     assert kills >= 3
     assert count(database[1]) == (messages, messages)
+
+
+@pytest.mark.timeout(400)
+def test_a_consumer_that_is_frozen_beyond_its_lease_repeats_nothing_when_it_goes_on(
+    ground: Ground, database: tuple[str, Engine], start: Callable[..., Any]
+) -> None:
+    made, messages = database[1], min(3_000, ground.messages // 3)
+    consumers = [start() for _ in range(CONSUMERS)]
+    fill(ground.sink, 0, messages)
+    for number, frozen in enumerate(consumers, start=1):
+        eventually(lambda: count(made)[0] > 0, timeout=120)
+        frozen.send_signal(signal.SIGSTOP)
+        fill(ground.sink, number * messages, (number + 1) * messages)
+        # Its row locks wait with it: others take over when the server has ended its session.
+        wait_for(made, (number + 1) * messages, frozen)
+    assert count(made) == (messages * (CONSUMERS + 1), messages * (CONSUMERS + 1))
+
+
+def wait_for(made: Engine, messages: int, frozen: subprocess.Popen[bytes]) -> None:
+    """Wait until all have taken effect while a consumer is frozen; let it go on then."""
+    eventually(lambda: count(made)[0] == messages, timeout=120)
+    frozen.send_signal(signal.SIGCONT)
+
+
+@pytest.mark.timeout(400)
+def test_consumers_that_are_replaced_one_by_one_handle_each_message_once(
+    ground: Ground, database: tuple[str, Engine], start: Callable[..., Any]
+) -> None:
+    made, messages = database[1], min(6_000, ground.messages)
+    consumers = [start() for _ in range(CONSUMERS)]
+    for number in range(3):
+        fill(ground.sink, number * messages // 3, (number + 1) * messages // 3)
+        eventually(lambda number=number: count(made)[0] > number * messages // 3, timeout=120)
+        consumers.append(start())  # as a rolling deploy does: first a new one
+        old = consumers.pop(0)
+        old.terminate()
+        assert old.wait(60) == 0
+    eventually(lambda: count(made)[0] == messages, timeout=120)
+    assert count(made) == (messages, messages)
+
+
+@pytest.mark.timeout(400)
+def test_a_broker_that_is_restarted_amid_batches_loses_and_repeats_no_effect(
+    ground: Ground, database: tuple[str, Engine], start: Callable[..., Any]
+) -> None:
+    if ground.restart is None:
+        pytest.skip("moto keeps its queues in memory; a database: tests/faults/sql/test_log.py")
+    made, messages = database[1], min(10_000, ground.messages)
+    fill(ground.sink, 0, messages)
+    for _ in range(CONSUMERS):
+        start()
+    for part in (10, 3):
+        eventually(lambda part=part: count(made)[0] > messages // part, timeout=120)
+        ground.restart()
+    eventually(lambda: count(made)[0] == messages, timeout=120)
+    assert count(made) == (messages, messages)
