@@ -13,8 +13,10 @@ list[T]        the same in groups of 200 in one transaction, 4 groups in flight;
                a list. By hand: asyncpg, one statement for all.
 memory         of an async worker, after a tenth of its messages and at the end
 
-fsync and synchronous_commit are on. Messages have 300 bytes of JSON. Other libraries live in
-`.venv-peers`, as for bench/redis.py.
+fsync and synchronous_commit are on. Messages have 300 bytes of JSON. They come from memory, except
+in `await`: the source does not block, and is read on the loop, by hand and by the worker. Objects
+that were loaded at the start are excluded from garbage collection, as by `conquiet worker run`.
+Other libraries live in `.venv-peers`, as for bench/redis.py.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import sys
 sys.path[0] = sys.path[0].removesuffix("/bench")  # see bench/__init__.py
 
 import asyncio
+import gc
 import itertools
 import resource
 import statistics
@@ -109,6 +112,8 @@ def message(name: str) -> Message[bytes]:
 
 
 class _Done:
+    is_async = True  # it does not block
+
     def settle(self, acked: Sequence[Any], nacked: Sequence[tuple[Any, Exception | None]]) -> None:
         if any(not isinstance(error, GivenBack) for _, error in nacked):
             raise AssertionError(f"failed: {nacked[0][1]!r}")
@@ -120,7 +125,8 @@ _done = _Done()
 class Numbered:
     """Delivers messages that were never seen before, then ends."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, *, is_async: bool = True) -> None:
+        self.is_async = is_async  # it does not block, and needs no thread
         self._count = self._left = count
         self._name = next(_names)
         self.early = 0.0
@@ -334,7 +340,7 @@ def once_by_sync_worker(ground: Ground, count: int) -> None:
             found.execute(SAVE, {"id": order.order_id, "total": order.total})
         return [OrderPlaced(order.order_id, order.total, order.note)]
 
-    worker = Worker(Numbered(count), router, batch_size=1)
+    worker = Worker(Numbered(count, is_async=False), router, batch_size=1)
     worker.run()
     check(worker, count)
 
@@ -567,6 +573,7 @@ def main() -> None:
     has_peers = "--no-peers" not in sys.argv
     sys.argv[1:] = [word for word in sys.argv[1:] if word != "--no-peers"]
     options = arguments(__doc__)
+    gc.freeze()  # as `conquiet worker run` does
     cases = [asyncio.run(memory(options))]  # first: its memory is that of a fresh process
     with embedded.redis(private=True) as streams:
         cases += wait(streams.url, options, has_peers=has_peers)

@@ -52,11 +52,11 @@ class Acking:
     (True, False, 'acked')
     """
 
-    __slots__ = ("_deferral", "_lock", "_settler", "error", "state", "token")
+    __slots__ = ("_deferral", "_pending", "_settler", "error", "state", "token")
 
     def __init__(self, settler: Settler, token: Any = None) -> None:
         self._settler = settler
-        self._lock = threading.Lock()
+        self._pending = True
         self._deferral: _Deferral | None = None
         self.token = token
         self.state = State.PENDING
@@ -102,11 +102,14 @@ class Acking:
         return deferral.add(self, False, error)
 
     def _become(self, state: State, error: Error) -> bool:
-        with self._lock:
-            if self.state is not State.PENDING:
-                return False
-            self.error = error
-            self.state = state
+        try:
+            # Of several threads one deletes it. A lock for each message would do as well, and is
+            # one more object for the garbage collector to visit.
+            del self._pending
+        except AttributeError:
+            return False
+        self.error = error
+        self.state = state
         return True
 
     def __repr__(self) -> str:

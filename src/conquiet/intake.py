@@ -36,33 +36,42 @@ class InFlight:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._since: dict[int, tuple[float, Message[Any]]] = {}
+        self._messages: dict[int, Message[Any]] = {}
+        """By identity, oldest first."""
+        self._since: dict[int, float] = {}
 
     def add(self, messages: Sequence[Message[Any]]) -> None:
         now = time.monotonic()
         with self._lock:
             for message in messages:
-                self._since[id(message)] = (now, message)
+                name = id(message)
+                self._messages[name] = message
+                self._since[name] = now
 
     def remove(self, messages: Sequence[Message[Any]]) -> None:
+        if not messages:
+            return
         with self._lock:
             for message in messages:
-                self._since.pop(id(message), None)
+                name = id(message)
+                self._messages.pop(name, None)
+                self._since.pop(name, None)
 
     def oldest(self) -> tuple[float, Message[Any]] | None:
         """Return age in seconds and message of the oldest in flight."""
         with self._lock:
-            if not self._since:
+            name = next(iter(self._since), None)
+            if name is None:
                 return None
-            since, message = min(self._since.values(), key=lambda item: item[0])
+            since, message = self._since[name], self._messages[name]
         return time.monotonic() - since, message
 
     def messages(self) -> list[Message[Any]]:
         with self._lock:
-            return [message for _, message in self._since.values()]
+            return list(self._messages.values())
 
     def __len__(self) -> int:
-        return len(self._since)
+        return len(self._messages)
 
 
 @dataclass(slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from tests.waiting import eventually
 
 from conquiet import Worker
 from conquiet.errors import ConfigError
-from conquiet.processes import resolve, run_processes
+from conquiet.processes import exclude_loaded_objects, resolve, run_processes
 
 # What the children do is told by files: `go` lets an endless handler return, `started-PID` and
 # `finished-PID` say how far a child is.
@@ -332,3 +333,9 @@ def test_targets_that_no_child_could_import_are_refused(target: str) -> None:
 def test_numbers_that_cannot_work_are_refused(count: int, grace: float) -> None:
     with pytest.raises(ConfigError, match=r"count=|grace="):
         run_processes("service:idle", count, grace)
+
+
+def test_loaded_objects_are_excluded_from_garbage_collection_while_a_worker_runs() -> None:
+    with exclude_loaded_objects():
+        assert gc.get_freeze_count() > 10_000
+    assert gc.get_freeze_count() == 0

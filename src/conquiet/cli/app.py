@@ -153,6 +153,8 @@ _OF_WORKERS = ("batch_size", "threads", "concurrency", "ordered", "grace", "stuc
 
 
 def _run(options: Namespace) -> int:
+    from conquiet.processes import exclude_loaded_objects
+
     app = load_app(options.target)
     set_up_logs_of(logs_of(options))
     given = {name: getattr(options, name) for name in _OF_WORKERS}
@@ -171,6 +173,7 @@ def _run(options: Namespace) -> int:
     started = time.monotonic()
     with ExitStack() as open_:
         where = _serve_health(app, running, options.health, open_)
+        open_.enter_context(exclude_loaded_objects())
         finished = running.run(is_async=app.is_async, ready=partial(_report, app, running, where))
     summary = _summary(running, finished, time.monotonic() - started)
     if options.json:

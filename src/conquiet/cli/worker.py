@@ -329,8 +329,10 @@ def _adjust_times(worker: Worker, options: dict[str, Any]) -> Worker:
 
 
 def _run_worker(worker: Worker, as_json: bool) -> int:
+    from conquiet.processes import exclude_loaded_objects
+
     started = time.monotonic()
-    with _WorkerProgress(worker):
+    with _WorkerProgress(worker), exclude_loaded_objects():
         finished = _run_on_loop(worker) if worker.is_async else worker.run()
     summary = _summary(worker, finished, time.monotonic() - started)
     if as_json:

@@ -13,7 +13,7 @@ signal every process of a group: a child would count that and ours as two, and h
 
 from __future__ import annotations
 
-from conquiet.processes.child import resolve
+from conquiet.processes.child import exclude_loaded_objects, resolve
 from conquiet.processes.supervisor import run_processes
 
-__all__ = ["resolve", "run_processes"]
+__all__ = ["exclude_loaded_objects", "resolve", "run_processes"]
