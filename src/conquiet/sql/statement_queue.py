@@ -16,12 +16,12 @@ the queue and switches it off, before libpq's pipeline mode can mix up the resul
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from functools import cache, lru_cache
 from threading import RLock, get_ident
-from typing import Any, NamedTuple, overload
-from weakref import ref
+from typing import Any, NamedTuple, Protocol, overload
+from weakref import WeakKeyDictionary, ref
 
 import psycopg
 from psycopg import IsolationLevel, generators
@@ -30,16 +30,20 @@ from psycopg.adapt import PyFormat, Transformer
 from psycopg.errors import error_from_result
 from psycopg.pq import ExecStatus, PipelineStatus, TransactionStatus
 from psycopg.pq.abc import PGresult
-from sqlalchemy import Connection
+from sqlalchemy import Connection, CursorResult, Dialect, Executable, Insert
+from sqlalchemy.dialects.postgresql import Insert as PostgresInsert
 
 from conquiet.errors import HandlerError
-from conquiet.sql.dialect import control_error, refuse_control
+from conquiet.sql.dialect import control_error, refuse_control, sets_locally
 
 MAX_QUEUED = 1000
 """The results of this many statements are awaited at the latest."""
 
 SENT_EARLY = 25
 """So many are sent at once, without waiting: PostgreSQL executes them while the handlers go on."""
+
+_HARMLESS_OPTIONS = {"isolation_level", "postgresql_readonly"}
+"""Options of a connection that change no statement."""
 
 _ERRORS = (ExecStatus.FATAL_ERROR, ExecStatus.BAD_RESPONSE)
 
@@ -69,7 +73,19 @@ def open_queue(connection: Connection, own_listener: object) -> StatementQueue |
         for listener in listeners:
             if listener is not own_listener:
                 return None
-    return StatementQueue(driver, connection.in_nested_transaction)
+    queue = StatementQueue(driver, connection.in_nested_transaction)
+    queue.takes_compiled = not (
+        of_cursors.before_execute
+        or of_cursors.after_execute
+        or connection.get_execution_options().keys() - _HARMLESS_OPTIONS
+    )
+    return queue
+
+
+class Noting(Protocol):
+    """Takes the result of a queued statement: a cursor, or a result of SQLAlchemy."""
+
+    def note(self, result: PGresult) -> None: ...
 
 
 class Statement(NamedTuple):
@@ -79,7 +95,7 @@ class Statement(NamedTuple):
     values: Sequence[Any] | None = None
     types: tuple[int, ...] = ()
     formats: Sequence[int] | None = None
-    cursor: ref[QueueingCursor] | None = None
+    cursor: ref[Noting] | None = None
     """Where to note the row count, if that is still wanted."""
 
 
@@ -130,6 +146,10 @@ class StatementQueue:
         self._thread: int | None = None
         self._finished = False
         self._is_open = True
+        self.takes_compiled = False
+        """Whether a known insert may pass SQLAlchemy by: nothing listens for it or changes it."""
+        self.skips = False
+        """Whether the next statement is queued already."""
         self._failure: BaseException | None = None
         self._blocks = 0
         self._former = connection.cursor_factory, connection.server_cursor_factory
@@ -275,31 +295,45 @@ class StatementQueue:
             return True
         return self._connection.pgconn.transaction_status == TransactionStatus.INTRANS
 
-    def add(
-        self, query: str, rows: Iterable[Params], cursor: ref[QueueingCursor] | None = None
-    ) -> bool:
-        """Queue a statement once for each row of parameters; the queue then is this thread's.
+    def add(self, query: str, rows: Iterable[Params], cursor: ref[Noting] | None = None) -> bool:
+        """Queue a statement once for each row of parameters.
 
         Return False if it must not wait, or its parameters do not fit: psycopg says why.
         """
         with self.lock:
-            self.check_thread()
-            if not self.may_queue:
+            prepared = self.prepare(query, rows, cursor)
+            if prepared is None:
                 return False
-            prepared = [self._prepare(query, params, cursor) for params in rows]
-            if None in prepared:
-                return False
-            self._thread = get_ident()
-            self._waiting += prepared  # type: ignore[arg-type]  # None is not in it
-            self._count += len(prepared)
-            if self._count >= MAX_QUEUED:
-                self.wait()
-            elif len(self._waiting) >= SENT_EARLY:
-                self._send_early()
+            self.append(prepared)
             return True
 
+    def prepare(
+        self, query: str, rows: Iterable[Params], cursor: ref[Noting] | None = None
+    ) -> list[Statement] | None:
+        """Return a statement for each row, to be appended; None if it must not be queued."""
+        self.check_thread()
+        if not self.may_queue:
+            return None
+        prepared = []
+        for params in rows:
+            statement = self._prepare(query, params, cursor)
+            if statement is None:
+                return None
+            prepared.append(statement)
+        return prepared
+
+    def append(self, statements: Sequence[Statement]) -> None:
+        """Queue statements; the queue then is this thread's."""
+        self._thread = get_ident()
+        self._waiting += statements
+        self._count += len(statements)
+        if self._count >= MAX_QUEUED:
+            self.wait()
+        elif len(self._waiting) >= SENT_EARLY:
+            self._send_early()
+
     def _prepare(
-        self, query: str, params: Params, cursor: ref[QueueingCursor] | None = None
+        self, query: str, params: Params, cursor: ref[Noting] | None = None
     ) -> Statement | None:
         """Convert parameters to bytes now: a handler may change what it has passed."""
         transformer = self._transformer
@@ -494,6 +528,8 @@ class QueueingCursor(psycopg.Cursor[Any]):
     def execute(self, query: Any, params: Params | None = None, **options: Any) -> Any:
         queue = self.queue
         with queue.lock:
+            if queue.skips:
+                return self
             # Without parameters psycopg reads no % as a placeholder.
             if type(query) is str and params is not None and not options and is_silent(query):
                 self._begin_queued()
@@ -556,6 +592,90 @@ class QueueingCursor(psycopg.Cursor[Any]):
     def stream(self, *arguments: Any, **options: Any) -> Any:
         self.queue.wait()
         return super().stream(*arguments, **options)
+
+
+class QueuedResult(CursorResult[Any]):
+    """Is the result of an insert that was queued without SQLAlchemy, which makes it when asked."""
+
+    def __init__(self, queue: StatementQueue, make: Callable[[], CursorResult[Any]]) -> None:
+        self._soft_closed = True
+        self._queue = queue
+        self._make = make
+        self._affected: int | None = None
+
+    def note(self, result: PGresult) -> None:
+        """Take the result of the statement."""
+        self._affected = result.command_tuples or 0
+
+    @property
+    def rowcount(self) -> int:
+        if self._affected is None:
+            self._queue.wait()
+        return -1 if self._affected is None else self._affected
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _MADE:
+            raise AttributeError(name)
+        made = self._make()
+        for each in _MADE:
+            setattr(self, each, getattr(made, each))
+        return getattr(self, name)
+
+
+_MADE = ("context", "dialect", "cursor", "cursor_strategy", "_echo", "connection", "_metadata")
+"""What SQLAlchemy gives to each result of a cursor."""
+
+
+class CompiledInsert(NamedTuple):
+    """Remembers how SQLAlchemy has compiled an insert, if only its parameters can change."""
+
+    query: str
+    names: Set[str]
+    dialect: Dialect
+
+
+_compiled: WeakKeyDictionary[Executable, CompiledInsert | None] = WeakKeyDictionary()
+"""The inserts that were executed; None for one that SQLAlchemy must see each time."""
+
+
+def find_compiled(
+    statement: Executable, parameters: Mapping[str, Any], dialect: Dialect
+) -> CompiledInsert | None:
+    """Return an insert that has been learned, with parameters of the same names."""
+    known = _compiled.get(statement)
+    if known is None or known.dialect is not dialect or parameters.keys() != known.names:
+        return None
+    return known
+
+
+def learn_compiled(
+    statement: Executable, parameters: Mapping[str, Any], result: CursorResult[Any]
+) -> None:
+    """Remember an insert after SQLAlchemy has executed it, unless it does more than compile it."""
+    if statement in _compiled or type(statement) not in (Insert, PostgresInsert):
+        return
+    context: Any = result.context
+    compiled = context.compiled
+    is_plain = (
+        is_silent(context.statement)
+        and not sets_locally(context.statement)
+        and not statement.get_execution_options()
+        and not statement._propagate_attrs  # of the ORM
+        and not context.executemany
+        and not compiled.insert_prefetch
+        and not compiled.update_prefetch
+        and not compiled.effective_returning
+        and not compiled.literal_execute_params
+        and not compiled.post_compile_params
+        and not compiled.escaped_bind_names
+        and not compiled._bind_processors
+        and context.compiled_parameters[0].keys() == parameters.keys()
+    )
+    _compiled[statement] = (
+        CompiledInsert(context.statement, frozenset(parameters), context.dialect)
+        if is_plain
+        else None
+    )
 
 
 _MAX_KNOWN = 1000

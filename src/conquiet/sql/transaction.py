@@ -24,7 +24,7 @@ from functools import cache
 from threading import RLock
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 from sqlalchemy import (
     URL,
@@ -162,6 +162,60 @@ class TransactionConnection(Connection):
         """Remember the error of a statement of this connection."""
         if self.unit.failure is None or not dialect.is_consequence(error):
             self.unit.failure = error
+
+    def execute(
+        self, statement: Any, parameters: Any = None, *, execution_options: Any = None
+    ) -> Any:
+        """Execute a statement; queue an insert that is known, without SQLAlchemy."""
+        queue = self.unit.queue
+        if (
+            queue is None
+            or not queue.takes_compiled
+            or type(parameters) is not dict
+            or execution_options
+        ):
+            return super().execute(statement, parameters, execution_options=execution_options)
+        result = self._queue_compiled(queue, statement, parameters)
+        if result is None:
+            result = super().execute(statement, parameters)
+            _queue_module().learn_compiled(statement, parameters, result)
+        return result
+
+    def _queue_compiled(
+        self, queue: StatementQueue, statement: Any, parameters: dict[str, Any]
+    ) -> Any:
+        """Queue a known insert; None if it is not known, or must be executed by SQLAlchemy."""
+        module = _queue_module()
+        known = module.find_compiled(statement, parameters, self.dialect)
+        begun = self._transaction
+        if known is None or begun is None or not begun.is_active:
+            return None
+        with self.lock:
+            if any(unit.ended for unit in UNITS.get()) or self.unit.ended:
+                return None
+            given = parameters.copy()
+            result = module.QueuedResult(queue, lambda: self._make_result(queue, statement, given))
+            with queue.lock:
+                try:
+                    prepared = queue.prepare(known.query, (parameters,), ref(result))
+                except self.dialect.loaded_dbapi.Error:
+                    return None  # SQLAlchemy meets the same error, and adds the statement to it
+                if prepared is None:
+                    return None
+                with dialect.translate_errors(self):
+                    queue.append(prepared)
+        return result
+
+    def _make_result(
+        self, queue: StatementQueue, statement: Any, parameters: dict[str, Any]
+    ) -> Any:
+        """Let SQLAlchemy make the result of an insert that is queued already."""
+        with self.lock, queue.lock:
+            queue.skips = True
+            try:
+                return super().execute(statement, parameters)
+            finally:
+                queue.skips = False
 
     def _execute_context(self, *arguments: Any, **options: Any) -> Any:
         # All statements of SQLAlchemy pass here.
@@ -880,10 +934,16 @@ def _rolled_back_error(unit: Unit, how: str) -> HandlerError:
     return error
 
 
-def _statement_queue(connection: Connection) -> StatementQueue | None:
-    from conquiet.sql.statement_queue import open_queue  # imports psycopg
+@cache
+def _queue_module() -> Any:
+    from conquiet.sql import statement_queue  # imports psycopg
 
-    return open_queue(connection, _refuse_control)
+    return statement_queue
+
+
+def _statement_queue(connection: Connection) -> StatementQueue | None:
+    found: StatementQueue | None = _queue_module().open_queue(connection, _refuse_control)
+    return found
 
 
 def _invalidate_pool(connection: Connection) -> None:

@@ -13,8 +13,9 @@ from typing import Any
 import psycopg
 import pytest
 from psycopg.pq import PipelineStatus
-from sqlalchemy import Engine, delete, event, select, text, update
+from sqlalchemy import CursorResult, Engine, delete, event, select, text, update
 from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.exc import ResourceClosedError
 from sqlalchemy.orm import DeclarativeBase, Session, sessionmaker
 from tests.integration.sql.queueing import (
     DOCUMENTS,
@@ -28,10 +29,11 @@ from tests.integration.sql.queueing import (
 )
 
 from conquiet import Router
+from conquiet.errors import HandlerError
 from conquiet.message import Message
 from conquiet.sql import Inbox, Transaction, connection, session
 from conquiet.sql import engine as make_engine
-from conquiet.sql.statement_queue import MAX_QUEUED, Exchange, is_silent, parse
+from conquiet.sql.statement_queue import MAX_QUEUED, Exchange, QueuedResult, is_silent, parse
 from conquiet.testing import deliver, message
 
 
@@ -166,6 +168,64 @@ def test_row_counts_are_right_at_once_and_later(postgres: Engine) -> None:
         assert found.execute(text(plain)).rowcount == 1
         assert found.exec_driver_sql(plain).rowcount == 0
     assert sorted(amounts(postgres)) == ["a", "b", "c", "d", "e"]
+
+
+def test_the_result_of_a_known_insert_is_that_of_sqlalchemy(postgres: Engine) -> None:
+    known = insert(DOCUMENTS)
+    METADATA.create_all(postgres, [DOCUMENTS])
+    with Transaction(postgres).scope(()), connection(postgres) as found:
+        found.execute(select(ORDERS))
+        results = [found.execute(known, {"id": str(number)}) for number in range(3)]
+        assert type(results[0]) is CursorResult
+        assert isinstance(results[1], QueuedResult)
+        for result in results:
+            assert isinstance(result, CursorResult)
+            assert result.is_insert
+            assert not result.returns_rows
+            assert result.context.compiled_parameters[0].keys() == {"id"}
+            with pytest.raises(ResourceClosedError):
+                result.all()
+        assert [result.rowcount for result in results] == [1, 1, 1]
+    assert results[2].rowcount == 1
+    with postgres.connect() as looking:
+        rows = looking.execute(select(DOCUMENTS.c.id)).scalars()
+        assert sorted(rows) == ["0", "1", "2"]
+
+
+def test_a_known_insert_takes_other_names_and_defaults_by_sqlalchemy(postgres: Engine) -> None:
+    with Transaction(postgres).scope(()), connection(postgres) as found:
+        found.execute(select(ORDERS))
+        for _ in range(2):  # the second time the statements are known
+            found.execute(delete(ORDERS))
+            found.execute(SAVE, {"id": "a", "amount": 1})
+            found.execute(SAVE, {"id": "b"})  # the default of its column is one of Python
+            found.execute(SAVE.values(amount=7), {"id": "c"})
+            found.execute(SAVE, [{"id": "d", "amount": 3}, {"id": "e", "amount": 4}])
+    assert amounts(postgres) == {"a": 1, "b": 0, "c": 7, "d": 3, "e": 4}
+
+
+@pytest.mark.parametrize("name", ["before_execute", "after_execute"])
+def test_a_listener_of_statements_sees_each_insert(postgres: Engine, name: str) -> None:
+    seen: list[Any] = []
+
+    def note(connection: Any, statement: Any, *unused: Any) -> None:
+        seen.append(statement)
+
+    event.listen(postgres, name, note)
+    with Transaction(postgres).scope(()), connection(postgres) as found:
+        for number in range(3):
+            found.execute(SKIP, {"id": str(number), "amount": 0})
+    event.remove(postgres, name, note)
+    assert seen == [SKIP] * 3
+
+
+def test_a_known_insert_after_the_end_of_the_transaction_is_refused(postgres: Engine) -> None:
+    with Transaction(postgres).scope(()), connection(postgres) as found:
+        for number in range(2):
+            found.execute(SAVE, {"id": str(number), "amount": 0})
+    with pytest.raises(HandlerError, match="ended"):
+        found.execute(SAVE, {"id": "late", "amount": 0})
+    assert sorted(amounts(postgres)) == ["0", "1"]
 
 
 def test_parameters_are_taken_as_they_were(postgres: Engine) -> None:
