@@ -124,10 +124,18 @@ def settle(acked: Iterable[Acking], nacked: Iterable[tuple[Acking, Error]] = ())
     """
     groups: dict[Settler, tuple[list[Any], list[tuple[Any, Error]]]] = {}
     count = 0
+    last: Settler | None = None
+    tokens: list[Any] = []
     for first in acked:
         if first._become(State.ACKED, None):
             count += 1
+            settler = first._settler
+            if settler is last:  # most messages of a batch have one source
+                tokens.append(first.token)
+                continue
             _collect(first, None, True, groups)
+            if not isinstance(settler, _Share):
+                last, tokens = settler, groups[settler][0]
     for first, error in nacked:
         if first._become(State.NACKED, error):
             count += 1

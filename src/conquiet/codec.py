@@ -16,6 +16,7 @@ from conquiet.message import TEXT_ATTRIBUTES, Attributes, Message, check_kinds, 
 SPEC_VERSION = "1.0"
 Decode = Callable[[Message[Any]], Any]
 
+_JSON = "application/json"
 _attribute_name = re.compile(r"[a-z0-9]+")
 _json = msgspec.json.Encoder()
 _raw_members = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -82,7 +83,8 @@ def decoder(kind: Any) -> Decode:
         data = message.data
         try:
             if type(data) is bytes:
-                if "datacontenttype" in message.attributes:
+                content_type = message.attributes.get("datacontenttype", _JSON)
+                if content_type != _JSON:
                     _check_content_type(message, kind)
                 return decode(data)
             if isinstance(data, accepts) and accepts is not dict:

@@ -119,16 +119,17 @@ class Handler:
 
         With `derives_ids`, the ids of outputs follow from the input, this handler and their place.
         """
-        if not self.is_async:  # on an event loop: the call, and what middlewares put around it
+        if not self.is_async and bridge.is_on_loop():
+            # In a thread: the call, and what middlewares put around it.
             return bridge.call(self._run, messages, run_async, derives_ids)
-        return self._run(messages, run_async, derives_ids)
+        if AROUND.get():
+            return self._run(messages, run_async, derives_ids)
+        return self._call(messages, run_async, derives_ids)
 
     def _run(
         self, messages: Sequence[Message[Any]], run_async: RunAsync, derives_ids: bool
     ) -> Sequence[Result]:
         around = AROUND.get()
-        if not around:
-            return self._call(messages, run_async, derives_ids)
         call: Callable[[], Sequence[Result]] = partial(self._call, messages, run_async, derives_ids)
         for outer in reversed(around):
             call = partial(outer, messages, call)
@@ -163,11 +164,14 @@ class Handler:
     def _results(
         self, messages: Sequence[Message[Any]], run_async: RunAsync, derives_ids: bool
     ) -> Sequence[Result]:
-        values = [message.decoded for message in messages]
-        arguments: list[Any] = [values if self.is_batch else values[0]]
-        if self._wants_message:
-            arguments.append(list(messages) if self.is_batch else messages[0])
-        returned = self.function(*arguments)
+        if not self.is_batch and not self._wants_message:
+            returned = self.function(messages[0].decoded)
+        else:
+            values = [message.decoded for message in messages]
+            arguments: list[Any] = [values if self.is_batch else values[0]]
+            if self._wants_message:
+                arguments.append(list(messages) if self.is_batch else messages[0])
+            returned = self.function(*arguments)
         if returned is not None or self.is_async:
             self.is_async = isinstance(returned, Coroutine)
             if self.is_async:

@@ -36,42 +36,36 @@ class InFlight:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._messages: dict[int, Message[Any]] = {}
-        """By identity, oldest first."""
-        self._since: dict[int, float] = {}
+        self._held: dict[int, tuple[float, Message[Any]]] = {}
+        """When each was read, by identity, oldest first."""
 
     def add(self, messages: Sequence[Message[Any]]) -> None:
         now = time.monotonic()
         with self._lock:
-            for message in messages:
-                name = id(message)
-                self._messages[name] = message
-                self._since[name] = now
+            self._held.update({id(message): (now, message) for message in messages})
 
     def remove(self, messages: Sequence[Message[Any]]) -> None:
         if not messages:
             return
         with self._lock:
             for message in messages:
-                name = id(message)
-                self._messages.pop(name, None)
-                self._since.pop(name, None)
+                self._held.pop(id(message), None)
 
     def oldest(self) -> tuple[float, Message[Any]] | None:
         """Return age in seconds and message of the oldest in flight."""
         with self._lock:
-            name = next(iter(self._since), None)
-            if name is None:
-                return None
-            since, message = self._since[name], self._messages[name]
+            found = next(iter(self._held.values()), None)
+        if found is None:
+            return None
+        since, message = found
         return time.monotonic() - since, message
 
     def messages(self) -> list[Message[Any]]:
         with self._lock:
-            return list(self._messages.values())
+            return [message for _, message in self._held.values()]
 
     def __len__(self) -> int:
-        return len(self._messages)
+        return len(self._held)
 
 
 @dataclass(slots=True)

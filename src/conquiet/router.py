@@ -23,7 +23,7 @@ from conquiet.errors import (
     PermanentError,
 )
 from conquiet.gate import FailedKeys, Gate, Judge, Unknown
-from conquiet.handler import SKIPPED, Handler, Kind, LoopThread, Outputs, Process, Result
+from conquiet.handler import NOTHING, SKIPPED, Handler, Kind, LoopThread, Outputs, Process, Result
 from conquiet.matcher import Matcher
 from conquiet.message import Message, describe, printable
 from conquiet.stage import Middleware, Stage, check_order, insert, stage_of
@@ -294,7 +294,11 @@ class Router:
         nacked: list[tuple[Acking, Error]] = []
         acks_all = self.ack == "on_success"
         returning: dict[int, Exception] | None = None
-        for message, result in zip(handled.messages, handled.results, strict=True):
+        messages, results = handled.messages, handled.results
+        if acks_all and results.count(NOTHING) == len(results):
+            acked = [message.acking for message in messages if message.acking is not None]
+            messages = ()
+        for message, result in zip(messages, results, strict=False):
             if isinstance(result, Exception):
                 _log_failure(message, result)
                 if returning is None:

@@ -780,6 +780,8 @@ class Publish:
     def __call__(self, next: Process) -> Process:
         def process(batch: Sequence[Message[Any]]) -> Sequence[Result]:
             results = next(batch)
+            if results.count(NOTHING) == len(results):
+                return results
             outputs = [
                 output
                 for result in results
