@@ -255,7 +255,20 @@ def test_consumers_killed_at_random_are_replaced_and_each_message_takes_effect_o
     assert count(database[1]) == (messages, messages)
 
 
+@pytest.fixture
+def idle_limit(database: tuple[str, Engine]) -> Iterator[None]:
+    """Let the server end a frozen transaction, for whose locks the others would wait."""
+    name = database[1].url.database
+    limit = "idle_in_transaction_session_timeout"
+    with database[1].begin() as connection:
+        connection.execute(text(f"ALTER DATABASE \"{name}\" SET {limit} = '5s'"))
+    yield
+    with database[1].begin() as connection:
+        connection.execute(text(f'ALTER DATABASE "{name}" RESET {limit}'))
+
+
 @pytest.mark.timeout(400)
+@pytest.mark.usefixtures("idle_limit")
 def test_a_consumer_that_is_frozen_beyond_its_lease_repeats_nothing_when_it_goes_on(
     ground: Ground, database: tuple[str, Engine], start: Callable[..., Any]
 ) -> None:
@@ -266,15 +279,12 @@ def test_a_consumer_that_is_frozen_beyond_its_lease_repeats_nothing_when_it_goes
         eventually(lambda: count(made)[0] > 0, timeout=120)
         frozen.send_signal(signal.SIGSTOP)
         fill(ground.sink, number * messages, (number + 1) * messages)
-        # Its row locks wait with it: others take over when the server has ended its session.
-        wait_for(made, (number + 1) * messages, frozen)
+        eventually(lambda sent=(number + 1) * messages: count(made)[0] == sent, timeout=120)
+        frozen.send_signal(signal.SIGCONT)
+    for consumer in consumers:
+        consumer.terminate()
+        assert consumer.wait(60) == 0
     assert count(made) == (messages * (CONSUMERS + 1), messages * (CONSUMERS + 1))
-
-
-def wait_for(made: Engine, messages: int, frozen: subprocess.Popen[bytes]) -> None:
-    """Wait until all have taken effect while a consumer is frozen; let it go on then."""
-    eventually(lambda: count(made)[0] == messages, timeout=120)
-    frozen.send_signal(signal.SIGCONT)
 
 
 @pytest.mark.timeout(400)
