@@ -24,6 +24,10 @@ class PermanentError(ConquietError):
     """A retry cannot help: the message goes to the dead letters at once."""
 
 
+class RetriesExhausted(PermanentError):
+    """The message failed after the last of the delays of `Retry`; `__cause__` is its error."""
+
+
 class InvalidMessage(PermanentError):
     """The message is invalid: no type, wrong data, too large."""
 
@@ -57,6 +61,18 @@ class Interrupt(BaseException):
 
     It is not an `Exception`, so that a handler's `except Exception` does not catch it.
     """
+
+
+class TryLater(ConquietError):
+    """The message failed and shall be tried again later; `__cause__` is its error.
+
+    Its source keeps it for `seconds` and goes on with others. `Retry(delays=…)` raises it.
+    """
+
+    def __init__(self, seconds: float, cause: Exception) -> None:
+        super().__init__(f"{type(cause).__name__}: {cause}")
+        self.seconds = seconds
+        self.cause = self.__cause__ = cause
 
 
 class Blameless(ConquietError):

@@ -56,5 +56,17 @@ class Positioned(Protocol):
     inbox: Callable[[Any], Any] | None
 
 
+@runtime_checkable
+class Delaying(Protocol):
+    """Can keep a failed message for hours, and deliver others meanwhile."""
+
+    def allow_delays(self, attempts: int, *, ordered: bool) -> None:
+        """Keep a message that is nacked with `TryLater` for its seconds, in the store.
+
+        A worker calls it before the first read. A message may be delivered `attempts` times. If
+        `ordered`, later messages of its key wait for it; raises if the source cannot do that.
+        """
+
+
 class EndOfSource(Exception):
     """Raised by `read` when the source has ended; the worker then stops."""

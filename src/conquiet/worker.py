@@ -25,14 +25,21 @@ from typing import Any, Literal
 from conquiet import bridge
 from conquiet.acking import Error, defer_settlements
 from conquiet.backoff import Backoff
-from conquiet.errors import Blameless, ConfigError, ConquietError, GivenBack, HandlerError
+from conquiet.errors import (
+    Blameless,
+    ConfigError,
+    ConquietError,
+    GivenBack,
+    HandlerError,
+    TryLater,
+)
 from conquiet.handler import NOTHING, Process, Result
 from conquiet.intake import AnyOrder, ByKey, InFlight, Intake, KeyOf, Taken, give_back
 from conquiet.message import Message, describe
 from conquiet.router import Handled, Router
 from conquiet.shutdown import STOPPING, Signals, Stop
 from conquiet.sink import Sink, collect_answers
-from conquiet.source import EndOfSource, Leased, Positioned, Source
+from conquiet.source import Delaying, EndOfSource, Leased, Positioned, Source
 from conquiet.stage import Stage
 
 logger = logging.getLogger("conquiet.worker")
@@ -81,6 +88,23 @@ class Health:
     failures_in_a_row: int
     """Failed reads since the last successful one."""
     last_error: str
+
+
+def allow_delays(source: Source, router: Router, *, ordered: bool) -> None:
+    """Prepare a source for a `Retry(delays=…)` of the router; refuse one that cannot keep messages.
+
+    The attribute `delays` of a middleware has the seconds.
+    """
+    delays = max((getattr(item, "delays", ()) for item in router.middlewares), key=len, default=())
+    if not delays:
+        return
+    if not isinstance(source, Delaying):
+        raise ConfigError(
+            f"Retry(delays=…): a {type(source).__name__} cannot keep a failed message for later and"
+            " go on with others; read a Redis stream or the log of a database, or use"
+            " Retry(max_attempts=…), which waits within a delivery"
+        )
+    source.allow_delays(len(delays) + 1, ordered=ordered)
 
 
 class Worker:
@@ -230,6 +254,7 @@ class Worker:
 
         A wrong chain is refused here, before any read.
         """
+        allow_delays(self.source, self.router, ordered=self._ordered is not False)
         inbox = self.source.inbox if isinstance(self.source, Positioned) else None
         return self.router.start(Publish(self.sink, self.router), inbox)
 
@@ -506,7 +531,10 @@ class Worker:
             failed = self._count(handled)
             if self._lanes is not None:
                 self._lanes.settle(handled, batch)
-            return failed < len(handled.messages) or _is_new_poison(handled)
+            if failed < len(handled.messages) or _is_new_poison(handled):
+                return True
+            # What is tried later does not come back at once.
+            return any(isinstance(result, TryLater) for result in handled.results)
         except BaseException as error:
             if self._abandoned and bridge.is_cancelled():
                 done = ()  # all that is unfinished is given back at once

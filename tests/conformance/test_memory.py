@@ -13,6 +13,7 @@ import pytest
 from conquiet.memory import Inbox, Log, LogSink, LogSource, Outbox, Store, Transaction
 from conquiet.message import Message
 from conquiet.testing.contracts import (
+    DelayContract,
     InboxContract,
     OutboxContract,
     SinkContract,
@@ -51,6 +52,10 @@ class TestLogSource(InLog, SourceContract):
 
 
 class TestLogUnderWorker(InLog, WorkerContract):
+    lease = 0.5
+
+
+class TestLogDelays(InLog, DelayContract):
     lease = 0.5
 
 

@@ -18,7 +18,12 @@ from tests.faults.proxy import Proxy
 from conquiet.message import Message
 from conquiet.redis import StreamSink, StreamSource
 from conquiet.source import Source
-from conquiet.testing.contracts import SinkContract, SourceContract, WorkerContract
+from conquiet.testing.contracts import (
+    DelayContract,
+    SinkContract,
+    SourceContract,
+    WorkerContract,
+)
 
 
 class OnRedis:
@@ -45,6 +50,10 @@ class TestStreamSource(OnRedis, SourceContract):
 
 class TestStreamSourceUnderWorker(OnRedis, WorkerContract):
     pass
+
+
+class TestStreamSourceDelays(OnRedis, DelayContract):
+    orders_delays = False
 
 
 class TestStreamSink(SinkContract):

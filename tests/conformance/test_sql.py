@@ -30,6 +30,7 @@ from conquiet.sql import (
 )
 from conquiet.sql import engine as make_engine
 from conquiet.testing.contracts import (
+    DelayContract,
     InboxContract,
     OutboxContract,
     SourceContract,
@@ -303,4 +304,12 @@ class TestSqliteLogUnderWorker(OverPartitions, OverSqlite, WorkerContract):
 
 
 class TestPostgresqlLogUnderWorker(OverPartitions, OverPostgresql, WorkerContract):
+    pass
+
+
+class TestSqliteLogDelays(OverPartitions, OverSqlite, DelayContract):
+    pass
+
+
+class TestPostgresqlLogDelays(OverPartitions, OverPostgresql, DelayContract):
     pass

@@ -3,7 +3,7 @@
 An entry in a group:
 
     new ──claim──▶ held ──ack──▶ gone
-     ▲               │ nack, close, or the lease ends
+     ▲               │ nack, close, or the lease ends; after TryLater, for its seconds
      └── waiting ◀───┘
 """
 
@@ -19,7 +19,14 @@ from typing import Any, Literal
 
 from conquiet.acking import Acking, Error
 from conquiet.codec import encode_data
-from conquiet.errors import Blameless, ConfigError, ConquietError, InvalidMessage, SinkUnavailable
+from conquiet.errors import (
+    Blameless,
+    ConfigError,
+    ConquietError,
+    InvalidMessage,
+    SinkUnavailable,
+    TryLater,
+)
 from conquiet.message import Attributes, Message
 from conquiet.sink import Sink
 from conquiet.source import EndOfSource
@@ -200,9 +207,14 @@ class LogSource:
                 self.late += not self._group.ack(claim)
             for claim, error in nacked:
                 counts = not isinstance(error, Blameless)
-                self.late += not self._group.nack(claim, counts=counts)
+                due = self._log.clock() + error.seconds if isinstance(error, TryLater) else None
+                self.late += not self._group.nack(claim, counts=counts, due=due)
             # An ack matters to other sources too: in an ordered group it frees its key.
             self._log.changed.notify_all()
+
+    def allow_delays(self, attempts: int, *, ordered: bool) -> None:
+        """Let messages wait in the group; see `conquiet.source.Delaying`."""
+        self._group.delays_hold_keys = ordered
 
     def replay(self, start: str | None = None, end: str | None = None) -> Iterator[Message[Any]]:
         """Yield the messages of the group's topics from `start` to `end`; see `Log.replay`."""
@@ -277,13 +289,18 @@ class Group:
         self._waiting: dict[int, Claim | None] = {}  # to be redelivered, with the last claim
         self._places: list[int] = []  # heap: positions that wait, in their original order
         self._tried: dict[int, int] = {}  # counted deliveries of unsettled entries
+        self._later: dict[int, float] = {}  # when waiting positions are due, if not at once
+        self.delays_hold_keys = False
+        """Whether messages of its key wait for one that is tried later."""
         self.next_expiry = math.inf
-        """No lease ends before this time."""
+        """No lease ends and no message is due before this time."""
 
     def claim(self, owner: object, limit: int, now: float, until: float) -> list[Claim]:
         """Claim up to `limit` entries for `owner`, in the order of the log."""
         self._expire(now)
         busy = {claim.entry.key for claim in self._held.values()} if self.ordered else set()
+        if self.delays_hold_keys:
+            busy |= {self._entries[position - 1].key for position in self._later}
         busy.discard("")
         claims: list[Claim] = []
         blocked: list[int] = []
@@ -308,7 +325,7 @@ class Group:
         last = 0
         while self._places:
             position = heapq.heappop(self._places)
-            if position in self._waiting and position != last:
+            if position in self._waiting and position != last and position not in self._later:
                 last = position
                 yield self._entries[position - 1]
         while self._next < len(self._entries):
@@ -329,13 +346,21 @@ class Group:
         del self._tried[claim.entry.position]
         return True
 
-    def nack(self, claim: Claim, *, counts: bool) -> bool:
-        """Redeliver an entry at its original place; return False if another source has it."""
+    def nack(self, claim: Claim, *, counts: bool, due: float | None = None) -> bool:
+        """Redeliver an entry at its original place; return False if another source has it.
+
+        Not before `due`, by the clock of the log.
+        """
         if not self._take_back(claim):
             return False
         if not counts:
             self._tried[claim.entry.position] -= 1
-        self._wait(claim.entry.position, None)
+        if due is None:
+            self._wait(claim.entry.position, None)
+        else:
+            self._waiting[claim.entry.position] = None
+            self._later[claim.entry.position] = due
+            self.next_expiry = min(self.next_expiry, due)
         return True
 
     def release(self, owner: object) -> None:
@@ -370,4 +395,8 @@ class Group:
             if claim.until <= now:
                 del self._held[claim.entry.position]
                 self._wait(claim.entry.position, claim)
-        self.next_expiry = min((claim.until for claim in self._held.values()), default=math.inf)
+        for position in [position for position, due in self._later.items() if due <= now]:
+            del self._later[position]
+            self._wait(position, None)
+        ends = [claim.until for claim in self._held.values()]
+        self.next_expiry = min([*ends, *self._later.values()], default=math.inf)

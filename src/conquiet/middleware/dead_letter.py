@@ -19,7 +19,14 @@ import msgspec
 from conquiet import bridge
 from conquiet.acking import settle_after_commit
 from conquiet.codec import encode_data
-from conquiet.errors import Blameless, ConfigError, ConquietError, InvalidMessage, PermanentError
+from conquiet.errors import (
+    Blameless,
+    ConfigError,
+    ConquietError,
+    InvalidMessage,
+    PermanentError,
+    TryLater,
+)
 from conquiet.handler import NOTHING, Process, Result
 from conquiet.message import Attributes, Message, describe, new_id, now_text, printable
 from conquiet.sink import Sink
@@ -53,9 +60,9 @@ class DeadLetter:
     """Publishes failed messages to a sink, and acks them when the sink has confirmed.
 
     A message with a `PermanentError` is dead at once; with any other error after `max_attempts`
-    deliveries; with a `Blameless` one never. A message with several handlers is dead when none of
-    those that failed can be retried. If the sink fails, the message is nacked, and its next
-    delivery tries again.
+    deliveries; with a `Blameless` one, or while `Retry(delays=…)` tries it again later, never. A
+    message with several handlers is dead when none of those that failed can be retried. If the sink
+    fails, the message is nacked, and its next delivery tries again.
     """
 
     stage = Stage.DEAD_LETTER
@@ -111,7 +118,7 @@ class DeadLetter:
         return process
 
     def _is_hopeless(self, message: Message[Any], error: Exception) -> bool:
-        if isinstance(error, Blameless):
+        if isinstance(error, (Blameless, TryLater)):
             return False
         return isinstance(error, PermanentError) or message.deliveries >= self._max_attempts
 

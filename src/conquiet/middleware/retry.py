@@ -1,4 +1,4 @@
-"""Retry failed messages after growing pauses, within one delivery."""
+"""Retry failed messages: within one delivery, or later, while they wait at their source."""
 
 from __future__ import annotations
 
@@ -7,7 +7,15 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-from conquiet.errors import Blameless, ConfigError, GivenBack, NoHandler, PermanentError
+from conquiet.errors import (
+    Blameless,
+    ConfigError,
+    GivenBack,
+    NoHandler,
+    PermanentError,
+    RetriesExhausted,
+    TryLater,
+)
 from conquiet.gate import FailedKeys
 from conquiet.handler import Process, Result
 from conquiet.message import Message, describe
@@ -19,7 +27,7 @@ logger = logging.getLogger("conquiet.middleware")
 Kinds: TypeAlias = type[Exception] | tuple[type[Exception], ...]
 Exhausted: TypeAlias = Callable[[Message[Any], Exception, int], object]
 
-_FUTILE = (PermanentError, NoHandler, Blameless)
+_FUTILE = (PermanentError, NoHandler, Blameless, TryLater)
 """Never retried here: permanent, or not the message's fault and retried elsewhere."""
 
 
@@ -41,6 +49,12 @@ class Retry:
 
     In an ordered worker, messages that wait for a failed one of their key are retried with it, so
     that order by key holds.
+
+    With `delays`, as in `Retry(delays=[1, 60, 3600])`, a failed message leaves the worker at once:
+    it waits in the store for so many seconds after its first, second, … failure, and then comes
+    back to its group. After the last one it is a dead letter. Other messages flow; in an ordered
+    worker, those of its key wait for it. Its source must be able to keep it: a Redis stream, the
+    log of a database or of `conquiet.memory`.
     """
 
     stage = Stage.RETRY
@@ -57,7 +71,15 @@ class Retry:
         never: Kinds = (),
         exhausted: Exhausted | None = None,
         dice: random.Random | None = None,
+        delays: Sequence[float] = (),
     ) -> None:
+        for seconds in delays:
+            if not 0 < seconds < float("inf"):
+                raise ConfigError(f"Retry(delays=…): {seconds!r:.40} is not a number of seconds")
+        self.delays = tuple(delays)
+        """How long a message waits at its source after each failure, in seconds."""
+        if self.delays:
+            max_attempts = len(self.delays) + 1
         if max_attempts < 1:
             raise ConfigError(f"Retry(max_attempts={max_attempts}): must be 1 or more")
         self.max_attempts = max_attempts
@@ -83,6 +105,9 @@ class Retry:
         return self._dice.uniform(0, longest) if self._jitter else longest
 
     def __call__(self, next: Process) -> Process:
+        if self.delays:
+            return lambda batch: self._try_later(batch, _run(next, batch))
+
         def process(batch: Sequence[Message[Any]]) -> Sequence[Result]:
             results = list(_run(next, batch))
             if not any(isinstance(result, Exception) for result in results):
@@ -99,6 +124,29 @@ class Retry:
             return results
 
         return process
+
+    def _try_later(
+        self, batch: Sequence[Message[Any]], results: Sequence[Result]
+    ) -> Sequence[Result]:
+        """Return the results with errors that say when their messages are tried again, if ever."""
+        if not any(isinstance(result, Exception) for result in results):
+            return results
+        return [
+            self._judge(message, result) if isinstance(result, Exception) else result
+            for message, result in zip(batch, results, strict=True)
+        ]
+
+    def _judge(self, message: Message[Any], error: Exception) -> Exception:
+        if isinstance(error, (_FUTILE, self._never)) or not isinstance(error, self._on):
+            return error
+        if message.deliveries <= len(self.delays):
+            return TryLater(self.delays[message.deliveries - 1], error)
+        self._call_hook(message, error)
+        given_up = RetriesExhausted(
+            f"failed {message.deliveries} times, at last with {type(error).__name__}: {error}"
+        )
+        given_up.__cause__ = error
+        return given_up
 
     def _again(
         self,

@@ -24,7 +24,7 @@ import redis
 from conquiet import bridge
 from conquiet.errors import StoreError
 from conquiet.message import printable
-from conquiet.redis.group import IDLE_SECONDS, GroupStream, Pending, Start
+from conquiet.redis.group import ATTEMPTS, ENTRY, IDLE_SECONDS, GroupStream, Pending, Start
 from conquiet.redis.ids import FIRST, LAST, MIN, next_after, parse
 from conquiet.redis.wire import Argument, Command, Wire, entries_by_stream, may_pass
 
@@ -67,6 +67,22 @@ class Delivery:
     def place(self) -> tuple[int, int, bytes]:
         """Sort key over all streams: by id, which begins with the time."""
         return (*parse(self.id), self.stream.key)
+
+    @property
+    def attempts_before(self) -> int:
+        """How often the message was delivered before it waited for a later try."""
+        return int(self._field(ATTEMPTS) or 0)
+
+    @property
+    def origin(self) -> tuple[str, str]:
+        """The stream that the message came from, and the id of its entry there."""
+        return self.stream.origin, (self._field(ENTRY) or self.id).decode()
+
+    def _field(self, name: bytes) -> bytes | None:
+        if self.stream.origin == self.stream.name:
+            return None
+        names = self.fields[::2]
+        return self.fields[2 * names.index(name) + 1] if name in names else None
 
     def renew(self, now: float) -> None:
         """Note that the idle time was restarted."""
@@ -412,6 +428,10 @@ class Consumer:
     def ack_buried(self, delivery: Delivery) -> None:
         """Ack an entry whose dead letter was written; raises if that fails, and keeps it held."""
         delivery.stream.ack([delivery.id])
+        self._let_go(delivery.stream, (delivery.id,))
+
+    def forget(self, delivery: Delivery) -> None:
+        """Hold an entry no longer that was moved out of the pending list."""
         self._let_go(delivery.stream, (delivery.id,))
 
     def _send_acks(self, stream: GroupStream, ids: Sequence[bytes]) -> None:

@@ -35,12 +35,11 @@ def to_dead_letter(delivery: Delivery, deliveries: int, error: Exception | None)
     """Return the fields of the dead letter of an entry."""
     about = {
         REASON: _reason(delivery, deliveries, error)[:MAX_REASON_CHARS],
-        ATTEMPTS: str(deliveries),
+        ATTEMPTS: str(delivery.attempts_before + deliveries),
         TIME: now_text(),
         TOPIC: delivery.stream.topic,
-        STREAM: delivery.stream.name,
-        ENTRY: delivery.id.decode(),
     }
+    about[STREAM], about[ENTRY] = delivery.origin
     if error is not None:
         lines = "".join(traceback.format_exception(error))
         about[TRACEBACK] = lines[-MAX_TRACEBACK_CHARS:].encode(errors="replace").decode()

@@ -26,6 +26,9 @@ IDLE_SECONDS = 86_400.0
 """How long a consumer without entries is idle until its name may be removed."""
 _AT_ONCE = 100
 """Consumers that one script removes, so that other clients get their turn."""
+ATTEMPTS, ERROR, TRACEBACK = b":attempts", b":error", b":traceback"
+STREAM, ENTRY = b":stream", b":entry"
+"""The fields of an entry that has waited for a later try (`delay`)."""
 _BEHIND_ALL = b"18446744073709551615-0"
 
 # KEYS: the stream, the leases beside it. ARGV: the group, then the name and the field in the leases
@@ -115,8 +118,11 @@ class GroupStream:
         *,
         deletes: bool = False,
         decode: Decode = from_fields,
+        origin: str = "",
     ) -> None:
         self.name = name
+        self.origin = origin or name
+        """The stream that its entries came from, before they waited for a later try."""
         self.topic = topic
         self.key = name.encode()
         self.group = group.encode()

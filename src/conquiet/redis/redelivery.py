@@ -1,6 +1,7 @@
 """Redelivery: nacked entries pause here, then are delivered again or go to the dead letters.
 
 nack ──▶ pauses ──the pause is over, the entry still ours──▶ delivered again, at its place
+  │ TryLater ──▶ waits beside the stream (`delay`)
   │ max_attempts reached, or a permanent error ──▶ dead letter, then XACK
 """
 
@@ -17,10 +18,11 @@ import redis
 
 from conquiet import bridge
 from conquiet.acking import Error
-from conquiet.errors import Blameless, GivenBack, InvalidMessage, PermanentError
+from conquiet.errors import Blameless, GivenBack, InvalidMessage, PermanentError, TryLater
 from conquiet.message import Message, printable
 from conquiet.redis.consumer import Consumer, Delivery
 from conquiet.redis.dead_letter import to_dead_letter
+from conquiet.redis.delay import Delays
 from conquiet.redis.entry import UndecodableEntry
 from conquiet.redis.wire import Wire
 
@@ -71,6 +73,7 @@ class Redelivery:
         key: KeyOf | None,
         max_attempts: int | None,
         dead_letters: str | None,
+        delays: Delays | None = None,
     ) -> None:
         self.dead = 0
         """Entries that went to the dead letters."""
@@ -80,6 +83,7 @@ class Redelivery:
         self._key = key
         self._max_attempts = max_attempts
         self._dead_letters = dead_letters
+        self._delays = delays
         self._changed = threading.Condition()
         self._waiters: dict[Delivery, _Waiter] = {}
 
@@ -127,12 +131,26 @@ class Redelivery:
             if isinstance(error, Blameless):
                 free.append(delivery)
                 self._add(delivery, delivery.deliveries, pause=not isinstance(error, GivenBack))
+            elif isinstance(error, TryLater) and self._delays is not None:
+                self._defer(self._delays, delivery, error)
             elif self._is_hopeless(delivery, error):
                 self._bury(delivery, delivery.deliveries, error)
             else:
                 self._add(delivery, delivery.deliveries + 1)
         if free:
             self._consumer.uncount(free)
+
+    def _defer(self, delays: Delays, delivery: Delivery, error: TryLater) -> None:
+        attempts = delivery.attempts_before + delivery.deliveries
+        try:
+            delays.defer(delivery, attempts, error)
+        except (redis.RedisError, OSError) as failure:
+            logger.error(
+                "could not let %r wait for a later try, it pauses here: %r", delivery, failure
+            )
+            self._add(delivery, delivery.deliveries + 1)
+            return
+        self._consumer.forget(delivery)
 
     def _is_hopeless(self, delivery: Delivery, error: Error) -> bool:
         if isinstance(error, PermanentError):
@@ -236,7 +254,7 @@ class Redelivery:
 
     def _bury(self, delivery: Delivery, deliveries: int, error: Error) -> None:
         """Write the dead letter, then ack. Not in one MULTI: EXEC acks even if the XADD fails."""
-        place = (self._dead_letters or f"{delivery.stream.name}:dead").encode()
+        place = (self._dead_letters or f"{delivery.stream.origin}:dead").encode()
         fields = to_dead_letter(delivery, deliveries, error)
         try:
             self._wire.call(place, b"XADD", place, b"*", *fields)

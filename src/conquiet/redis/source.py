@@ -21,6 +21,7 @@ from conquiet.acking import Acking, Error
 from conquiet.errors import ConfigError, InvalidMessage, StoreError
 from conquiet.message import Message, new_id, printable
 from conquiet.redis.consumer import Consumer, Delivery
+from conquiet.redis.delay import DelayKeys, Delays
 from conquiet.redis.entry import UndecodableEntry, Unmarshal, decoder
 from conquiet.redis.group import GroupStream, Start
 from conquiet.redis.ids import FIRST, LAST, next_after, parse
@@ -107,27 +108,66 @@ class StreamSource:
             )
             for name, topic in streams_of(streams).items()
         ]
-        self._consumer = Consumer(
-            self._wire,
-            self._streams,
-            start,
-            lease,
-            claim_interval or lease / 2,
-            resumes=not self._has_own_name,
-        )
-        self._redelivery = Redelivery(
-            self._wire,
-            self._consumer,
-            Pauses(backoff, max_backoff),
-            key,
-            max_attempts,
-            dead_letters,
-        )
+        self._start: Start = start
+        self._claim_interval = claim_interval or lease / 2
+        self._terms = (Pauses(backoff, max_backoff), key, max_attempts, dead_letters)
+        self._delays: Delays | None = None
+        self._set_up(self._streams)
         self._closed = False
         if not self.is_async:  # else the first read prepares it, on its event loop
             self._prepare()
 
+    def _set_up(self, streams: Sequence[GroupStream]) -> None:
+        self._consumer = Consumer(
+            self._wire,
+            streams,
+            self._start,
+            self.lease,
+            self._claim_interval,
+            resumes=not self._has_own_name,
+        )
+        self._redelivery = Redelivery(self._wire, self._consumer, *self._terms, self._delays)
+
+    def allow_delays(self, attempts: int, *, ordered: bool) -> None:
+        """Let failed entries wait beside their stream; see `conquiet.source.Delaying`."""
+        if ordered:
+            raise ConfigError(
+                "Retry(delays=…) in an ordered worker: the consumers of a Redis group share the"
+                " messages of a key, and none can make the others wait for hours; use the log of a"
+                " database, or Retry(max_attempts=…), which waits within a delivery"
+            )
+        if self._delays is None:
+            self._read_delayed()
+
+    def _read_delayed(self) -> None:
+        """Read what has waited for a later try, too."""
+        again = {
+            stream: GroupStream(
+                *(self._wire, DelayKeys.of(stream.name, self.group).again, stream.topic),
+                *(self.group, self.consumer),
+                deletes=True,
+                decode=stream.decode,
+                origin=stream.name,
+            )
+            for stream in self._streams
+        }
+        self._delays = Delays(self._wire, again)
+        self._set_up([*self._streams, *again.values()])
+
+    def _has_delayed(self) -> bool:
+        """Return whether entries wait for a later try, from a worker that had `Retry(delays=…)`."""
+        try:
+            return any(
+                stream.call(b"EXISTS", *DelayKeys.of(stream.name, self.group))
+                for stream in self._streams
+            )
+        except (redis.RedisError, OSError) as error:  # an ACL without these keys; or it is away
+            logger.debug("%r: cannot look for entries that wait: %r", self, error)
+            return False
+
     def _prepare(self) -> None:
+        if self._has_delayed():
+            self._read_delayed()
         try:
             self._consumer.prepare()
         except (redis.RedisError, OSError) as error:
@@ -179,6 +219,8 @@ class StreamSource:
             self._consumer.prepare()
             if self._consumer.unsent_acks:
                 self._consumer.send_acks()
+            if self._delays is not None and time.monotonic() >= self._delays.next_look:
+                self._delays.promote()
             if self._redelivery:
                 self._redelivery.take(again, limit)
             self._collect(found, limit - len(again), end, bool(again))
@@ -220,6 +262,8 @@ class StreamSource:
         moments = [end, self._consumer.next_scan]
         if self._redelivery:
             moments.append(self._redelivery.next_due())
+        if self._delays is not None:
+            moments.append(self._delays.next_look)
         wait = min(moments) - time.monotonic()
         return wait if self._block is None else min(wait, self._block)
 
@@ -240,7 +284,7 @@ class StreamSource:
                     attributes,
                     acking=Acking(self, delivery),
                     topic=topic or delivery.stream.topic,
-                    deliveries=delivery.deliveries,
+                    deliveries=delivery.attempts_before + delivery.deliveries,
                 )
             )
         return messages

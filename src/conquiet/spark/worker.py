@@ -294,6 +294,12 @@ class _Part:
                 f"Router(ack={router.ack!r}): on Spark the checkpoint is the position, and there is"
                 " nothing to ack; use ack='on_success'"
             )
+        if any(getattr(item, "delays", ()) for item in router.middlewares):
+            raise ConfigError(
+                "Retry(delays=…): on Spark a batch is done when each of its events is, and none can"
+                " wait for a later one; use Retry(max_attempts=…), which waits within the batch, or"
+                " dead letters, and replay them"
+            )
         self._work = work
         self._router = router
         self._sinks = [make() for make in (work.make_sink, work.make_dead_letters) if make]

@@ -177,6 +177,12 @@ class Park:
     """Until the retry."""
     error: Error
     is_dead: bool = False
+    holds_key: bool = True
+    """Whether later messages of its key wait for it."""
+
+    @property
+    def key(self) -> str | None:
+        return self.delivery.key if self.holds_key else None
 
     @property
     def reason(self) -> str | None:
@@ -524,7 +530,7 @@ class GroupTables:
             "id": row.id,
             "xid": row.xid,
             "partition": row.partition,
-            "key": row.key,
+            "key": park.key,
             "attempts": park.attempts,
             "seconds": park.seconds,
             "reason": park.reason,
@@ -558,7 +564,6 @@ class GroupTables:
         keys = set(self._run(connection, _KEYS, given).scalars())
         given["out"] = self._list(out)
         seconds = self._run(connection, _NEXT, given).scalar_one()
-        keys.discard(None)
         return keys, float("inf") if seconds is None else float(seconds)
 
     def find_retries(self, connection: Connection, ids: Sequence[int]) -> set[int]:
@@ -594,6 +599,24 @@ class GroupTables:
         text_of = "o.attributes::text" if self._is_postgresql else "o.attributes"
         template = _DEAD_LETTERS.replace("<attributes>", text_of)
         return list(self._run(connection, template, {"after": after, "limit": limit}))
+
+    def list_waiting(self, connection: Connection, limit: int) -> Sequence[Any]:
+        """Return messages that wait for a retry, the next one first."""
+        return list(self._run(connection, _WAITING, {"limit": limit}))
+
+    def hurry(self, connection: Connection, ids: Sequence[int] | None = None) -> set[int]:
+        """Make messages due that wait for a retry, by default all; return their ids."""
+        return self._change(connection, _HURRY, ids)
+
+    def give_up(self, connection: Connection, ids: Sequence[int]) -> set[int]:
+        """Make dead letters of messages that wait for a retry; return their ids."""
+        return self._change(connection, _GIVE_UP, ids)
+
+    def _change(self, connection: Connection, template: str, ids: Sequence[int] | None) -> set[int]:
+        if ids is None:
+            return set(self._run(connection, template.replace("<only>", "")).scalars())
+        only = template.replace("<only>", "AND id <in ids>")
+        return set(self._run(connection, only, {"ids": self._list(ids)}).scalars())
 
     def revive(self, connection: Connection, id_: int) -> bool:
         """Let a dead letter be tried again; return False if it is gone."""
@@ -713,7 +736,8 @@ ON CONFLICT DO NOTHING
 """
 _FAIL = """
 UPDATE <retries> SET attempts = :attempts, next_try = <now> + :seconds, last_error = :reason,
-       traceback = :traceback, dead_at = CASE WHEN :is_dead = 1 THEN CURRENT_TIMESTAMP END
+       traceback = :traceback, key = :key,
+       dead_at = CASE WHEN :is_dead = 1 THEN CURRENT_TIMESTAMP END
  WHERE id = :id AND consumer_group = :group
 """
 _ALIVE = f"{_OURS} AND dead_at IS NULL AND partition <in partitions>"
@@ -729,7 +753,7 @@ UPDATE <retries> SET attempts = attempts + 1 WHERE consumer_group = :group AND i
      ORDER BY r.xid, r.id LIMIT :limit)
 RETURNING id, attempts
 """
-_KEYS = f"SELECT DISTINCT key FROM <retries> WHERE {_ALIVE}"
+_KEYS = f"SELECT DISTINCT key FROM <retries> WHERE {_ALIVE} AND key IS NOT NULL"
 _NEXT = f"""
 SELECT min(r.next_try) - <now> FROM <retries> AS r
  WHERE {_ALIVE} AND NOT r.id <in out> AND (r.next_try > <now> OR NOT {_BLOCKED})
@@ -760,6 +784,21 @@ SELECT r.xid, r.id, r.attempts, r.last_error, r.traceback, r.dead_at, o.event_ty
   FROM <retries> AS r JOIN <outbox> AS o ON o.id = r.id
  WHERE r.consumer_group = :group AND r.topic = :topic AND r.dead_at IS NOT NULL AND r.id > :after
  ORDER BY r.id LIMIT :limit
+"""
+_WAITING = """
+SELECT r.xid, r.id, r.attempts, r.next_try, r.last_error, o.event_type, o.event_id, o.key
+  FROM <retries> AS r JOIN <outbox> AS o ON o.id = r.id
+ WHERE r.consumer_group = :group AND r.topic = :topic AND r.dead_at IS NULL
+ ORDER BY r.next_try, r.id LIMIT :limit
+"""
+# Not those that a member has: their time is over already.
+_HURRY = f"""
+UPDATE <retries> SET next_try = 0
+ WHERE {_OURS} AND dead_at IS NULL AND next_try > <now> <only> RETURNING id
+"""
+_GIVE_UP = f"""
+UPDATE <retries> SET dead_at = CURRENT_TIMESTAMP
+ WHERE {_OURS} AND dead_at IS NULL AND next_try > <now> <only> RETURNING id
 """
 _REVIVE = f"""
 UPDATE <retries> SET dead_at = NULL, attempts = 0, next_try = 0

@@ -35,6 +35,7 @@ from conquiet.errors import (
     InvalidMessage,
     PermanentError,
     StoreError,
+    TryLater,
 )
 from conquiet.handler import SKIPPED, Process, Result
 from conquiet.message import Message, describe, new_id, printable
@@ -69,10 +70,9 @@ _BEAT_SECONDS = 1.0
 """How often at least a member looks for free partitions and for requests of other members."""
 _HAND_OVER_SECONDS = 3.0
 """How long a partition waits for the member that asked for it, which may have died since."""
-_CAREFUL_MESSAGES = 200
+_CAREFUL_MESSAGES = 1_000
 """After a crash of a member, up to so many messages of a partition that were there by then are read
-one by one: one of them may have caused it, and only the first that is not settled is blamed. If it
-is behind them, the next crash finds the position that much nearer to it."""
+one by one: one of them may have caused it, and only the first that is not settled is blamed."""
 
 _FLAG = {"true": True, "false": False}.__getitem__
 _SETTINGS: dict[str, Any] = {
@@ -164,6 +164,7 @@ class LogSource:
             self._reader = self.engine.execution_options(isolation_level="AUTOCOMMIT")
         self._asked_partitions = partitions
         self._backoff = backoff
+        self._delays_hold_keys = True
         self._max_backoff = max_backoff
         self._wakeup: Wakeup = wakeup_of(self.engine, outbox_table(table).fullname, enabled=wakeup)
         self._held: dict[int, Tenure] = {}
@@ -203,6 +204,11 @@ class LogSource:
     def positions(self) -> str:
         """The table of positions."""
         return self.tables.positions
+
+    def allow_delays(self, attempts: int, *, ordered: bool) -> None:
+        """Let messages wait in the table of retries; see `conquiet.source.Delaying`."""
+        self.max_attempts = max(self.max_attempts, attempts)
+        self._delays_hold_keys = ordered
 
     # --- reading ----------------------------------------------------------------------------
 
@@ -378,6 +384,13 @@ class LogSource:
             self._look_at_retries()
         return taken
 
+    def hurry(self) -> None:
+        """Make all messages due that wait for a retry; those of other members, too."""
+        with self._busy, self._store_errors():
+            with self._begin() as connection:
+                self.tables.hurry(connection)
+            self._retry_at = 0.0
+
     def _look_at_retries(self) -> None:
         """Learn which keys wait for a retry, and when the next one is due."""
         out = [id_ for tenure in self._held.values() for id_ in tenure.retries]
@@ -443,6 +456,9 @@ class LogSource:
     def _park(self, delivery: Delivery, error: Error) -> Park:
         attempts = delivery.attempts
         dead = attempts >= self.max_attempts or isinstance(error, PermanentError)
+        if isinstance(error, TryLater):
+            holds_key = self._delays_hold_keys
+            return Park(delivery, attempts, error.seconds, error.cause, holds_key=holds_key)
         seconds = min(self._max_backoff, self._backoff * 2.0 ** min(attempts - 1, 60))
         return Park(delivery, attempts, seconds, error, dead)
 
@@ -501,8 +517,8 @@ class LogSource:
             )
             self._retry_at = 0.0 if delivery.is_retry else self._retry_at  # its key may go on
             return
-        if delivery.key:
-            self._keys.add(delivery.key)
+        if park.key:
+            self._keys.add(park.key)
         self._retry_at = min(self._retry_at, time.monotonic() + park.seconds)
 
     def move(

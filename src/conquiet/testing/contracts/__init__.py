@@ -11,9 +11,10 @@ Each test gets an instance of its own; a fixture of yours prepares an empty stor
 
 import pytest
 
-for _module in ("inbox", "outbox", "sink", "source", "transaction", "worker"):
+for _module in ("delay", "inbox", "outbox", "sink", "source", "transaction", "worker"):
     pytest.register_assert_rewrite(f"{__name__}.{_module}")
 
+from conquiet.testing.contracts.delay import DelayContract  # noqa: E402
 from conquiet.testing.contracts.inbox import InboxContract  # noqa: E402
 from conquiet.testing.contracts.outbox import OutboxContract  # noqa: E402
 from conquiet.testing.contracts.sink import SinkContract  # noqa: E402
@@ -22,6 +23,7 @@ from conquiet.testing.contracts.transaction import TransactionContract  # noqa: 
 from conquiet.testing.contracts.worker import WorkerContract  # noqa: E402
 
 __all__ = [
+    "DelayContract",
     "InboxContract",
     "OutboxContract",
     "SinkContract",

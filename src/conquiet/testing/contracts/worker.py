@@ -25,8 +25,8 @@ from conquiet.worker import Worker
 Run = Callable[[Message[Any]], Any]
 
 
-class WorkerContract(ConsumerContract):
-    """A worker reads a source through a router. Binding: see `ConsumerContract`."""
+class WorkerBinding(ConsumerContract):
+    """Starts workers over a source; the base of the contracts of worker and delays."""
 
     @pytest.fixture(autouse=True)
     def _stop_workers(self) -> Iterator[None]:
@@ -67,6 +67,10 @@ class WorkerContract(ConsumerContract):
             return health.handled - health.failed >= count
 
         eventually(are_handled, timeout=30, message=f"{count} messages handled")
+
+
+class WorkerContract(WorkerBinding):
+    """A worker reads a source through a router. Binding: see `ConsumerContract`."""
 
     # --- the plain path ---------------------------------------------------------------------
 

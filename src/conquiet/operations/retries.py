@@ -1,0 +1,231 @@
+"""Messages that wait for a later try, by `Retry(delays=…)` or after a nack: list, now, never.
+
+"Now" makes a message due at once; "never" makes it a dead letter, which can be replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Protocol
+
+from conquiet.config import DATABASES
+from conquiet.errors import ConfigError, InvalidMessage, PermanentError
+
+MAX_ROWS = 100_000
+"""How many waiting messages an action looks through for ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Describes a message that waits for a later try."""
+
+    id: str
+    event_id: str
+    event_type: str
+    attempts: int
+    due: str
+    """When it is tried again, by the clock of the store."""
+    reason: str
+    """Its last error; empty if it waits for an earlier message of its key."""
+
+
+class Retries(Protocol):
+    """The messages of one group that wait."""
+
+    name: str
+
+    def list(self, limit: int = 100) -> list[Waiting]:
+        """Return messages that wait, the next one first."""
+
+    def now(self, ids: Collection[str] | None = None) -> Sequence[str]:
+        """Make messages due by their ids, or those of their events; None for all.
+
+        Return the ids of those that were.
+        """
+
+    def never(self, ids: Collection[str] | None = None) -> Sequence[str]:
+        """Make dead letters of messages; as `now`."""
+
+
+def open_retries(place: str, client: Any = None, group: str = "") -> Retries:
+    """Open what waits for a group: the URL of a log with topic and group, or a Redis stream.
+
+    For a stream, `client` is a Redis client, and `group` the group.
+    """
+    kind, colon, _ = place.partition(":")
+    if colon and kind.partition("+")[0] in DATABASES:
+        return LogRetries(place)
+    if not group:
+        raise ConfigError(f"{place}: name the group that reads the stream, as in --group billing")
+    return StreamRetries(client, place, group)
+
+
+def _choose(found: Sequence[Waiting], ids: Collection[str] | None) -> list[str]:
+    return [item.id for item in found if ids is None or item.id in ids or item.event_id in ids]
+
+
+def _moment(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+# --- in a database --------------------------------------------------------------------------
+
+
+class LogRetries:
+    """What waits for a group of a log, in the table of retries."""
+
+    def __init__(self, url: str) -> None:
+        from sqlalchemy import NullPool
+
+        from conquiet.sql.log_group import GroupTables
+        from conquiet.sql.log_source import open_log
+        from conquiet.sql.schema import OUTBOX_TABLE
+
+        self._engine, settings = open_log(url, poolclass=NullPool)
+        topic, group = settings["topic"], settings["group"]
+        self.name = f"group {group!r} of topic {topic!r}"
+        self._tables = GroupTables(self._engine, settings.get("table", OUTBOX_TABLE), topic, group)
+
+    def list(self, limit: int = 100) -> list[Waiting]:
+        from conquiet.sql.dialect import raise_store_errors
+
+        with raise_store_errors(self._engine), self._engine.connect() as connection:
+            rows = self._tables.list_waiting(connection, limit)
+        return [
+            Waiting(
+                f"{row.xid}-{row.id}",
+                row.event_id,
+                row.event_type,
+                row.attempts,
+                _moment(row.next_try),
+                row.last_error or "",
+            )
+            for row in rows
+        ]
+
+    def now(self, ids: Collection[str] | None = None) -> Sequence[str]:
+        return self._change(self._tables.hurry, ids)
+
+    def never(self, ids: Collection[str] | None = None) -> Sequence[str]:
+        return self._change(self._tables.give_up, ids)
+
+    def _change(
+        self, change: Callable[..., set[int]], ids: Collection[str] | None
+    ) -> Sequence[str]:
+        from conquiet.sql.dialect import begin_to_write, raise_store_errors
+
+        chosen = {int(id_.partition("-")[2]): id_ for id_ in _choose(self.list(MAX_ROWS), ids)}
+        with raise_store_errors(self._engine), begin_to_write(self._engine) as connection:
+            changed = change(connection, list(chosen))
+        return [id_ for number, id_ in chosen.items() if number in changed]
+
+
+# --- in Redis -------------------------------------------------------------------------------
+
+# KEYS: when entries are due. ARGV: the last place. As a script, so that all protocols answer alike.
+_LIST = b"return redis.call('ZRANGE', KEYS[1], 0, ARGV[1], 'WITHSCORES')"
+# KEYS: when entries are due. ARGV: ids. Returns those that waited.
+_NOW = b"""
+local done = {}
+for _, id in ipairs(ARGV) do
+    if redis.call('ZSCORE', KEYS[1], id) then
+        redis.call('ZADD', KEYS[1], 0, id)
+        done[#done + 1] = id
+    end
+end
+return done
+"""
+# KEYS: what waits, when it is due, the dead letters. ARGV: the id, then the fields of its letter.
+_NEVER = b"""
+if not redis.call('ZSCORE', KEYS[2], ARGV[1]) then return 0 end
+redis.call('XADD', KEYS[3], '*', unpack(ARGV, 2))
+redis.call('ZREM', KEYS[2], ARGV[1])
+redis.call('XDEL', KEYS[1], ARGV[1])
+return 1
+"""
+
+
+class StreamRetries:
+    """What waits for a group of a Redis stream."""
+
+    def __init__(self, client: Any, stream: str, group: str) -> None:
+        from conquiet.redis.delay import DelayKeys
+        from conquiet.redis.wire import Wire
+
+        self.name = f"group {group!r} of stream {stream!r}"
+        self._stream = stream
+        self._group = group
+        self._keys = DelayKeys.of(stream, group)
+        self._wire = Wire(client)
+
+    def _call(self, *command: Any) -> Any:
+        return self._wire.call(self._keys.due.encode(), *command)
+
+    def _read(self, limit: int) -> list[tuple[bytes, float, Any]]:
+        """Return id, due time and fields of what waits, the next one first."""
+        flat = self._call(b"EVAL", _LIST, 1, self._keys.due, limit - 1)
+        found: list[tuple[bytes, float, Any]] = []
+        for entry_id, score in zip(flat[::2], flat[1::2], strict=True):
+            entries = self._call(b"XRANGE", self._keys.later, entry_id, entry_id)
+            found += [(entry_id, float(score) / 1000, fields) for _, fields in entries]
+        return found
+
+    def list(self, limit: int = 100) -> list[Waiting]:
+        from conquiet.redis.entry import from_fields
+        from conquiet.redis.group import ATTEMPTS, ERROR
+
+        waiting = []
+        for entry_id, due, fields in self._read(limit):
+            named = dict(zip(fields[::2], fields[1::2], strict=True))
+            try:
+                _, attributes, _ = from_fields(fields)
+            except InvalidMessage:  # the source reads it by a function of its own
+                attributes = {}
+            waiting.append(
+                Waiting(
+                    entry_id.decode(),
+                    str(attributes.get("id", "")),
+                    str(attributes.get("type", "")),
+                    int(named.get(ATTEMPTS, 0)),
+                    _moment(due),
+                    named.get(ERROR, b"").decode(errors="replace"),
+                )
+            )
+        return waiting
+
+    def now(self, ids: Collection[str] | None = None) -> Sequence[str]:
+        chosen = _choose(self.list(MAX_ROWS), ids)
+        if not chosen:
+            return []
+        done: list[bytes] = []
+        for at in range(0, len(chosen), 1_000):
+            done += self._call(b"EVAL", _NOW, 1, self._keys.due, *chosen[at : at + 1_000])
+        return [id_.decode() for id_ in done]
+
+    def never(self, ids: Collection[str] | None = None) -> Sequence[str]:
+        chosen = set(_choose(self.list(MAX_ROWS), ids))
+        keys = (self._keys.later, self._keys.due, f"{self._stream}:dead")
+        done = []
+        for entry_id, _, fields in self._read(MAX_ROWS):
+            if entry_id.decode() in chosen:
+                letter = self._letter(entry_id, fields)
+                if self._call(b"EVAL", _NEVER, 3, *keys, entry_id, *letter):
+                    done.append(entry_id.decode())
+        return done
+
+    def _letter(self, entry_id: bytes, fields: Any) -> Sequence[Any]:
+        from conquiet.redis.consumer import Delivery
+        from conquiet.redis.dead_letter import to_dead_letter
+        from conquiet.redis.group import ERROR, GroupStream
+        from conquiet.redis.topic import streams_of
+
+        topic = streams_of(self._stream)[self._stream]
+        place = GroupStream(
+            self._wire, self._keys.again, topic, self._group, "", origin=self._stream
+        )
+        named = dict(zip(fields[::2], fields[1::2], strict=True))
+        last = named.get(ERROR, b"").decode(errors="replace")
+        why = PermanentError(f"given up by hand; the last error: {last}")
+        return to_dead_letter(Delivery(place, entry_id, fields, 0, 0.0), 0, why)
