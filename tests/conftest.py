@@ -20,6 +20,8 @@ from tests import needs
 
 # Nobody kills the shared PostgreSQL, so it may forget what a crash would lose, and is faster.
 UNSAFE = ("-c", "fsync=off", "-c", "full_page_writes=off", "-c", "synchronous_commit=off")
+# For relays that follow the write-ahead log; each run of a crash point has a slot of its own.
+LOGICAL = ("-c", "wal_level=logical", "-c", "max_replication_slots=600")
 DURABLE = ("--appendonly", "yes", "--appendfsync", "always")
 
 # Java compiles the code of many small queries well only after they have ended, so let it compile
@@ -54,7 +56,7 @@ def redis_server() -> Iterator[embedded.RedisServer]:
 @pytest.fixture(scope="session")
 def postgres_server() -> Iterator[embedded.PostgresServer]:
     """The worker's PostgreSQL; a test that kills it takes `private_postgres` instead."""
-    with needs.found("PostgreSQL", lambda: embedded.postgres(options=UNSAFE)) as server:
+    with needs.found("PostgreSQL", lambda: embedded.postgres(options=UNSAFE + LOGICAL)) as server:
         yield server
 
 
@@ -68,7 +70,8 @@ def private_redis() -> Iterator[embedded.RedisServer]:
 @pytest.fixture
 def private_postgres() -> Iterator[embedded.PostgresServer]:
     """A PostgreSQL for one test to kill and restart; it keeps all that it has committed."""
-    with needs.found("PostgreSQL", lambda: embedded.postgres(private=True)) as server:
+    made = needs.found("PostgreSQL", lambda: embedded.postgres(options=LOGICAL, private=True))
+    with made as server:
         yield server
 
 

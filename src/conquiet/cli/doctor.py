@@ -48,6 +48,8 @@ _OLDEST_REDIS = "6.0"
 _OLDEST_JAVA = 17
 _CLOCK_SECONDS = 5.0
 """A clock that differs by more distorts ages, leases of other consumers and searches by time."""
+_SLOT_SHARE = 0.5
+"""A slot that uses more of what PostgreSQL keeps for it is worth a look."""
 _HIDDEN_EXTRAS = ("all", "dev", "docs")
 _requirement = re.compile(r"([\w.-]+)\s*(?:\[([\w,\s-]*)\])?.*?(?:;(.*))?")
 _extra_marker = re.compile(r"""extra\s*==\s*['"]([\w-]+)['"]""")
@@ -381,6 +383,7 @@ def _check_tables(engine: Any) -> Iterator[Check]:
         else:
             yield Check("servers", f"table {table}", "ok", "as this version needs it")
         yield _check_parked(engine, table)
+        yield from _check_slot(engine, table)
         return
     yield Check("servers", "table outbox", "absent", "no outbox in this database", fix)
 
@@ -397,6 +400,33 @@ def _check_parked(engine: Any, table: str) -> Check:
         return Check("servers", "parked rows", "ok", f"none; {figures.pending:,} wait")
     fix = "conquiet outbox list --parked shows the reasons, conquiet outbox retry tries again"
     return Check("servers", "parked rows", "notice", f"{figures.parked:,}", fix)
+
+
+def _check_slot(engine: Any, table: str) -> Iterator[Check]:
+    """Check the slot of an outbox that is published from the write-ahead log."""
+    from conquiet.config import has_events_layout
+    from conquiet.sql import dialect
+    from conquiet.sql.wal import WalOutbox
+
+    if not dialect.uses_psycopg(engine.dialect) or has_events_layout(table):
+        return
+    slot = WalOutbox(engine, table).slot()
+    if slot is None:
+        return
+    limit = "no limit" if slot.kept_bytes is None else f"{slot.kept_bytes:,} are kept"
+    reader = "is read" if slot.active else "is not read"
+    detail = f"{slot.name} {reader}, {slot.lag_bytes:,} bytes behind, {limit}"
+    fix = "start conquiet relay run --from wal; or change back with --from claim"
+    if slot.is_lost:
+        detail = f"{slot.name or table}: {slot.status}; the next relay claims what it lacks"
+        yield Check("servers", "slot", "broken", detail, fix)
+    elif slot.kept_bytes is None:
+        fix = "ALTER SYSTEM SET max_slot_wal_keep_size = '10GB': else a relay that is away fills"
+        yield Check("servers", "slot", "notice", detail, f"{fix} the disk")
+    elif not slot.active or slot.share > _SLOT_SHARE:
+        yield Check("servers", "slot", "notice", detail, fix)
+    else:
+        yield Check("servers", "slot", "ok", detail)
 
 
 def _compare_clocks(name: str, there: float, before: float) -> Check:

@@ -273,6 +273,9 @@ def _status(options: Namespace) -> int:
         print(f"oldest   {figures.oldest_seconds:.1f} s")
         parked = f"parked   {figures.parked}"
         print(yellow(parked, sys.stdout) if figures.parked else parked)
+        if figures.slot:
+            slot = f"slot     {figures.slot}, {figures.slot_lag_bytes:,} bytes behind"
+            print(yellow(slot, sys.stdout) if figures.slot in ("lost", "missing") else slot)
         if figures.parked:
             print("conquiet outbox list --parked shows the reasons", file=sys.stderr)
     return FAILED if figures.parked else OK

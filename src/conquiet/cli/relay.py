@@ -14,6 +14,11 @@ _RUN = f"""\
 Publish the rows of an outbox until a signal comes: claim rows, publish them, mark those that the
 sink confirmed. Several relays may run side by side.
 
+--from wal follows PostgreSQL's write-ahead log instead: sooner, and without marks; one relay
+reads, others wait to take over. --from claim changes back. auto, the default, takes the log if
+wal_level is logical, max_slot_wal_keep_size is set and the user may replicate, or if a relay took
+it before.
+
 A setting is a flag, else a variable of the environment, else a line of the TOML file that
 --config or {CONFIG_VARIABLE} names, in its table [relay]; else its default.
 """
@@ -21,6 +26,7 @@ _EPILOG = """\
 examples:
   conquiet relay run --database postgresql://app@localhost/shop --sink redis://localhost/0
   CONQUIET_OUTBOX_PUBLISH_BATCH_SIZE=200 conquiet relay run --config relay.toml
+  conquiet relay run --database postgresql://app@localhost/shop --sink redis: --from wal
   conquiet relay run --database sqlite:///shop.db --sink stdout: --until-empty
 
 SIGTERM or Ctrl-C finishes the batch in flight. A second one, or the end of the grace time,

@@ -6,6 +6,7 @@ Both tables are handled alike: the generic `outbox`, which parks a row by `parke
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -37,7 +38,8 @@ from conquiet.config import has_events_layout
 from conquiet.errors import ConfigError
 from conquiet.events.table import UuidText
 from conquiet.sql import Cleanup, dialect
-from conquiet.sql.schema import split_name
+from conquiet.sql.schema import Xid8, split_name
+from conquiet.sql.wal import Slot, find_slot
 
 State = Literal["waiting", "pending", "parked", "published", "any"]
 
@@ -104,6 +106,13 @@ class Figures:
     parked: int
     oldest_seconds: float
     """Age of the oldest pending row; 0 if there is none."""
+    slot: str = ""
+    """The status of the slot, if the outbox is published from the write-ahead log: PostgreSQL's
+    `reserved`, `extended` or `unreserved`; `lost` or `missing`."""
+    slot_lag_bytes: int | None = None
+    """How much log the slot has still to confirm."""
+    slot_kept_bytes: int | None = None
+    """How much log PostgreSQL keeps for it at most; None if there is no limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +157,7 @@ class Inspection:
             payload,
             *(() if self.is_events else (column("event_id"), column("attributes"))),
             *(() if self.is_events else (column("parked_at", moment), column("content_type"))),
+            *(() if self.is_events else (column("xid"),)),
             schema=schema,
         )
         columns = self._table.c
@@ -162,13 +172,6 @@ class Inspection:
         else:
             self._parked = columns.parked_at.is_not(None)
             self._pending = and_(unpublished, columns.parked_at.is_(None))
-        self._states = {
-            "waiting": unpublished,
-            "pending": self._pending,
-            "parked": self._parked,
-            "published": ~unpublished,
-            "any": true(),
-        }
         self._searched = {
             "type": cast(columns.event_type, Text),
             "aggregate_type": cast(columns[kind], Text),
@@ -176,20 +179,50 @@ class Inspection:
             "error": columns.last_error,
             "attempts": self._attempts,
         }
-        state = case((~unpublished, "published"), (self._parked, "parked"), else_="pending")
         self._shown = (
             self._id.label("id"),
             event_id.label("event_id"),
             cast(columns.event_type, Text).label("event_type"),
             cast(columns[kind], Text).label("aggregate_type") if self.is_events else _NOTHING,
             cast(columns[key], Text).label("aggregate_id"),
-            state.label("state"),
             self._attempts.label("attempts"),
             columns.created_at,
             columns.published_at,
             columns.last_error,
         )
         self._event_id = event_id
+        self._unpublished = unpublished
+
+    def _states(self, slot: Slot | None) -> dict[str, ColumnElement[bool]]:
+        """Return the conditions of the states; by the slot, if rows are published from the log.
+
+        Rows above its horizon count as pending, although the latest may be published.
+        """
+        unpublished: ColumnElement[bool] = self._unpublished
+        pending = self._pending
+        if slot is not None:
+            columns = self._table.c
+            above = columns.xid >= cast(str(slot.horizon), Xid8())
+            waits = or_(columns.last_error.is_not(None), above)
+            pending = and_(pending, waits)
+            unpublished = or_(pending, self._parked)
+        return {
+            "waiting": unpublished,
+            "pending": pending,
+            "parked": self._parked,
+            "published": ~unpublished,
+            "any": true(),
+        }
+
+    def _columns(self, states: dict[str, ColumnElement[bool]]) -> list[ColumnElement[Any]]:
+        state = case((states["published"], "published"), (self._parked, "parked"), else_="pending")
+        return [*self._shown, state.label("state")]
+
+    def _slot(self, connection: Connection) -> Slot | None:
+        if self.is_events or not dialect.uses_psycopg(connection.dialect):
+            return None
+        name = connection.dialect.identifier_preparer.format_table(self._table)
+        return find_slot(connection, name)
 
     def reach(self, timeout_ms: int = _STATEMENT_MS) -> None:
         """Raise if the database or the table is unavailable."""
@@ -205,12 +238,22 @@ class Inspection:
                 age = func.extract("epoch", func.clock_timestamp() - oldest)
             else:
                 age = (func.julianday("now") - func.julianday(oldest)) * 86_400.0
-            query = select(func.count(), age).select_from(self._table).where(self._pending)
+            slot = self._slot(connection)
+            waits = self._states(slot)["pending"]
+            query = select(func.count(), age).select_from(self._table).where(waits)
             pending, seconds = connection.execute(query).one()
             parked = connection.execute(
                 select(func.count()).select_from(self._table).where(self._parked)
             ).scalar_one()
-        return Figures(int(pending), int(parked), max(0.0, round(float(seconds or 0.0), 3)))
+        figures = Figures(int(pending), int(parked), max(0.0, round(float(seconds or 0.0), 3)))
+        if slot is None:
+            return figures
+        return dataclasses.replace(
+            figures,
+            slot=slot.status,
+            slot_lag_bytes=slot.lag_bytes,
+            slot_kept_bytes=slot.kept_bytes,
+        )
 
     def entries(
         self,
@@ -227,15 +270,16 @@ class Inspection:
         """
         search = search or Search("parked" if parked else "waiting")
         named = self._with_ids([search.id]) if search.id else None
-        wanted = search.condition(self._states, self._searched, named)
         columns = self._table.c
         # The primary key of the generic outbox ascends, so its index gives the order.
         order = (columns.created_at, columns.id) if self.is_events or not newest else (columns.id,)
         turned = [column.desc() for column in order] if newest else order
-        if after is not None:
-            wanted = and_(wanted, self._beyond(after, order, newest))
-        query = select(*self._shown).where(wanted).order_by(*turned).limit(limit)
         with self._read() as connection:
+            states = self._states(self._slot(connection))
+            wanted = search.condition(states, self._searched, named)
+            if after is not None:
+                wanted = and_(wanted, self._beyond(after, order, newest))
+            query = select(*self._columns(states)).where(wanted).order_by(*turned).limit(limit)
             return [_entry(row) for row in connection.execute(query)]
 
     def _beyond(
@@ -251,12 +295,12 @@ class Inspection:
 
     def show(self, id_: str) -> tuple[Entry, dict[str, Any]] | None:
         """Return a row by its id or its event's id, with its payload; None if there is none."""
-        query = select(*self._shown, _payload_text(self._payload).label("payload"))
-        if not self.is_events:
-            query = query.add_columns(cast(self._table.c.attributes, Text).label("attributes"))
-        query = query.where(self._with_ids([id_])).limit(1)
         with self._read() as connection:
-            row = connection.execute(query).first()
+            columns = self._columns(self._states(self._slot(connection)))
+            query = select(*columns, _payload_text(self._payload).label("payload"))
+            if not self.is_events:
+                query = query.add_columns(cast(self._table.c.attributes, Text).label("attributes"))
+            row = connection.execute(query.where(self._with_ids([id_])).limit(1)).first()
         if row is None:
             return None
         payload = row.payload
@@ -286,7 +330,12 @@ class Inspection:
         published = self._table.c.published_at
         with self._read() as connection:
             if dialect.is_postgresql(connection.dialect):
-                old = published < func.now() - timedelta(seconds=older_than)
+                before = func.now() - timedelta(seconds=older_than)
+                old: ColumnElement[bool] = published < before
+                slot = self._slot(connection)
+                if slot is not None:
+                    passed = and_(published.is_(None), self._states(slot)["published"])
+                    old = or_(old, and_(passed, self._table.c.created_at < before))
             else:
                 ago = f"-{older_than} seconds"
                 old = published < func.datetime("now", ago, type_=Text)

@@ -26,6 +26,12 @@ METRICS: tuple[Metric, ...] = (
     Metric("conquiet_relay_pending", "gauge", (), "rows that wait to be published"),
     Metric("conquiet_relay_oldest_unpublished_seconds", "gauge", (), "age of the oldest of them"),
     Metric("conquiet_relay_parked", "gauge", (), "rows whose attempts are used up"),
+    Metric(
+        "conquiet_relay_slot_lag_bytes",
+        "gauge",
+        (),
+        "log that the slot has still to confirm, where rows are published from the write-ahead log",
+    ),
     Metric("conquiet_relay_published_total", "counter", (), "events that the sink confirmed"),
     Metric(
         "conquiet_relay_failed_total",
@@ -73,6 +79,7 @@ class _Gauges(Collector):
             ("conquiet_relay_pending", "pending"),
             ("conquiet_relay_oldest_unpublished_seconds", "oldest_seconds"),
             ("conquiet_relay_parked", "parked"),
+            ("conquiet_relay_slot_lag_bytes", "slot_lag_bytes"),
         ):
             value = None if found is None else getattr(found, attribute)
             family = GaugeMetricFamily(name, _by_name[name].meaning)

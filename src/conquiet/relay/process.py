@@ -15,14 +15,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from conquiet.acking import Error
 from conquiet.backoff import Backoff
 from conquiet.config import Url, has_events_layout, is_loopback, missing_extra, require
-from conquiet.errors import Blameless, ConfigError
+from conquiet.errors import Blameless, ConfigError, StoreError
 from conquiet.message import Message
 from conquiet.registry import SinkOptions, connect_sink, open_database, sink_scheme
 from conquiet.relay.health import Check, Health, HealthServer
@@ -183,7 +183,7 @@ class RelayProcess:
             self._sink = Check(self._look_at_sink(opened.check), timeout=seconds)
             self.metrics = RelayMetrics(self._figures)
             self.relay = WatchedRelay(
-                _open_source(settings, engine, cloudevents=opened.cloudevents),
+                ChosenSource(settings, engine, cloudevents=opened.cloudevents),
                 opened.sink,
                 self.metrics,
                 batch_size=settings.batch_size,
@@ -332,22 +332,115 @@ def _open_engine(settings: Settings, **options: Any) -> Engine:
     )
 
 
-def _open_source(settings: Settings, engine: Engine, *, cloudevents: bool) -> Source:
-    options: dict[str, Any] = {
-        "max_attempts": settings.max_attempts,
-        # The relay lets a read take as long as it pauses; within it, there is no need to poll.
-        "poll": _IDLE_FACTOR * settings.poll_ms / 1000,
-        "wakeup": settings.wakeup,
-        "ordered": settings.ordered,
-    }
-    if not has_events_layout(settings.table):
-        from conquiet.sql import OutboxSource
+class ChosenSource:
+    """Claims rows or follows the write-ahead log, as the settings and the database say.
 
-        return OutboxSource(engine, settings.table, **options)
-    events: Any = require("conquiet.events.source", "sql")
-    return events.EventSource(  # type: ignore[no-any-return]
-        engine, settings.table, topic=default_topic(settings), cloudevents=cloudevents, **options
-    )
+    Chosen when the database answers: one that is away at the start is an outage.
+    """
+
+    def __init__(self, settings: Settings, engine: Engine, *, cloudevents: bool) -> None:
+        self._settings = settings
+        self._engine = engine
+        self._cloudevents = cloudevents
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()
+        self._source: Any = None
+        with suppress(StoreError):
+            self._choose()
+
+    def read(self, limit: int, timeout: float) -> Sequence[Message[Any]]:
+        source = self._source or self._choose()
+        return source.read(limit, timeout) if source is not None else ()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        with self._lock:
+            if self._source is not None:
+                self._source.stop()
+
+    def close(self) -> None:
+        self.stop()
+        if self._source is not None:
+            self._source.close()
+
+    def _choose(self) -> Any:
+        kind, why = choose_kind(self._settings, self._engine)
+        if kind == "claim" and not has_events_layout(self._settings.table):
+            self._leave_log()
+        with self._lock:
+            if not self._stopping.is_set():
+                self._source = self._open(kind)
+                how = "from the write-ahead log" if kind == "wal" else "by claims"
+                logger.info("publishing %s %s: %s", self._settings.table, how, why)
+            return self._source
+
+    def _leave_log(self) -> None:
+        """Change back to claims, if the outbox was published from the log."""
+        from conquiet.sql import dialect
+        from conquiet.sql.wal import WalOutbox
+
+        if dialect.uses_psycopg(self._engine.dialect):
+            outbox = WalOutbox(self._engine, self._settings.table)
+            if outbox.is_entered():
+                outbox.leave(lambda seconds: not self._stopping.wait(seconds))
+
+    def _open(self, kind: str) -> Any:
+        settings = self._settings
+        options: dict[str, Any] = {
+            "max_attempts": settings.max_attempts,
+            "ordered": settings.ordered,
+        }
+        if kind == "wal":
+            from conquiet.sql import WalSource
+
+            return WalSource(self._engine, settings.table, **options, poll=settings.poll_ms / 1000)
+        # The relay lets a read take as long as it pauses; within it, there is no need to poll.
+        options |= {"poll": _IDLE_FACTOR * settings.poll_ms / 1000, "wakeup": settings.wakeup}
+        if not has_events_layout(settings.table):
+            from conquiet.sql import OutboxSource
+
+            return OutboxSource(self._engine, settings.table, **options)
+        events: Any = require("conquiet.events.source", "sql")
+        return events.EventSource(
+            self._engine,
+            settings.table,
+            topic=default_topic(settings),
+            cloudevents=self._cloudevents,
+            **options,
+        )
+
+
+def choose_kind(settings: Settings, engine: Engine) -> tuple[str, str]:
+    """Return `claim` or `wal`, and why."""
+    from conquiet.sql import dialect
+    from conquiet.sql.wal import WalOutbox
+    from conquiet.sql.wal_source import connect_for_replication
+
+    wanted, origin = settings.read_from, settings.origin("from")
+    if has_events_layout(settings.table):
+        if wanted == "wal":
+            raise ConfigError(
+                f"{origin}: {settings.table} has no column for the transaction of a row, which the"
+                " write-ahead log needs; choose claim"
+            )
+        return "claim", "the only way for this table"
+    if wanted == "claim":
+        return "claim", f"{origin} says so"
+    if wanted == "auto" and not dialect.uses_psycopg(engine.dialect):
+        return "claim", f"the database is {engine.dialect.name}"
+    outbox = WalOutbox(engine, settings.table)
+    if wanted == "wal":
+        outbox.check()
+        return "wal", f"{origin} says so"
+    if outbox.is_entered():
+        return "wal", "its publication exists"
+    if reason := outbox.reason_against():
+        return "claim", reason
+    try:
+        connect_for_replication(engine).close()
+    except ConfigError as error:
+        return "claim", str(error)
+    return "wal", "wal_level is logical, and max_slot_wal_keep_size is set"
 
 
 def _end_now() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from conquiet import config
-from conquiet.config import Setting, read_boolean, read_text, seconds, whole
+from conquiet.config import Setting, choice, read_boolean, read_text, seconds, whole
 from conquiet.errors import ConfigError
 from conquiet.events.ttl import MAX_TTL_HOURS, TTL_HOURS, TTL_VARIABLE
 from conquiet.registry import SINK_SCHEMES, sink_scheme
@@ -45,6 +45,11 @@ SETTINGS: tuple[Setting, ...] = (
         "the topic of events that name none",
     ),
     config.TABLE,
+    Setting(
+        "from", "CONQUIET_OUTBOX_FROM", "auto", *choice("auto", "claim", "wal"),
+        "claim rows, or follow PostgreSQL's write-ahead log; auto takes the log if it is set up for"
+        " it",
+    ),
     Setting(
         "batch_size", "CONQUIET_OUTBOX_PUBLISH_BATCH_SIZE", "50", *whole(1, 10_000),
         "rows claimed and published at a time",
@@ -110,6 +115,7 @@ class Settings:
     sink: str
     topic: str
     table: str
+    read_from: str
     batch_size: int
     poll_ms: int
     max_attempts: int
@@ -157,7 +163,9 @@ def load(
     20
     """
     found = config.load(SETTINGS, flags, environ, file, required=["database"])
-    return _check(Settings(**found.values, texts=found.texts, origins=found.origins))
+    values = dict(found.values)
+    values["read_from"] = values.pop("from")  # no name of Python
+    return _check(Settings(**values, texts=found.texts, origins=found.origins))
 
 
 def _check(settings: Settings) -> Settings:

@@ -24,6 +24,7 @@ from conquiet.sql.transaction import (
     connection,
     session,
 )
+from conquiet.sql.wal_source import WalSource
 
 __all__ = [
     "Cleanup",
@@ -35,6 +36,7 @@ __all__ = [
     "PositionInbox",
     "Transaction",
     "TransactionEnded",
+    "WalSource",
     "async_connection",
     "async_session",
     "connection",

@@ -49,7 +49,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from conquiet.acking import Error
 from conquiet.errors import StoreError
-from conquiet.sql import dialect
+from conquiet.sql import dialect, wal
 
 logger = logging.getLogger("conquiet.relay")
 
@@ -89,16 +89,24 @@ class Layout:
     """Rows with this many attempts are parked; None: rows with `parked_at` are."""
     sorts: bool = True
     """Whether PostgreSQL may sort for a claim, where it could go by the order of an index."""
+    only: str = ""
+    """A further condition of claimable rows, if the others are not for claims."""
 
     @property
-    def setting(self) -> str:
+    def is_guarded(self) -> bool:
+        """Return whether claims stop while the table is published from the write-ahead log."""
+        return not self.only and "xid" in self.table.c
+
+    def setting(self, name: str) -> str:
         """Return the statement that prepares a claiming transaction on PostgreSQL.
 
         The transaction idles while the sink publishes. If an idle timeout ended it, its rows
         would be published again and again.
         """
-        sort = "" if self.sorts else ", set_config('enable_sort', 'off', true)"
-        return f"SELECT set_config('idle_in_transaction_session_timeout', '0', true){sort}"
+        more = "" if self.sorts else ", set_config('enable_sort', 'off', true)"
+        if self.is_guarded:
+            more += f", pg_advisory_xact_lock_shared({wal.lock_key(name)})::text"
+        return f"SELECT set_config('idle_in_transaction_session_timeout', '0', true){more}"
 
     @property
     def columns(self) -> tuple[Column[Any], ...]:
@@ -111,9 +119,10 @@ class Layout:
     @property
     def claimable(self) -> str:
         """Return the condition of a row that is neither published nor parked."""
+        only = f" AND {self.only}" if self.only else ""
         if self.max_attempts is None:
-            return "published_at IS NULL AND parked_at IS NULL"
-        return f"published_at IS NULL AND {self.attempts} < {self.max_attempts:d}"
+            return f"published_at IS NULL AND parked_at IS NULL{only}"
+        return f"published_at IS NULL AND {self.attempts} < {self.max_attempts:d}{only}"
 
     @property
     def keyed(self) -> str:
@@ -432,6 +441,9 @@ class Claimer:
         self._errors = (SQLAlchemyError, engine.dialect.loaded_dbapi.Error)
         self._after = layout.first_key
         self._unkeyed_at = 0.0
+        self._setting = layout.setting(self.name)
+        # A statement of its own: it must see what was committed before the lock was given.
+        self._guard = f"SELECT {wal.entered(self.name)}"
         id_, attempts = self.table.c.id, self.table.c[layout.attempts]
         self._order = [self.table.c[name] for name in layout.order]
         self._wanted = [
@@ -486,7 +498,9 @@ class Claimer:
             raise self._store_error(error) from error
 
     def _set(self, connection: Connection) -> None:
-        connection.exec_driver_sql(self.layout.setting)
+        connection.exec_driver_sql(self._setting)
+        if self.layout.is_guarded and connection.exec_driver_sql(self._guard).scalar():
+            raise wal.refusal(self.name)
 
     def _select(self, connection: Connection, limit: int, backoff: RowBackoff) -> list[ClaimedRow]:
         if not self.ordered:
@@ -715,10 +729,15 @@ class PsycopgClaimer(Claimer):
         driver = dialect.driver_connection(connection)
         # One round trip for BEGIN, which psycopg sends first, and the statement.
         with self._pipeline(driver), driver.cursor(binary=True) as cursor:
+            guard = None
             if not self.ordered:
-                driver.execute(self.layout.setting)
+                driver.execute(self._setting)
+                guard = driver.execute(self._guard) if self.layout.is_guarded else None
             cursor.execute(sql, given)
-            return self.layout.rows(cursor.fetchall())
+            rows = self.layout.rows(cursor.fetchall())
+            if guard is not None and guard.fetchone()[0]:
+                raise wal.refusal(self.name)
+            return rows
 
     def _mark(
         self, connection: Connection, published: Sequence[Any], failures: Sequence[Failure]

@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from sqlalchemy import URL, Engine, Table, TextClause, text
+from sqlalchemy import URL, Connection, Engine, Table, TextClause, text
 from sqlalchemy.exc import SQLAlchemyError
 
 from conquiet.backoff import Backoff
+from conquiet.config import has_events_layout
 from conquiet.errors import ConfigError, StoreError
-from conquiet.sql import dialect
+from conquiet.sql import dialect, wal
 from conquiet.sql.schema import (
     INBOX_TABLE,
     OUTBOX_TABLE,
@@ -47,6 +48,9 @@ class Cleanup:
     kept, and so are rows that a group of a `LogSource` has not read or may still retry. Ages are
     measured by the database's clock. Each batch is a short transaction of its own and skips locked
     rows.
+
+    Of an outbox that is published from the write-ahead log, rows go by their age, once they are
+    behind the confirmed position of its slot.
 
     `relayed=False` is for an outbox that no relay publishes: its rows go by their age, once every
     group of their topic has passed them. Rows of a topic without a group stay.
@@ -145,6 +149,7 @@ class Cleanup:
         try:
             with self.engine.connect() as connection:
                 has_groups = dialect.has_table(connection, positions_table(self._outbox).fullname)
+                slot = self._slot(connection)
         except SQLAlchemyError as error:
             raise dialect.store_error(self.engine, error) from error
         if not has_groups:  # of an earlier release, or another layout
@@ -162,6 +167,24 @@ class Cleanup:
         # Unpublished rows have no published_at, so no other condition is needed.
         column = "published_at" if self.relayed else "created_at"
         yield "outbox", self._statement(outbox_table(self._outbox), column, needs)
+        if slot is not None and self.relayed:
+            name = quote(outbox_table(self._outbox))
+            behind = text(_BEHIND.format(table=name, unmarked=wal.UNMARKED, needs=needs))
+            yield (
+                "outbox",
+                behind.bindparams(
+                    seconds=float(self.retention), batch=self.batch_size, horizon=str(slot.horizon)
+                ),
+            )
+
+    def _slot(self, connection: Connection) -> wal.Slot | None:
+        """Describe the slot of the outbox, if it is published from the write-ahead log."""
+        assert self._outbox is not None
+        table = outbox_table(self._outbox)
+        if not dialect.uses_psycopg(connection.dialect) or has_events_layout(self._outbox):
+            return None
+        name = connection.dialect.identifier_preparer.format_table(table)
+        return wal.find_slot(connection, name) if dialect.has_table(connection, name) else None
 
     def _statement(self, table: Table, column: str, needs: str) -> TextClause:
         name = self.engine.dialect.identifier_preparer.format_table(table)
@@ -192,6 +215,16 @@ DELETE FROM {table} WHERE rowid IN (
     SELECT rowid FROM {table} AS o
      WHERE {column} < datetime('now', '-' || :seconds || ' seconds'){needs}
      ORDER BY {column} LIMIT :batch)
+"""
+# The oldest rows behind the position, of which those that are old enough go. In the order of
+# transactions, which has an index; were age the condition, all rows would be read in vain.
+_BEHIND = """
+DELETE FROM {table} WHERE id IN (
+    SELECT oldest.id FROM (
+        SELECT o.id, o.created_at FROM {table} AS o
+         WHERE {unmarked} AND o.xid < CAST(:horizon AS xid8){needs}
+         ORDER BY o.xid, o.id LIMIT :batch FOR UPDATE SKIP LOCKED) AS oldest
+     WHERE oldest.created_at < now() - make_interval(secs => :seconds))
 """
 # No group has still to read the row, or to retry it.
 _PASSED = """

@@ -135,6 +135,7 @@ def outbox_table(name: str = OUTBOX_TABLE, metadata: MetaData | None = None) -> 
     schema, table = split_name(name)
     published_at = Column("published_at", DateTime(timezone=True))
     parked_at = Column("parked_at", DateTime(timezone=True))
+    last_error = Column("last_error", Text)
     key = Column("key", Text)
     id_ = Column("id", BigInteger().with_variant(Integer, "sqlite"), primary_key=True)
     claimable = published_at.is_(None) & parked_at.is_(None)
@@ -151,7 +152,7 @@ def outbox_table(name: str = OUTBOX_TABLE, metadata: MetaData | None = None) -> 
         Column("data", LargeBinary, nullable=False),
         Column("attributes", _ATTRIBUTES, nullable=False),
         Column("attempts", Integer, nullable=False, server_default="0"),
-        Column("last_error", Text),
+        last_error,
         published_at,
         parked_at,
         Column("xid", Xid8(), nullable=False, server_default=CurrentTransaction()),
@@ -181,6 +182,20 @@ def outbox_table(name: str = OUTBOX_TABLE, metadata: MetaData | None = None) -> 
             published_at,
             postgresql_where=published_at.is_not(None),
             sqlite_where=published_at.is_not(None),
+        ),
+        # Where rows are published from the write-ahead log, those that failed are claimed.
+        Index(
+            f"{table}_deferred",
+            id_,
+            postgresql_where=claimable & last_error.is_not(None),
+            sqlite_where=claimable & last_error.is_not(None),
+        ),
+        Index(
+            f"{table}_deferred_key",
+            key,
+            id_,
+            postgresql_where=claimable & last_error.is_not(None) & key.is_not(None),
+            sqlite_where=claimable & last_error.is_not(None) & key.is_not(None),
         ),
         # Readers of the log go by (transaction, id): ids alone become visible out of order.
         Index(f"{table}_log", "xid", id_),
@@ -281,7 +296,7 @@ OWN_TABLES = (
     "conquiet_events_alembic_version",
 )
 """The tables that `include_object` leaves alone: those of `conquiet.events` too."""
-_SUFFIXES = ("_positions", "_retries", "_schedules")
+_SUFFIXES = ("_positions", "_retries", "_schedules", "_wal")
 """Of the tables beside an outbox."""
 DIALECTS = ("postgresql", "sqlite")
 _LOCK = 0x636F6E71  # "conq": the advisory lock for changes of the tables

@@ -48,6 +48,8 @@ SCENARIOS = {
     "async worker over Redis": "redis_paths:AsyncWorkerOverRedis",
     "relay over PostgreSQL": "sql_paths:RelayOverPostgres",
     "relay over PostgreSQL, ordered": "sql_paths:OrderedRelayOverPostgres",
+    "relay over PostgreSQL, from the log": "sql_paths:RelayFromTheLog",
+    "relay over PostgreSQL, changing to the log": "sql_paths:RelayChangingToTheLog",
     "relay over SQLite": "sql_paths:RelayOverSqlite",
     "relay over Redis": "redis_paths:RelayOverRedis",
     "Kombu transport": "kombu_path:KombuTransport",

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import sqlite3
+import time
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -42,6 +44,7 @@ from conquiet.sql import (
     Outbox,
     OutboxSource,
     Transaction,
+    WalSource,
     async_connection,
     connection,
     engine,
@@ -219,12 +222,15 @@ class RelayOverSql(OnSql):
 
     def prepare(self, place: Place) -> None:
         opened = self.create(place)
+        self.insert(opened)
+        opened.close()
+
+    def insert(self, opened: Any) -> None:
         for number, (command, key) in enumerate(SENT.items()):
             data = json.dumps({"command": command, "number": number}).encode()
             about = {"id": f"e-{number}", "type": "placed", "source": "/shop", "subject": key}
             row = (EVENTS, "placed", f"e-{number}", key, "application/json", data)
             self.fill(opened, (*row, json.dumps(about)))
-        opened.close()
 
     def run(self, place: Place, seam: Seam, attempt: int) -> None:
         def drained() -> bool:
@@ -379,6 +385,71 @@ class RelayOverSqlite(OnSqlite, RelayOverSql):
 class OrderedRelayOverPostgres(RelayOverPostgres):
     name = "relay over PostgreSQL, ordered"
     ordered = True
+
+
+class RelayFromTheLog(RelayOverPostgres):
+    """The relay follows the write-ahead log; the rows come when its slot exists."""
+
+    name = "relay over PostgreSQL, from the log"
+
+    def prepare(self, place: Place) -> None:
+        self.create(place).close()
+        self.enter(place)
+        opened = self.open(place)
+        self.insert(opened)
+        opened.close()
+
+    def enter(self, place: Place) -> None:
+        made = self.engine(place)
+        source = WalSource(made)
+        source.read(1, 0.0)
+        source.close()
+        made.dispose()
+
+    def run(self, place: Place, seam: Seam, attempt: int) -> None:
+        made = self.engine(place)
+        client = redis.Redis.from_url(place.redis)
+        kind = until(WalSource, lambda: not self.waiting(place), seam, self.read_seconds)
+        Relay(kind(made, poll=0.1), StreamSink(client), batch_size=2).run()
+        made.dispose()
+        client.close()
+
+    def waiting(self, place: Place) -> list[str]:
+        """Events that are not in the stream, or that the slot would give again."""
+        with place.client() as client:
+            told = {event.id for event in invariants.read_log(client, EVENTS)}
+        return [f"e-{number}" for number in range(len(SENT)) if f"e-{number}" not in told]
+
+    def facts(self, place: Place) -> Facts:
+        facts = super().facts(place)
+        facts.rows = [replace(event, published=True) for event in facts.rows]  # none is marked
+        opened = self.open(place)
+        [(slot, publication)] = opened.execute(
+            "SELECT slot, (SELECT pubname FROM pg_publication_rel AS r JOIN pg_publication AS p"
+            " ON p.oid = r.prpubid WHERE r.prrelid = 'outbox'::regclass) FROM outbox_wal"
+        ).fetchall()
+        peek = (
+            "SELECT count(*) FROM pg_logical_slot_peek_binary_changes(%s, NULL, NULL,"
+            " 'proto_version', '1', 'publication_names', %s) WHERE get_byte(data, 0) = ascii('I')"
+        )
+        for _ in range(200):  # the relay has ended, and its slot is free in a moment
+            try:
+                [(rows,)] = opened.execute(peek, (slot, publication)).fetchall()
+                break
+            except psycopg.errors.ObjectInUse:
+                time.sleep(0.05)
+        facts.unsettled += [f"{rows} rows of the slot"] if rows else []
+        opened.close()
+        return facts
+
+
+class RelayChangingToTheLog(RelayFromTheLog):
+    """Rows that wait when the relay changes from claims to the log."""
+
+    name = "relay over PostgreSQL, changing to the log"
+
+    def enter(self, place: Place) -> None:
+        """Not before the run."""
 
 
 # --- to be found out --------------------------------------------------------------------------

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import signal
 
 import pytest
 from sqlalchemy import insert, text
 from tests import zygote
-from tests.integration.relay.service import sample
+from tests.integration.relay.service import CONQUIET, sample
 from tests.integration.sql.claiming import OUTBOX, fill, row, rows, unpublished
 from tests.unit.sinks.http_receiver import Receiver
 from tests.waiting import eventually
@@ -214,3 +215,47 @@ def _now():
     from datetime import UTC, datetime
 
     return datetime.now(UTC)
+
+
+def test_it_follows_the_log_and_changes_back_and_says_which_and_why(
+    postgres_engine, redis_url, redis_client, start
+):
+    engine, url = postgres_engine
+    fill(engine, 10)
+    relay = start(url, redis_url, *QUICK, "--from", "wal")
+    assert eventually(lambda: redis_client.xlen("orders") == 10, timeout=60)
+    fill(engine, 10, first=11)
+    assert eventually(lambda: redis_client.xlen("orders") == 20, timeout=60)
+    assert relay.said("from the write-ahead log: --from says so")
+    assert relay.ready()["checks"]["database"]["slot"] == "reserved"
+    assert sample(relay.get("/metrics")[1], "conquiet_relay_slot_lag_bytes") >= 0
+    status = zygote.run(
+        [*CONQUIET, "outbox", "status", "--database", url], capture_output=True, text=True
+    )
+    assert "slot     reserved" in status.stdout
+    doctor = [*CONQUIET, "doctor", "--json", "--database", url]
+    found = json.loads(zygote.run(doctor, capture_output=True, text=True).stdout)["checks"]
+    [slot] = [check for check in found if check["name"] == "slot"]
+    assert slot["status"] == "notice"
+    assert "max_slot_wal_keep_size" in slot["fix"]
+    assert relay.stop() == 0
+    relay = start(url, redis_url, *QUICK)
+    assert eventually(lambda: relay.said("its publication exists"), timeout=60)
+    assert relay.port  # it minds signals by now
+    assert relay.stop() == 0
+    relay = start(url, redis_url, *QUICK, "--from", "claim")
+    fill(engine, 10, first=21)
+    assert eventually(lambda: redis_client.xlen("orders") >= 30, timeout=60)
+    assert eventually(lambda: unpublished(engine) == 0, timeout=60)
+    assert relay.said("by claims: --from says so")
+    assert relay.stop() == 0
+    assert redis_client.xlen("orders") == 30  # each once
+
+
+def test_without_a_limit_of_the_kept_log_it_claims_and_says_why(postgres_engine, redis_url, start):
+    _, url = postgres_engine
+    relay = start(url, redis_url, *QUICK)
+    assert eventually(lambda: relay.said("by claims: "), timeout=60)
+    assert "max_slot_wal_keep_size is not set" in relay.said("by claims: ")[0]["message"]
+    assert relay.port  # it minds signals by now
+    assert relay.stop() == 0

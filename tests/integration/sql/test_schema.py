@@ -138,8 +138,8 @@ def test_a_table_may_be_left_out(empty: Engine) -> None:
         ("DROP TABLE outbox", "outbox: table should be there, is missing"),
         ("DROP INDEX outbox_claimable", "index outbox_claimable should be (id) where"),
         (
-            "ALTER TABLE outbox DROP COLUMN last_error",
-            "column last_error should be text, is missing",
+            "ALTER TABLE outbox DROP COLUMN content_type",
+            "column content_type should be text not null, is missing",
         ),
     ],
 )

@@ -92,6 +92,18 @@ def _of_outbox(request: HTTPConnection, sample: Sample) -> Iterator[Concern]:
             "See the last error, fix its cause, then retry.",
             link(request, "/outbox", state="parked"),
         )
+    if figures.slot in ("lost", "missing"):
+        yield Concern(
+            f"The slot of the outbox is {figures.slot}",
+            "The next relay claims what it lacks: conquiet relay run --from wal.",
+            link(request, "/outbox"),
+        )
+    if figures.slot_kept_bytes and 2 * (figures.slot_lag_bytes or 0) > figures.slot_kept_bytes:
+        yield Concern(
+            "The slot of the outbox uses more than half of max_slot_wal_keep_size",
+            "Does a relay run? conquiet relay run --from wal reads it.",
+            link(request, "/processes"),
+        )
     if figures.oldest_seconds > LONG_SECONDS:
         yield Concern(
             f"A row of the outbox has waited for {words.age(figures.oldest_seconds)}",

@@ -1,0 +1,375 @@
+"""The outbox from the write-ahead log: order, settling, takeover, the change and its way back."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+from sqlalchemy import Engine, text
+from tests.integration.sql.claiming import ListSink, fill, row, rows, running, store, the
+from tests.waiting import eventually
+
+from conquiet.errors import ConfigError, SinkUnavailable, StoreError
+from conquiet.relay import Outcome, Relay
+from conquiet.relay.inspection import Inspection
+from conquiet.sql import Cleanup, Outbox, OutboxSource, Transaction, WalSource, schema
+from conquiet.sql import engine as make_engine
+from conquiet.sql.wal import WalOutbox
+from conquiet.testing.contracts import SourceContract
+
+
+@pytest.fixture
+def outbox(database_url: str) -> Iterator[Engine]:
+    made = make_engine(database_url, pool_size=20)
+    with made.connect() as connection:
+        if connection.execute(text("SHOW wal_level")).scalar() != "logical":
+            pytest.skip("wal_level of the given PostgreSQL is not logical")
+    schema.init(made)
+    yield made
+    made.dispose()
+
+
+def drain(relay: Relay, seconds: float = 30.0) -> None:
+    """Publish until nothing comes any more, and the position is confirmed."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        outcome = relay.run_once(0.1)
+        if outcome == Outcome() and relay.source._stream is not None:
+            return
+    raise AssertionError("there is no end")
+
+
+def leave(engine: Engine) -> None:
+    WalOutbox(engine).leave(lambda seconds: True)
+
+
+@pytest.mark.slow
+class TestContract(SourceContract):
+    lease = None
+    keeps_place = False
+
+    @pytest.fixture(autouse=True)
+    def _database(self, outbox: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        monkeypatch.setattr("conquiet.sql.claim._FIRST_DELAY_SECONDS", 0.1)
+        self.engine = outbox
+        self.opened: list[WalSource] = []
+        first = self.open(0.0)
+        first.read(1, 0)  # the slot begins before the first message
+        first.close()
+        yield
+        for source in self.opened:
+            source.close()
+
+    def open(self, lease: float) -> WalSource:
+        self.opened.append(WalSource(self.engine, poll=0.02))
+        return self.opened[-1]
+
+    def publish(self, messages) -> None:
+        with Transaction(self.engine).scope(messages):
+            Outbox("orders").store(messages)
+
+    def crash(self, source: WalSource) -> None:
+        source._closed = True
+        if source._stream is not None:
+            source._lose(source._stream)
+
+    @pytest.mark.parametrize("acked", [0])
+    def test_acking_k_of_n_and_crashing_returns_the_other_n_minus_k(self, acked: int) -> None:
+        """Not for some of them: the position moves by whole transactions, and when it is read."""
+        super().test_acking_k_of_n_and_crashing_returns_the_other_n_minus_k(acked)
+
+    def test_any_sequence_of_settlements_loses_nothing_and_repeats_nothing(self) -> None:
+        pytest.skip("one reader at a time: the others wait")
+
+
+def test_rows_come_in_the_order_of_their_commits_and_are_not_marked(outbox: Engine) -> None:
+    source, sink = WalSource(outbox), ListSink()
+    relay = Relay(source, sink)
+    drain(relay)
+    with outbox.connect() as early, outbox.connect() as late:
+        for connection, number in ((early, 1), (late, 2)):
+            connection.execute(schema.outbox_table().insert(), [row(number)])
+        late.commit()
+        drain(relay)
+        early.commit()
+    drain(relay)
+    source.close()
+    assert sink.ids == ["e-2", "e-1"]
+    assert [one.published_at for one in rows(outbox)] == [None, None]
+
+
+def test_a_new_relay_goes_on_where_the_last_one_stopped(outbox: Engine) -> None:
+    sink = ListSink()
+    for part in range(3):
+        fill(outbox, 70, first=100 * part)
+        source = WalSource(outbox)
+        relay = Relay(source, sink, batch_size=50)
+        relay.run_once(30)  # a part of a transaction
+        source.close()
+    source = WalSource(outbox)
+    drain(Relay(source, sink))
+    source.close()
+    assert Counter(sink.ids) == {f"e-{100 * p + n}": 1 for p in range(3) for n in range(70)}
+
+
+def test_changing_from_claims_to_the_log_and_back_publishes_each_row_once(outbox: Engine) -> None:
+    """Under writers that never pause, and with rows that are claimed at the moment of change."""
+    sink = ListSink()
+    ending = threading.Event()
+    written = 0
+
+    def write() -> None:
+        nonlocal written
+        while not ending.is_set():
+            fill(outbox, 3, first=written)
+            written += 3
+
+    def publish(source: OutboxSource | WalSource, least: int) -> Relay:
+        relay = Relay(source, sink, batch_size=7)
+        with running([relay]):
+            before = len(sink.sent)
+            eventually(lambda: len(sink.sent) >= before + least, timeout=60)
+        return relay
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for _ in range(2):
+            publish(OutboxSource(outbox, poll=0.02), 60)
+            held = OutboxSource(outbox, poll=0.02)  # a claim that is under way when it changes
+            claimed = held.read(5, 10)
+            source = WalSource(outbox)
+            relay = Relay(source, sink, batch_size=7)
+            with running([relay]):
+                eventually(source.outbox.is_entered, timeout=60)
+                sink.publish_each(claimed)
+                for message in claimed:
+                    message.ack()
+                before = len(sink.sent)
+                eventually(lambda seen=before: len(sink.sent) >= seen + 60, timeout=60)
+            held.close()
+            leave(outbox)
+    finally:
+        ending.set()
+        writer.join()
+    source = OutboxSource(outbox)
+    while Relay(source, sink).run_once().published:
+        pass
+    source.close()
+    assert Counter(sink.ids) == {f"e-{number}": 1 for number in range(written)}
+
+
+def test_claims_are_refused_while_the_log_is_followed(outbox: Engine) -> None:
+    claims = [OutboxSource(outbox), OutboxSource(outbox, ordered=True)]
+    assert [list(source.read(1, 0)) for source in claims] == [[], []]
+    source = WalSource(outbox)
+    source.read(1, 0)
+    for refused in claims:
+        with pytest.raises(StoreError, match=r"write-ahead log.*--from wal.*--from claim"):
+            refused.read(1, 0)
+    source.close()
+    leave(outbox)
+    fill(outbox, 1)
+    assert len(claims[0].read(1, 0)) == 1
+    for refused in claims:
+        refused.close()
+    with outbox.connect() as connection:  # the slot is gone, and keeps no log any more
+        query = text(
+            "SELECT count(*) FROM pg_replication_slots WHERE database = current_database()"
+        )
+        assert connection.execute(query).scalar() == 0
+
+
+@pytest.mark.parametrize("how", ["dropped", "of another server"])
+def test_a_lost_slot_is_replaced_and_no_row_is_lost(outbox: Engine, how: str, caplog) -> None:
+    sink = ListSink()
+    source = WalSource(outbox)
+    drain(Relay(source, sink))
+    fill(outbox, 10)
+    drain(Relay(source, sink))
+    source.close()
+    fill(outbox, 10, first=11)
+    slot = source.slot()
+    assert slot is not None
+    assert not slot.is_lost
+    with outbox.begin() as connection:
+        if how == "dropped":
+            connection.execute(text("SELECT pg_drop_replication_slot(:name)"), {"name": slot.name})
+        else:
+            connection.execute(text("UPDATE outbox_wal SET system = 'another'"))
+    fill(outbox, 10, first=21)
+    with caplog.at_level("ERROR", "conquiet.relay"):
+        again = WalSource(outbox)
+        drain(Relay(again, sink))
+    again.close()
+    assert {f"e-{number}" for number in range(1, 31)} == set(sink.ids)
+    assert "are claimed" in caplog.text
+
+
+def test_the_position_waits_for_the_sink(outbox: Engine) -> None:
+    source, sink = WalSource(outbox), ListSink()
+    relay = Relay(source, sink, batch_size=5)
+    drain(relay)
+    fill(outbox, 20)
+    sink.out = True
+    for _ in range(3):
+        assert isinstance(relay.run_once(10).outage, SinkUnavailable)
+    source.close()
+    assert all(one.attempts == 0 and one.last_error is None for one in rows(outbox))
+    sink.out = False
+    source = WalSource(outbox)
+    drain(Relay(source, sink))
+    source.close()
+    assert sink.ids == [f"e-{number}" for number in range(1, 21)]
+
+
+def test_a_row_that_fails_is_claimed_marked_or_parked_and_holds_up_no_other(
+    outbox: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("conquiet.sql.claim._FIRST_DELAY_SECONDS", 0.02)
+    source, sink = WalSource(outbox, max_attempts=3, poll=0.02), ListSink()
+    relay = Relay(source, sink)
+    drain(relay)
+    sink.bad = {"e-3", "e-5"}
+    fill(outbox, 10)
+    with running([relay]):
+        eventually(lambda: the(outbox, "e-5").attempts >= 1, timeout=60)
+        sink.bad = {"e-5"}
+        eventually(lambda: the(outbox, "e-3").published_at and the(outbox, "e-5").parked_at)
+    assert Counter(sink.ids) == {f"e-{n}": 1 for n in range(1, 11) if n != 5}
+    assert "refused" in the(outbox, "e-5").last_error
+    inspection = Inspection(outbox, "outbox", max_attempts=3)
+    assert inspection.figures().parked == 1
+    sink.bad = set()
+    assert inspection.retry() == ["e-5"]
+    source = WalSource(outbox, poll=0.02)
+    with running([Relay(source, sink)]):
+        eventually(lambda: the(outbox, "e-5").published_at, timeout=60)
+    assert sink.ids.count("e-5") == 1
+
+
+def test_ordered_rows_wait_behind_one_of_their_key_that_failed(
+    outbox: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("conquiet.sql.claim._FIRST_DELAY_SECONDS", 0.05)
+    source, sink = WalSource(outbox, ordered=True, poll=0.02), ListSink()
+    relay = Relay(source, sink, batch_size=4, ordered=True)
+    drain(relay)
+    sink.bad = {"e-2"}
+    for number in range(1, 21):
+        store(outbox, row(number, key=f"k-{number % 2}"))
+    with running([relay]):
+        eventually(lambda: len(sink.sent) >= 10, timeout=60)
+        assert [m.id for m in sink.sent if m.key == "k-0"] == []
+        sink.bad = set()
+        eventually(lambda: len(sink.sent) >= 20, timeout=60)
+        store(outbox, row(21, key="k-0"))
+        eventually(lambda: len(sink.sent) >= 21, timeout=60)
+    for key in (0, 1):
+        wanted = [f"e-{n}" for n in range(1, 22) if n % 2 == key or (n == 21 and key == 0)]
+        wanted = [one for one in wanted if not (one == "e-21" and key == 1)]
+        assert [m.id for m in sink.sent if m.key == f"k-{key}"] == wanted
+
+
+def test_a_second_relay_waits_and_takes_over(outbox: Engine) -> None:
+    sink = ListSink()
+    first, second = WalSource(outbox), WalSource(outbox)
+    drain(Relay(first, sink))
+    fill(outbox, 5)
+    assert list(second.read(10, 0.3)) == []
+    drain(Relay(first, sink))
+    first.close()
+    fill(outbox, 5, first=6)
+    relay = Relay(second, sink)
+    eventually(lambda: relay.run_once(0.1).published or len(sink.sent) == 10, timeout=60)
+    second.close()
+    assert Counter(sink.ids) == {f"e-{number}": 1 for number in range(1, 11)}
+
+
+def test_a_cut_connection_is_an_outage_and_loses_nothing(outbox: Engine) -> None:
+    source, sink = WalSource(outbox), ListSink()
+    relay = Relay(source, sink, batch_size=10, longest_pause=0.2)
+    cut = text(
+        "SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots"
+        " WHERE database = current_database() AND active"
+    )
+    with running([relay]):
+        for part in range(5):
+            fill(outbox, 40, first=40 * part)
+            with outbox.connect() as connection:
+                connection.execute(cut)
+        eventually(lambda: len(set(sink.ids)) == 200, timeout=60)
+
+
+def test_cleanup_deletes_rows_behind_the_position_and_no_others(outbox: Engine) -> None:
+    source, sink = WalSource(outbox), ListSink()
+    relay = Relay(source, sink)
+    drain(relay)
+    fill(outbox, 10)
+    drain(relay)
+
+    def horizon_passes() -> bool:
+        """PostgreSQL notes which transactions run every 15 seconds, and with a checkpoint."""
+        with outbox.connect() as connection:
+            connection.execution_options(isolation_level="AUTOCOMMIT").execute(text("CHECKPOINT"))
+        drain(relay)
+        slot = source.slot()
+        assert slot is not None
+        with outbox.connect() as connection:
+            newest = connection.execute(text("SELECT max(xid::text::bigint) FROM outbox")).scalar()
+        return slot.horizon > newest
+
+    eventually(horizon_passes, timeout=60, interval=0.05)
+    assert Inspection(outbox, "outbox").figures().pending == 0
+    sink.out = True
+    fill(outbox, 5, first=11)
+    assert relay.run_once(10).outage is not None
+    inspection = Inspection(outbox, "outbox")
+    assert inspection.figures().pending == 5
+    assert inspection.prunable(1e-6) == 10
+    assert Cleanup(outbox, inbox=None, retention=1e-6).run_once().outbox == 10
+    assert [one.event_id for one in rows(outbox)] == [f"e-{n}" for n in range(11, 16)]
+    sink.out = False
+    drain(relay)
+    source.close()
+    assert sink.ids[-5:] == [f"e-{n}" for n in range(11, 16)]
+
+
+@pytest.mark.slow
+def test_it_works_across_a_restart_of_postgresql(private_postgres) -> None:
+    made = make_engine(private_postgres.url)
+    schema.init(made)
+    source, sink = WalSource(made), ListSink()
+    relay = Relay(source, sink, longest_pause=0.2)
+    with running([relay]):
+        fill(made, 10)
+        eventually(lambda: len(sink.sent) == 10, timeout=60)
+        private_postgres.stop(keep=True)
+        private_postgres.start()
+        made.dispose()
+        fill(made, 10, first=11)
+        eventually(lambda: len(set(sink.ids)) == 20, timeout=60)
+        private_postgres.stop(keep=True, mode="immediate")
+        private_postgres.start()
+        made.dispose()
+        fill(made, 10, first=21)
+        eventually(lambda: len(set(sink.ids)) == 30, timeout=60)
+    made.dispose()
+
+
+def test_pgbouncer_is_named_as_what_does_not_pass_the_log(bounced_url: str) -> None:
+    made = make_engine(bounced_url, connect_args={"prepare_threshold": None})
+    schema.init(made)
+    source = WalSource(made)
+    with pytest.raises(ConfigError, match="PgBouncer"):
+        source.read(1, 0)
+    source.close()
+    made.dispose()
+
+
+def test_sqlite_has_no_such_log(sqlite_url: str) -> None:
+    with pytest.raises(ConfigError, match="--from claim"):
+        WalSource(sqlite_url)
