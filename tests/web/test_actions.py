@@ -7,6 +7,8 @@ import re
 import pytest
 from starlette.routing import Route
 
+from conquiet.errors import TryLater
+from conquiet.redis import StreamSource
 from conquiet.web import Token
 from tests.web.browsing import Browser
 
@@ -109,6 +111,31 @@ def test_a_time_that_is_none_means_no_letter_rather_than_all(client, shop, ids, 
     assert shop.client.xlen("dead") == 3
 
 
+def test_what_waits_for_a_later_try_is_shown_and_tried_now_or_never(client, shop) -> None:
+    shop.publish(["w-1", "w-2"], stream="waits")
+    source = StreamSource(shop.client, "waits", "billing")
+    source.allow_delays(2, ordered=False)
+    for message in source.read(10, 5.0):
+        message.nack(TryLater(3_600, ValueError("no <stock>")))
+    where = {"stream": "waits", "name": "billing"}
+    page = client.get("/group", params=where)
+    assert "ValueError: no &lt;stock&gt;" in page.text
+    done = client.post("/retries/now", data=form_of(page, "/retries/now"))
+    assert "The message is tried now." in done.text
+    [again] = source.read(10, 5.0)
+    assert (again.id, again.deliveries) == ("w-1", 2)
+    again.ack()
+    page = client.get("/group", params=where)
+    done = client.post("/retries/never", data=form_of(page, "/retries/never"))
+    assert "The message is a dead letter now." in done.text
+    [(_, fields)] = shop.client.xrange("waits:dead")
+    assert fields[b"id"] == b"w-2"
+    again = client.post("/retries/never", data=form_of(page, "/retries/never"))
+    assert "It does not wait any more; nothing was done." in again.text
+    assert "Waiting for a later try" not in client.get("/group", params=where).text
+    source.close()
+
+
 def test_dropping_asks_first_and_tells(client, shop, ids) -> None:
     page = client.get("/dead-letters/drop", params={"stream": "dead", "id": ids["published"]})
     assert "Drop 1 dead letter of dead?" in page.text
@@ -151,7 +178,7 @@ def test_no_action_is_taken_for_another_site(make, shop, ids) -> None:
     page = client.get("/outbox/row", params={"id": ids["parked"]})
     form = {**form_of(page, "/outbox/retry"), **EVERYTHING}
     paths = actions(app)
-    assert len(paths) == 4
+    assert len(paths) == 6
     for path in paths:
         for change, headers in FOREIGN:
             answer = client.post(path, data={**form, **change}, headers=headers)

@@ -124,8 +124,6 @@ class LogRetries:
 
 # --- in Redis -------------------------------------------------------------------------------
 
-# KEYS: when entries are due. ARGV: the last place. As a script, so that all protocols answer alike.
-_LIST = b"return redis.call('ZRANGE', KEYS[1], 0, ARGV[1], 'WITHSCORES')"
 # KEYS: when entries are due. ARGV: ids. Returns those that waited.
 _NOW = b"""
 local done = {}
@@ -165,9 +163,9 @@ class StreamRetries:
 
     def _read(self, limit: int) -> list[tuple[bytes, float, Any]]:
         """Return id, due time and fields of what waits, the next one first."""
-        flat = self._call(b"EVAL", _LIST, 1, self._keys.due, limit - 1)
         found: list[tuple[bytes, float, Any]] = []
-        for entry_id, score in zip(flat[::2], flat[1::2], strict=True):
+        for entry_id in self._call(b"ZRANGE", self._keys.due, 0, limit - 1):
+            score = self._call(b"ZSCORE", self._keys.due, entry_id) or 0
             entries = self._call(b"XRANGE", self._keys.later, entry_id, entry_id)
             found += [(entry_id, float(score) / 1000, fields) for _, fields in entries]
         return found
