@@ -40,6 +40,7 @@ KNOWN_TO_6_0 = [
     r"EVAL .* 2 \S+ \S+ \S+( \S+ \S+)+",  # removes consumers
     rf"EVAL .* 1 {KEY} \S+ (new|known) {ID}",  # counts trimmed entries
     r"XGROUP DELCONSUMER \S+ \S+ \S+",  # in the script
+    rf"EXISTS( {KEY})+",
     r"MULTI|EXEC|TIME|INFO server",
 ]
 SENT_TO_REDIS_7 = rf"XGROUP SETID {KEY} \S+ {ID} ENTRIESREAD \d+"  # by that script
