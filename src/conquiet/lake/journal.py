@@ -245,7 +245,9 @@ class Lease(Lock):
         from deltalake.exceptions import CommitFailedError
 
         table = self._table()
-        [last] = table.history(1)
+        # The newest comes first; there are more than one if another driver has just committed. Then
+        # the commit below is refused, as it is for the version after that of `table`.
+        last = table.history(1)[0]
         left = float(last.get("until", 0)) - time.time()
         if last.get("owner") not in (None, self._owner) and left > 0:
             raise ConfigError(
