@@ -147,14 +147,17 @@ class Driver:
             self._events += int(rows)
             record = Batch(self.journal.next_number, query, batch)
             self.step("taken", record.number)
-            work = [
-                silver.JudgeTask(self.shared, self.files, one.part, many, new_only=new_only)
-                for one, many in zip(looked, planned, strict=True)
-            ]
+            work = []
+            for one, many in zip(looked, planned, strict=True):
+                part = one.part
+                if isinstance(part, silver.RawFile) and not new_only:
+                    record.add("raw_events", part.file)
+                    if not self.definition.structs:
+                        continue  # all of it is written
+                work.append(
+                    silver.JudgeTask(self.shared, self.files, part, many, new_only=new_only)
+                )
             silver.run_judge(record, work, self.files, self._tasks_for(int(rows)))
-            if not new_only:
-                files = [one.part.file for one in looked if isinstance(one.part, silver.RawFile)]
-                record.add("raw_events", *files)
             self.enter(record)
             for one, many in zip(looked, planned, strict=True):
                 self.known.add(*(ids[many > 0] for ids in (one.hashes, one.checks, one.days)))
