@@ -7,7 +7,7 @@ import redis
 from tests.integration.redis.conftest import ids, numbered
 from tests.waiting import eventually
 
-from conquiet.errors import StoreError
+from conquiet.errors import StoreError, TryLater
 from conquiet.message import Message
 from conquiet.redis import (
     OutboxSource,
@@ -165,3 +165,23 @@ def test_a_slot_that_moves_takes_its_stream_along(client, cluster_ports):
     assert Wire(client).call(b"moving", b"XPENDING", b"moving", b"billing")[0] == 3
     source.close()
     eventually(lambda: client.cluster_info(target_nodes="random")["cluster_state"] == "ok")
+
+
+def test_entries_wait_for_a_later_try_on_the_node_of_their_stream(client):
+    StreamSink(client, "orders", partitions=8).publish(numbered(16))
+    source = StreamSource(client, TOPIC, "billing")
+    source.allow_delays(2, ordered=False)
+    seen = []
+
+    def take():
+        for message in source.read(100, 0.1):
+            seen.append((message.id, message.deliveries))
+            if message.deliveries == 1:
+                message.nack(TryLater(0.1, ValueError("not yet")))
+            else:
+                message.ack()
+        return len(seen) == 32
+
+    eventually(take, timeout=60)
+    assert len(set(seen)) == 32
+    source.close()
