@@ -6,7 +6,8 @@ one UPDATE, COMMIT.
 
 Latency: `conquiet relay run` in a process of its own while transactions of one event each commit
 at 300 per second; from the return of COMMIT to the entry in the consumer's hands, by one clock.
-With wake-up, and by polling every 500 ms alone.
+With wake-up, by polling every 500 ms alone, and from the write-ahead log; rows from the log are
+measured beside the sink alone.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from conquiet.redis import StreamSink
 from conquiet.relay.metrics import RelayMetrics
 from conquiet.relay.process import WatchedRelay
 from conquiet.source import Source
-from conquiet.sql import Outbox, OutboxSource, engine, notify_relays, schema
+from conquiet.sql import Outbox, OutboxSource, WalSource, engine, notify_relays, schema
 from marketplace.catalog import CATALOG, NotificationRequested
 
 RATE = 300
@@ -166,6 +167,48 @@ def throughput(publishing: Publishing, quick: bool) -> list[Case]:
     return cases
 
 
+def from_the_log(made: Engine, client: redis.Redis, quick: bool) -> list[Case]:
+    """Rows per second from the write-ahead log; the floor is the sink alone, with made messages."""
+    count, batch, rounds = (3_000, 500, 2) if quick else (20_000, 500, 5)
+    source = WalSource(made)
+    sink = StreamSink(client, "orders")
+    relay = WatchedRelay(source, sink, RelayMetrics(), batch_size=batch)
+    while relay.run_once(1.0).published:  # what waited is claimed first
+        pass
+    ours: list[float] = []
+    floor: list[float] = []
+    for number in range(rounds + 1):
+        cast(Any, client).delete("orders")
+        for start in range(0, count, 1_000):
+            with made.begin() as connection:
+                OUTBOX.add(connection, [event(one) for one in range(start, start + 1_000)])
+        began, left = time.perf_counter(), count
+        while left > 0:
+            left -= relay.run_once(10.0).published
+        taken = time.perf_counter() - began
+        messages = [event(one) for one in range(count)]
+        for one in messages:
+            one.attributes.update(id=str(uuid.uuid4()), source="/orders", specversion="1.0")
+        began = time.perf_counter()
+        for start in range(0, count, batch):
+            sink.publish_each(messages[start : start + batch])
+        if number:
+            ours.append(taken)
+            floor.append(time.perf_counter() - began)
+    source.close()
+    rate, alone = count / statistics.median(ours), count / statistics.median(floor)
+    return [
+        Case(
+            name="rows published from the log",
+            rate=rate,
+            floor="the sink alone",
+            floor_rate=alone,
+            ratio=rate / alone,
+            settings={"table": "outbox", "batch": batch, "rows": count},
+        )
+    ]
+
+
 class Consumer(threading.Thread):
     """Reads the stream as it grows, and notes when each event came."""
 
@@ -243,7 +286,8 @@ def timed(name: str, found: list[float]) -> Case:
 def main() -> None:
     options = arguments(__doc__)
     seconds = 4.0 if options.quick else 30.0
-    with embedded.postgres() as server, embedded.redis() as stream:
+    logical = ("-c", "wal_level=logical")
+    with embedded.postgres(options=logical) as server, embedded.redis() as stream:
         url = server.create_database()
         made = engine(url)
         schema.init(made)
@@ -252,11 +296,15 @@ def main() -> None:
         with redis.Redis.from_url(stream.url) as client:
             cases = throughput(Publishing(made, url, client, count), options.quick)
             cases += throughput(PublishingEvents(made, url, client, count), options.quick)
-        woken = latency(made, url, stream.url, seconds)
-        polled = latency(made, url, stream.url, seconds, "--no-wakeup")
+        woken = latency(made, url, stream.url, seconds, "--from", "claim")
+        polled = latency(made, url, stream.url, seconds, "--from", "claim", "--no-wakeup")
+        with redis.Redis.from_url(stream.url) as client:
+            cases += from_the_log(made, client, options.quick)
+        followed = latency(made, url, stream.url, seconds, "--from", "wal")
         made.dispose()
     cases.append(timed("commit to consumer, with wake-up", woken))
     cases.append(timed("commit to consumer, polling", polled))
+    cases.append(timed("commit to consumer, from the log", followed))
     report(cases, options)
 
 

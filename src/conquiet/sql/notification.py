@@ -33,7 +33,7 @@ from conquiet.sql.schema import OUTBOX_TABLE, split_name
 
 logger = logging.getLogger("conquiet.relay")
 
-NOTIFY_INTERVAL_SECONDS = 0.02
+NOTIFY_INTERVAL_SECONDS = 0.002
 """The least time between two notifications of one process about one table."""
 
 _IDLE_SECONDS = 1.0
