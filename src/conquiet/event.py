@@ -76,7 +76,7 @@ def complete(given: Message[Any], source: str, id: str | None = None) -> Message
     for name, value in given.attributes.items():
         if value is not None and value != "":
             attributes[name] = value
-    output: Message[Any] = Message(data, attributes, topic=given.topic)
+    output: Message[Any] = Message(data, attributes, topic=given.topic, notbefore=given.notbefore)
     if given.has_locals:
         output.locals.update(given.locals)
     return output

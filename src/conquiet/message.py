@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from conquiet.acking import Acking, Error
+from conquiet.delay import Due, check_due
 from conquiet.errors import InvalidMessage
 
 if TYPE_CHECKING:
@@ -26,7 +27,8 @@ class Message(Generic[T]):
 
     `data` is bytes (raw) or an object (typed). `attributes` are published with it; `locals` never
     leave the process. `topic` is its destination, `deliveries` how often its source has delivered
-    it.
+    it. `notbefore` is when an outbox may publish it at the earliest: a moment with a time zone, or
+    a while that begins when it is stored; it is not published with the message.
 
     >>> message = Message(b'{"id": 7}', {"id": "a-1", "type": "order.placed", "source": "/shop"})
     >>> message.type, message.subject, message.identity
@@ -42,6 +44,7 @@ class Message(Generic[T]):
         "decoded",
         "deliveries",
         "handler",
+        "notbefore",
         "order_key",
         "topic",
     )
@@ -54,12 +57,14 @@ class Message(Generic[T]):
         acking: Acking | None = None,
         topic: str | None = None,
         deliveries: int = 1,
+        notbefore: Due | None = None,
     ) -> None:
         self.data = data
         self.attributes: Attributes = {} if attributes is None else attributes
         self.acking = acking
         self.topic = topic
         self.deliveries = deliveries
+        self.notbefore: Due | None = None if notbefore is None else check_due(notbefore)
         self._locals: dict[str, Any] | None = None
         self._origin: Message[T] | None = None
         # The router sets the handler and the data decoded for it; an ordered worker sets the key
@@ -139,7 +144,7 @@ class Message(Generic[T]):
     def copy(self, **attributes: Any) -> Message[T]:
         """Copy the message with other attributes; None removes one. Locals are copied too.
 
-        The copy is a new message, without acking and topic.
+        The copy is a new message, without acking, topic and delay.
         """
         merged = {**self.attributes, **attributes}
         kept = {name: value for name, value in merged.items() if value is not None}

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from conquiet import bridge
 from conquiet.acking import Error
+from conquiet.delay import is_delayed
 from conquiet.errors import Refused, SinkUnavailable
 from conquiet.message import Message, describe
 from conquiet.task import is_task
@@ -46,12 +47,17 @@ class Sink(Protocol):
 def collect_answers(sink: Sink, messages: Sequence[Message[Any]]) -> Sequence[Error]:
     """Publish, and return one answer per message also if the sink raises.
 
-    A sink without `takes_tasks` gets no Celery tasks: as an event, a task would be lost.
+    A sink without `takes_tasks` gets no Celery tasks: as an event, a task would be lost. No sink
+    gets delayed messages: it would publish them at once.
     """
-    if any(map(is_task, messages)) and not getattr(sink, "takes_tasks", False):
-        others = [message for message in messages if not is_task(message)]
-        given = iter(collect_answers(sink, others) if others else ())
-        return [_refuse(message) if is_task(message) else next(given) for message in messages]
+    if any(_needs_check(message) for message in messages):
+        takes_tasks = getattr(sink, "takes_tasks", False)
+        refused = [_refusal(message, takes_tasks) for message in messages]
+        if any(refused):
+            taken = zip(messages, refused, strict=True)
+            others = [message for message, error in taken if error is None]
+            given = iter(collect_answers(sink, others) if others else ())
+            return [error or next(given) for error in refused]
     try:
         answers = bridge.call(sink.publish_each, messages)
     except Exception as error:  # noqa: BLE001 - becomes the answer for every message
@@ -64,8 +70,21 @@ def collect_answers(sink: Sink, messages: Sequence[Message[Any]]) -> Sequence[Er
     return answers
 
 
-def _refuse(message: Message[Any]) -> Refused:
-    return Refused(
-        f"{describe(message.attributes)}: is a Celery task, and this sink takes events; send it by"
-        " App(…, celery=…), or by a relay with the sink celery:MODULE:NAME"
-    )
+def _needs_check(message: Message[Any]) -> bool:
+    return message.notbefore is not None or is_task(message)
+
+
+def _refusal(message: Message[Any], takes_tasks: bool) -> Refused | None:
+    """Return why no sink, or none but that of tasks, takes a message."""
+    name = describe(message.attributes)
+    if is_delayed(message):
+        return Refused(
+            f"{name}: is not to be published before {message.notbefore}, and a sink publishes at"
+            " once; put it into an outbox, by app.emit(), app.send() or a handler with an Outbox"
+        )
+    if is_task(message) and not takes_tasks:
+        return Refused(
+            f"{name}: is a Celery task, and this sink takes events; send it by App(…, celery=…), or"
+            " by a relay with the sink celery:MODULE:NAME"
+        )
+    return None

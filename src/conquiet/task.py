@@ -77,7 +77,7 @@ def pack_task(given: Message[Any], source: str, id: str | None = None) -> Messag
     }
     attributes |= {key: value for key, value in given.attributes.items() if value not in (None, "")}
     attributes["kind"] = KIND
-    return Message(_write(name, stored), attributes)
+    return Message(_write(name, stored), attributes, notbefore=given.notbefore)
 
 
 def _after(seconds: Any) -> str:

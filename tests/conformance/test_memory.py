@@ -16,6 +16,7 @@ from conquiet.testing.contracts import (
     DelayContract,
     InboxContract,
     OutboxContract,
+    PromotionContract,
     SinkContract,
     SourceContract,
     TransactionContract,
@@ -130,6 +131,17 @@ class TestOutbox(InStore, OutboxContract):
 
     def relay(self) -> LogSource:
         return self.store.outbox_source()
+
+
+class TestDelays(InStore, PromotionContract):
+    def outbox(self, topic: str) -> Outbox:
+        return Outbox(topic)
+
+    def relay(self) -> LogSource:
+        return self.store.outbox_source()
+
+    def cancel(self, id: str) -> bool:
+        return self.store.cancel(id)
 
 
 class TestOrderedOutbox(TestOutbox):

@@ -15,9 +15,15 @@ from redis.retry import Retry
 from tests.conformance.on_loop import OnLoop
 from tests.faults.proxy import Proxy
 
-from conquiet.redis import Inbox, Outbox, StreamSource, Transaction, commands
+from conquiet.message import new_id
+from conquiet.redis import Inbox, Outbox, OutboxSource, StreamSource, Transaction, commands
 from conquiet.source import Source
-from conquiet.testing.contracts import InboxContract, OutboxContract, TransactionContract
+from conquiet.testing.contracts import (
+    InboxContract,
+    OutboxContract,
+    PromotionContract,
+    TransactionContract,
+)
 
 STREAM = "outbox"
 
@@ -75,6 +81,14 @@ class TestRedisOutbox(OverRedis, OutboxContract):
     pass
 
 
+class TestRedisDelays(OverRedis, PromotionContract):
+    def relay(self) -> Source:
+        return OutboxSource(self.direct, STREAM, consumer=new_id())
+
+    def cancel(self, id: str) -> bool:
+        return Outbox("orders", STREAM).cancel(self.direct, id)
+
+
 class OverAsyncRedis(OverRedis):
     @pytest.fixture(autouse=True)
     def _through_a_proxy(self, redis_client: Any) -> Iterator[None]:
@@ -97,4 +111,9 @@ class TestAsyncRedisInbox(OnLoop, OverAsyncRedis, InboxContract):
 
 @pytest.mark.slow
 class TestAsyncRedisOutbox(OnLoop, OverAsyncRedis, OutboxContract):
+    pass
+
+
+@pytest.mark.slow
+class TestAsyncRedisDelays(OnLoop, OverAsyncRedis, TestRedisDelays):
     pass

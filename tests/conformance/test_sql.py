@@ -29,10 +29,12 @@ from conquiet.sql import (
     schema,
 )
 from conquiet.sql import engine as make_engine
+from conquiet.sql.dialect import begin_to_write
 from conquiet.testing.contracts import (
     DelayContract,
     InboxContract,
     OutboxContract,
+    PromotionContract,
     SourceContract,
     TransactionContract,
     WorkerContract,
@@ -93,6 +95,10 @@ class OverDatabase:
     def ordered_relay(self) -> OutboxSource:
         return OutboxSource(self.direct, ordered=True)
 
+    def cancel(self, id: str) -> bool:
+        with begin_to_write(self.direct) as connection:
+            return self.outbox("orders").cancel(connection, id)
+
 
 class OverSqlite(OverDatabase):
     @pytest.fixture(autouse=True)
@@ -142,6 +148,10 @@ class TestSqliteInbox(OverSqlite, InboxContract):
     pass
 
 
+class TestSqliteDelays(OverSqlite, PromotionContract):
+    pass
+
+
 class TestSqliteOutbox(OverSqlite, OutboxContract):
     one_relay_at_a_time = True
 
@@ -172,6 +182,10 @@ class TestPostgresqlInbox(OverPostgresql, InboxContract):
 class TestPostgresqlInboxWithSavepoints(OverPostgresql, InboxContract):
     def transaction(self) -> Transaction:
         return Transaction(self.engine, isolate="savepoint")
+
+
+class TestPostgresqlDelays(OverPostgresql, PromotionContract):
+    pass
 
 
 class TestPostgresqlOutbox(OverPostgresql, OutboxContract):

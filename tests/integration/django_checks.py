@@ -406,7 +406,13 @@ def pending() -> int:
 
 def empty() -> None:
     with connection.cursor() as cursor:
-        for table in ("outbox", "outbox_positions", "outbox_retries", "processed_messages"):
+        for table in (
+            "outbox",
+            "outbox_delayed",
+            "outbox_positions",
+            "outbox_retries",
+            "processed_messages",
+        ):
             cursor.execute(f"DELETE FROM {table}")
     for model in (Order, Parcel, User):
         model.objects.all().delete()

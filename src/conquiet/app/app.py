@@ -13,11 +13,13 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
+from datetime import datetime, timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, get_origin, overload
 
 from conquiet.app.injection import Provider, inject, inject_all
 from conquiet.app.store import Broker, Store, make_relay, make_task_relay, open_store
+from conquiet.delay import delay_all, due_of, is_delayed
 from conquiet.errors import ConfigError
 from conquiet.event import complete
 from conquiet.gate import Unknown
@@ -241,34 +243,66 @@ class App:
 
     @overload
     def emit(
-        self, transaction: Handle, *events: Any, topic: str | None = None, **attributes: Any
+        self,
+        transaction: Handle,
+        *events: Any,
+        topic: str | None = None,
+        at: datetime | None = None,
+        after: timedelta | float | None = None,
+        **attributes: Any,
     ) -> list[str]: ...
 
     @overload
     def emit(
-        self, transaction: AsyncHandle, *events: Any, topic: str | None = None, **attributes: Any
+        self,
+        transaction: AsyncHandle,
+        *events: Any,
+        topic: str | None = None,
+        at: datetime | None = None,
+        after: timedelta | float | None = None,
+        **attributes: Any,
     ) -> Coroutine[Any, Any, list[str]]: ...
 
     def emit(
-        self, transaction: Any, *events: Any, topic: str | None = None, **attributes: Any
+        self,
+        transaction: Any,
+        *events: Any,
+        topic: str | None = None,
+        at: datetime | None = None,
+        after: timedelta | float | None = None,
+        **attributes: Any,
     ) -> Any:
         """Write events into the outbox in your transaction; return their ids, in order.
 
         `transaction` is a `Session`, a `Connection`, or a connection of the driver; with an async
         one, await the result. Nothing is committed. `attributes` are those of each event, as
         `subject="order-7"`; an event may be a `Message`, or a Celery task, as `ship.s("o-1")`.
+
+        `at`, a datetime with a time zone, or `after`, seconds or a timedelta, is when they are
+        published at the earliest, by the clock of the database; until then `cancel` takes one back.
         """
         if "id" in attributes and len(events) > 1:
             raise ConfigError("one id for several events: emit them one by one")
         messages = [self.message(event, topic=topic, **attributes) for event in events]
-        return self.store.outbox.add(transaction, messages)
+        return self.store.outbox.add(transaction, messages, at=at, after=after)
 
-    def send(self, command: Any, *, topic: str | None = None, **attributes: Any) -> str:
+    def send(
+        self,
+        command: Any,
+        *,
+        topic: str | None = None,
+        at: datetime | None = None,
+        after: timedelta | float | None = None,
+        **attributes: Any,
+    ) -> str:
         """Store a command, or an event, in the log at once; return its id.
 
         Raises if it was not stored. If the store's answer was lost, it raises too, and may have
         stored it: send it again with the same `id=…`, and it takes effect once. `topic` is the name
         of the app that it is for, by default this one; without a handler there it is a dead letter.
+
+        With `at` or `after`, as in `emit`, it waits in the outbox until then, also if there is a
+        broker.
         """
         self.store.refuse_inside("send()")
         if is_signature(command):
@@ -278,18 +312,48 @@ class App:
             )
         attributes.setdefault("kind", COMMAND)
         message = self.message(command, topic=topic, **attributes)
-        (self.broker or self.store).publish([message])
+        delay_all([message], due_of(at, after))
+        if is_delayed(message):
+            self.store.delay([message])
+        else:
+            (self.broker or self.store).publish([message])
         return message.id
 
-    async def send_async(self, command: Any, *, topic: str | None = None, **attributes: Any) -> str:
+    async def send_async(
+        self,
+        command: Any,
+        *,
+        topic: str | None = None,
+        at: datetime | None = None,
+        after: timedelta | float | None = None,
+        **attributes: Any,
+    ) -> str:
         """Do as `send`, in a thread."""
-        return await asyncio.to_thread(self.send, command, topic=topic, **attributes)
+        return await asyncio.to_thread(
+            partial(self.send, command, topic=topic, at=at, after=after, **attributes)
+        )
+
+    def cancel(self, id: str) -> bool:
+        """Take back what was emitted or sent with `at` or `after`; return whether it still waited.
+
+        False means too late: it is published, or about to be, or there never was one of this id.
+        In a transaction of your own: `app.store.outbox.cancel(session, id)`.
+        """
+        self.store.refuse_inside("cancel()")
+        return self.store.cancel(id)
+
+    async def cancel_async(self, id: str) -> bool:
+        """Do as `cancel`, in a thread."""
+        return await asyncio.to_thread(self.cancel, id)
 
     def message(self, event: Any, *, topic: str | None = None, **attributes: Any) -> Message[Any]:
         """Return an event as a message; id, type and source follow from its class and this app."""
         given = event if isinstance(event, Message) else Message(event)
         if attributes:
-            given = Message(given.data, {**given.attributes, **attributes}, topic=given.topic)
+            if "notbefore" in attributes:
+                raise ConfigError("notbefore: say at=… or after=…, or give a Message(notbefore=…)")
+            whole = {**given.attributes, **attributes}
+            given = Message(given.data, whole, topic=given.topic, notbefore=given.notbefore)
         made = complete(given, self.source)
         if is_task(made):
             topic = None  # the relay finds tasks by their own

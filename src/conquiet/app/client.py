@@ -79,6 +79,7 @@ class Client:
             self._store.create_tables()
             if self._metadata is not None:
                 self._metadata.create_all(self._store.log_engine)
+            from conquiet.sql.promotion import Promoter
             ours = dict(zip(former.middlewares, self._store.middlewares, strict=True))
             app.store, app.broker, app.is_in_test = self._store, None, True
             app.router = router.copy(*(ours.get(item, item) for item in router.middlewares))
@@ -92,6 +93,7 @@ class Client:
             if app.topics:  # else it has no handlers, and emits only
                 self._chain = self._call(app.router.start, Publish(None, app.router))
             self._sources: list[LogSource] = self._open_sources()
+            self._promoter = Promoter(self._store.log_engine)
             for source in self._sources:
                 opening.callback(source.close)
                 allow_delays(source, app.router, ordered=False)
@@ -142,6 +144,22 @@ class Client:
                     f"messages of {self.app.name} are left after {timeout:g} s; the last one:"
                     f" {self._last}"
                 )
+
+    def deliver_delayed(self) -> int:
+        """Let the time pass: handle all delayed events as if they were due; return how many.
+
+        Events that these delay in turn are left.
+        """
+        from sqlalchemy import text
+
+        table = self._store.outbox.delayed.fullname
+        with self._store.log_engine.begin() as connection:
+            statement = f"UPDATE {table} SET due_at = '2000-01-01 00:00:00.000000'"
+            count = connection.execute(text(statement)).rowcount
+        while self._promoter.promote(count):
+            pass
+        self.deliver()
+        return count
 
     def _deliver(self, source: LogSource) -> bool:
         is_waiting = self._waits(source)

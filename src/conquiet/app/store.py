@@ -18,7 +18,7 @@ from urllib.parse import urlencode
 
 from conquiet.app.injection import Form, Provider
 from conquiet.config import require
-from conquiet.errors import ConfigError
+from conquiet.errors import ConfigError, StoreError
 from conquiet.message import Message, new_id
 from conquiet.registry import SourceOptions, connect_source, open_redis, open_sink
 from conquiet.schedule import States
@@ -72,6 +72,14 @@ class Store(ABC):
     @abstractmethod
     def publish(self, messages: Sequence[Message[Any]]) -> None:
         """Store messages in the log of the store itself; raise if they were not stored."""
+
+    @abstractmethod
+    def delay(self, messages: Sequence[Message[Any]]) -> None:
+        """Store delayed messages in the outbox; raise if they were not stored."""
+
+    @abstractmethod
+    def cancel(self, id: str) -> bool:
+        """Delete a delayed message; return whether it still waited."""
 
     @abstractmethod
     def sources(self, topics: Sequence[str], group: str) -> list[Source]:
@@ -207,6 +215,17 @@ class SqlStore(Store):
         with raise_store_errors(engine), begin_to_write(engine) as connection:
             self.outbox.add(connection, messages)
         notify_relays(engine, self.outbox.table.fullname)
+
+    def delay(self, messages: Sequence[Message[Any]]) -> None:
+        self.publish(messages)  # into the outbox, which holds them
+
+    def cancel(self, id: str) -> bool:
+        from conquiet.sql.dialect import begin_to_write, raise_store_errors
+
+        engine = self.log_engine
+        with raise_store_errors(engine), begin_to_write(engine) as connection:
+            was_there: bool = self.outbox.cancel(connection, id)
+        return was_there
 
     def sources(self, topics: Sequence[str], group: str) -> list[Source]:
         from conquiet.sql import LogSource
@@ -391,6 +410,26 @@ class RedisStore(Store):
 
     def publish(self, messages: Sequence[Message[Any]]) -> None:
         self._sink.publish(messages)
+
+    def delay(self, messages: Sequence[Message[Any]]) -> None:
+        for message in messages:
+            self._call(self.outbox.command(message))
+
+    def cancel(self, id: str) -> bool:
+        return int(self._call(self.outbox.delayed.cancel(id))) > 0
+
+    def _call(self, command: Sequence[Any]) -> Any:
+        import redis
+
+        from conquiet.redis.wire import Wire
+
+        wire = Wire(self.client)  # sent once, whatever the client does about lost connections
+        try:
+            return wire.call(self.outbox.delayed.times, *command)
+        except (redis.RedisError, OSError) as error:
+            raise StoreError(f"{self!r}: {error}") from error
+        finally:
+            wire.close()
 
     def sources(self, topics: Sequence[str], group: str) -> list[Source]:
         from conquiet.redis import StreamSource

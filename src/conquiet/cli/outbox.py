@@ -70,8 +70,9 @@ def register(commands: Any, common: ArgumentParser) -> None:
             metavar="N",
             help="when rows of outbox_events count as parked (CONQUIET_OUTBOX_MAX_ATTEMPTS)",
         )
-    _, listed, show, retry, prune = rows
+    _, listed, show, cancel, retry, prune = rows
     _add_search(listed)
+    cancel.add_argument("ids", nargs="+", metavar="ID", help="ids of delayed events")
     show.add_argument("id", metavar="ID", help="id of the event, or of the row")
     retry.add_argument("ids", nargs="*", metavar="ID", help="ids of events or of rows")
     retry.add_argument("--all", action="store_true", help="all parked rows")
@@ -114,6 +115,9 @@ def _add_table_options(parser: ArgumentParser) -> None:
 def _add_search(parser: ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--parked", action="store_true", help="parked rows only")
+    which.add_argument(
+        "--delayed", action="store_true", help="events that wait until they are due, and until when"
+    )
     which.add_argument(
         "--state",
         choices=("waiting", "pending", "parked", "published", "any"),
@@ -266,11 +270,13 @@ def _catalog(options: Namespace) -> Any:
 def _status(options: Namespace) -> int:
     with _inspection(options) as inspection:
         figures = inspection.figures()
+        delayed = inspection.count_delayed()
     if options.json:
-        print_json({"table": inspection.name, **asdict(figures)})
+        print_json({"table": inspection.name, **asdict(figures), "delayed": delayed})
     else:
         print(f"pending  {figures.pending}")
         print(f"oldest   {figures.oldest_seconds:.1f} s")
+        print(f"delayed  {delayed}")
         parked = f"parked   {figures.parked}"
         print(yellow(parked, sys.stdout) if figures.parked else parked)
         if figures.slot:
@@ -282,6 +288,8 @@ def _status(options: Namespace) -> int:
 
 
 def _list(options: Namespace) -> int:
+    if options.delayed:
+        return _list_delayed(options)
     with _inspection(options) as inspection:
         from conquiet.relay.inspection import Search
 
@@ -307,9 +315,60 @@ def _list(options: Namespace) -> int:
     return OK
 
 
+def _list_delayed(options: Namespace) -> int:
+    with _inspection(options) as inspection:
+        entries = inspection.delayed(options.limit, type=options.type)
+    if options.json:
+        print_json([asdict(entry) for entry in entries])
+        return OK
+    for entry in entries:
+        line = (
+            f"{entry.event_id}  {entry.due_at}  in {_duration(entry.seconds_left)}"
+            f"  {entry.event_type}  {entry.topic} {entry.key}"
+        )
+        print(in_one_row(line.rstrip()))
+    if not entries:
+        print("no such event" if options.type else green("nothing is delayed", sys.stdout))
+    return OK
+
+
+def _duration(seconds: float) -> str:
+    return str(timedelta(seconds=max(0, round(seconds))))
+
+
+def _cancel(options: Namespace) -> int:
+    with _inspection(options) as inspection:
+        done = inspection.cancel(options.ids)
+        late = {id_: inspection.show(id_) for id_ in dict.fromkeys(options.ids) if id_ not in done}
+    answers = {id_: None if found is None else found[0] for id_, found in late.items()}
+    if options.json:
+        reasons = {id_: "unknown" if row is None else row.state for id_, row in answers.items()}
+        print_json({"cancelled": done, "too_late": reasons})
+        return FAILED if answers else OK
+    for id_ in done:
+        print(in_one_row(f"{id_} is cancelled"))
+    for id_, row in answers.items():
+        if row is None:
+            why = "no event of this id waits or was published: never written, cancelled, or pruned"
+        elif row.published_at:
+            why = f"too late, it was published at {row.published_at}"
+        else:
+            why = "too late, it was due and is in the outbox; a relay publishes it"
+        print(in_one_row(f"{id_}: {why}"), file=sys.stderr)
+    return FAILED if answers else OK
+
+
 def _show(options: Namespace) -> int:
     with _inspection(options) as inspection:
         found = inspection.show(options.id)
+        waiting = [] if found else inspection.delayed(1, id=options.id)
+    if waiting:
+        whole = {"state": "delayed", **asdict(waiting[0])}
+        if options.json:
+            print_json(whole)
+        else:
+            print_facts(list(whole.items()))
+        return OK
     if found is None:
         raise NotFound(
             f"no row {options.id!r:.100} in {inspection.name}: never written, or pruned; conquiet"
@@ -423,6 +482,16 @@ _ROW_VERBS = (
         ("conquiet outbox show 0197f6c1-5f5e-7a53-9d0c-9d6f1f0b6a11",),
         "0 shown, 1 there is no such row, 2 wrong usage",
         _show,
+    ),
+    Verb(
+        "cancel",
+        "delete delayed events that are not due yet; says so if it is too late",
+        (
+            "conquiet outbox list --delayed",
+            "conquiet outbox cancel 0197f6c1-5f5e-7a53-9d0c-9d6f1f0b6a11",
+        ),
+        "0 cancelled, 1 too late or no such event, 2 wrong usage",
+        _cancel,
     ),
     Verb(
         "retry",

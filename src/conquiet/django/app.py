@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from django.conf import settings
@@ -16,6 +17,7 @@ from conquiet.app.app import App as BaseApp
 from conquiet.app.injection import Provider, is_coroutine
 from conquiet.app.store import SqlStore, inside_error
 from conquiet.app.store import Store as BaseStore
+from conquiet.delay import delay_all, due_of
 from conquiet.django.transaction import Inbox, Outbox, Transaction
 from conquiet.errors import ConfigError
 from conquiet.message import Message
@@ -58,15 +60,24 @@ class App(BaseApp):
         self.using = using
 
     def emit(  # type: ignore[override]  # the connection is Django's
-        self, *events: Any, topic: str | None = None, **attributes: Any
+        self,
+        *events: Any,
+        topic: str | None = None,
+        at: datetime | None = None,
+        after: timedelta | float | None = None,
+        **attributes: Any,
     ) -> list[str]:
-        """Write events into the outbox in the running `transaction.atomic()`; return their ids."""
+        """Write events into the outbox in the running `transaction.atomic()`; return their ids.
+
+        With `at` or `after` they are published then at the earliest.
+        """
         if not connections[self.using].in_atomic_block:
             raise ConfigError(
                 "emit() needs transaction.atomic(), or the event is stored although the change"
                 " fails; ATOMIC_REQUESTS = True does as well"
             )
         messages = [self.message(event, topic=topic, **attributes) for event in events]
+        delay_all(messages, due_of(at, after))
         self.store.outbox.store(messages)
         return [message.id for message in messages]
 
@@ -123,6 +134,12 @@ class Store(BaseStore):
 
     def publish(self, messages: Sequence[Message[Any]]) -> None:
         self.log.publish(messages)
+
+    def delay(self, messages: Sequence[Message[Any]]) -> None:
+        self.log.delay(messages)
+
+    def cancel(self, id: str) -> bool:
+        return self.log.cancel(id)
 
     def sources(self, topics: Sequence[str], group: str) -> list[Source]:
         return self.log.sources(topics, group)

@@ -20,7 +20,6 @@ from conquiet.errors import ConfigError, Conflict, DeadlineExceeded, HandlerErro
 from conquiet.message import Message
 from conquiet.sql import dialect, handle, inbox, outbox
 from conquiet.sql.inbox import InsertEntries
-from conquiet.sql.outbox import InsertRows
 
 VENDORS = ("postgresql", "sqlite")
 _IDLE, _IN_ERROR = 0, 3  # transaction status of libpq
@@ -115,9 +114,11 @@ class Outbox(outbox.Outbox):
         self._committed = committed
 
     def store(self, outputs: Sequence[Message[Any]]) -> None:
-        rows = [self._row(output) for output in outputs]
-        if rows:
-            _execute(self.using, InsertRows(self, rows))
+        statements = self._inserts(outputs)
+        for statement in statements:
+            with self._name_missing_table(statement):
+                _execute(self.using, statement)
+        if statements:
             django_transaction.on_commit(self._committed, self.using, robust=True)
 
 

@@ -15,10 +15,13 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime
+from itertools import count
 from typing import Any, Literal
 
 from conquiet.acking import Acking, Error
 from conquiet.codec import encode_data
+from conquiet.delay import is_delayed
 from conquiet.errors import (
     Blameless,
     ConfigError,
@@ -44,14 +47,23 @@ class Log:
     >>> message.topic, message.ack()
     ('orders', True)
 
-    `clock` measures leases; a test can pass its own and read with `timeout=0`.
+    `clock` measures leases; a test can pass its own and read with `timeout=0`. `calendar` tells the
+    time that delayed messages wait for.
     """
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        calendar: Callable[[], float] = time.time,
+    ) -> None:
         self.clock = clock
+        self.calendar = calendar
         self.changed = threading.Condition()
         self._entries: list[Entry] = []
         self._groups: dict[str, Group] = {}
+        self._delayed: list[Delayed] = []  # heap, the next one first
+        self._numbers = count()
 
     def sink(self, topic: str | None = None) -> LogSink:
         """Return a sink of this log; `topic` is for messages without one."""
@@ -94,13 +106,47 @@ class Log:
             return group
 
     def append(self, messages: Sequence[Message[Any]]) -> None:
-        """Publish all messages, or none if the data of one cannot be encoded."""
+        """Publish all messages, or none if the data of one cannot be encoded; hold delayed ones."""
         encoded = [encode_data(message) for message in messages]
         with self.changed:
             for message, data in zip(messages, encoded, strict=True):
-                position = len(self._entries) + 1
-                self._entries.append(Entry(position, data, dict(message.attributes), message.topic))
+                attributes = dict(message.attributes)
+                if is_delayed(message):
+                    due, number = self._due(message), next(self._numbers)
+                    held = Delayed(due, number, data, attributes, message.topic)
+                    heapq.heappush(self._delayed, held)
+                else:
+                    self._append(data, attributes, message.topic)
             self.changed.notify_all()
+
+    def _append(self, data: bytes, attributes: Attributes, topic: str | None) -> None:
+        self._entries.append(Entry(len(self._entries) + 1, data, attributes, topic))
+
+    def _due(self, message: Message[Any]) -> float:
+        due = message.notbefore
+        if isinstance(due, datetime):
+            return due.timestamp()
+        assert due is not None, "else it is not delayed"
+        return self.calendar() + due.total_seconds()
+
+    def promote(self) -> float:
+        """Publish delayed messages that are due; return the seconds until the next one is."""
+        with self.changed:
+            now = self.calendar()
+            while self._delayed and self._delayed[0].due <= now:
+                held = heapq.heappop(self._delayed)
+                self._append(held.data, held.attributes, held.topic)
+            return self._delayed[0].due - now if self._delayed else math.inf
+
+    def cancel(self, id: str) -> bool:
+        """Drop the delayed messages with this id; return whether one still waited."""
+        with self.changed:
+            self.promote()
+            kept = [held for held in self._delayed if held.attributes.get("id") != id]
+            was_there = len(kept) < len(self._delayed)
+            self._delayed = kept
+            heapq.heapify(self._delayed)
+            return was_there
 
     def replay(self, start: str | None = None, end: str | None = None) -> Iterator[Message[Any]]:
         """Yield the messages from position `start` to `end`, both inclusive.
@@ -182,13 +228,14 @@ class LogSource:
         deadline = time.monotonic() + timeout
         with self._log.changed:
             while not self._closed:
+                due = self._log.promote()
                 now = self._log.clock()
                 claims = self._group.claim(self, limit, now, now + self.lease)
                 left = deadline - time.monotonic()
                 if claims or left <= 0:
                     return [self._message(claim) for claim in claims]
                 expiry = max(self._group.next_expiry - now, _SHORTEST_WAIT_SECONDS)
-                self._log.changed.wait(min(left, expiry))
+                self._log.changed.wait(min(left, expiry, max(due, _SHORTEST_WAIT_SECONDS)))
         raise EndOfSource("the source was closed")
 
     def _message(self, claim: Claim) -> Message[Any]:
@@ -240,6 +287,17 @@ class LogSource:
 def _claims(messages: Sequence[Message[Any]]) -> list[Claim]:
     tokens = (message.acking.token for message in messages if message.acking is not None)
     return [token for token in tokens if isinstance(token, Claim)]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Delayed:
+    """Holds a message until it is due; numbers keep messages of one time in order."""
+
+    due: float
+    number: int
+    data: bytes
+    attributes: Attributes
+    topic: str | None
 
 
 @dataclass(frozen=True, slots=True)

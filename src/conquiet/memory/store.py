@@ -118,8 +118,8 @@ class Store:
     >>> store.get("order"), store.get("orders")
     (7, 1)
 
-    `clock` measures the age of inbox entries. `lock_timeout` is how long a transaction waits for
-    another one that handles the same message.
+    `clock` measures the age of inbox entries, and tells when delayed events are due. `lock_timeout`
+    is how long a transaction waits for another one that handles the same message.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Store:
         self._values: dict[Hashable, Any] = {}
         self._seen: dict[Entry, float] = {}
         self._locks: dict[Entry, Unit] = {}
-        self._outbox = Log()
+        self._outbox = Log(calendar=lambda: self.clock())
         self._failures: Counter[str] = Counter()
 
     def get(self, key: Hashable, default: Any = None) -> Any:
@@ -188,6 +188,10 @@ class Store:
     def outbox_source(self, *, lease: float = 30.0, ordered: bool = False) -> LogSource:
         """Return a relay's source: ack marks an event published, nack leaves it in the outbox."""
         return self._outbox.source(_RELAY, lease=lease, ordered=ordered)
+
+    def cancel(self, id: str) -> bool:
+        """Drop a delayed event of the outbox; return whether it still waited."""
+        return self._outbox.cancel(id)
 
     def clean_inbox(self, retention: float = _RETENTION_SECONDS) -> int:
         """Delete inbox entries older than `retention` seconds; return how many."""

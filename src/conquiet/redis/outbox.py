@@ -1,6 +1,7 @@
 """Outbox in a Redis stream, in the transaction around it.
 
     handler's outputs ──▶ entries ──▶ XADD in the transaction's EXEC ──▶ relay
+                             └ delayed: held in a sorted set ──when due──▶ XADD
 
 An entry is a CloudEvent, in binary mode by default, with its topic in the field `:topic`. A relay
 reads it by `OutboxSource`.
@@ -9,19 +10,24 @@ reads it by `OutboxSource`.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from datetime import datetime, timedelta
 from typing import Any, TypeAlias
 
 from redis.asyncio.client import Pipeline as AsyncPipeline
 from redis.client import Pipeline
 
 from conquiet import outbox
+from conquiet.delay import delay_all, due_of, is_delayed
 from conquiet.errors import ConfigError, ConquietError, HandlerError
 from conquiet.message import Message, describe
 from conquiet.redis.adapter import Commands
 from conquiet.redis.entry import TOPIC_FIELD, Mode, Unmarshal, encoder
+from conquiet.redis.loop_client import is_async
+from conquiet.redis.promotion import Delayed, Promoter
 from conquiet.redis.source import StreamSource
 from conquiet.redis.transaction import current_unit
+from conquiet.redis.wire import Wire
 
 STREAM = "conquiet:outbox"
 
@@ -53,31 +59,64 @@ class Outbox(outbox.Outbox):
             raise ConfigError("an outbox needs the name of its stream, such as 'outbox:{orders}'")
         self.stream = stream
         self.source = source
+        self.delayed = Delayed(stream)
         self._key = stream.encode()
         self._encode = encoder(mode) if marshal is None else _flat(marshal)
 
     def store(self, outputs: Sequence[Message[Any]]) -> None:
-        """Queue the XADDs of events in the ambient transaction."""
+        """Queue the XADDs of events in the ambient transaction, or scripts that hold them."""
         unit = current_unit("the outbox")
         for output in outputs:
-            unit.queue("XADD", self._entry(output))
+            command = self.command(output)
+            unit.queue(command[0].decode(), command)
 
-    def add(self, pipeline: Any, events: Iterable[Any], *, source: str = "") -> list[str]:
+    def add(
+        self,
+        pipeline: Any,
+        events: Iterable[Any],
+        *,
+        source: str = "",
+        at: datetime | None = None,
+        after: timedelta | float | None = None,
+    ) -> list[str]:
         """Queue events in the caller's MULTI … EXEC; return their ids, in order.
 
         `pipeline` is `client.pipeline()`, also of redis-py's asyncio, or `commands(client)` inside
         a transaction. `events` are messages, or instances of event classes, whose `source` is then
         needed here or in the constructor.
+
+        `at`, a datetime with a time zone, or `after`, seconds or a timedelta, is when they are
+        published at the earliest, by the clock of Redis; `Message.notbefore` comes first.
         """
         messages = outbox.complete_all(events, source or self.source)
-        entries = [self._entry(message) for message in messages]
+        delay_all(messages, due_of(at, after))
+        commands = [self.command(message) for message in messages]
         _check_queues(pipeline)
-        for _, *entry in entries:
-            pipeline.execute_command("XADD", *entry)
+        for name, *arguments in commands:
+            pipeline.execute_command(name.decode(), *arguments)
         return [message.id for message in messages]
 
-    def _entry(self, output: Message[Any]) -> tuple[Any, ...]:
-        return (b"XADD", self._key, b"*", *self.fields(output))
+    def cancel(self, client: Any, id: str) -> bool | Awaitable[bool]:
+        """Delete a delayed event at once; return whether it still waited.
+
+        `id` is that of the event. False means too late: it is published, or about to be, or there
+        never was one. With a client of redis-py's asyncio, await the result.
+        """
+        command = self.delayed.cancel(id)
+        if is_async(client):
+            return _is_positive(client.execute_command(*command))
+        wire = Wire(client)  # sent once: a second try would find nothing to cancel
+        try:
+            return int(wire.call(self.delayed.times, *command)) > 0
+        finally:
+            wire.close()
+
+    def command(self, output: Message[Any]) -> tuple[Any, ...]:
+        """Return the command that stores an event: an XADD, or a script that holds it."""
+        fields = self.fields(output)
+        if output.notbefore is not None and is_delayed(output):
+            return self.delayed.hold(output.id, output.notbefore, fields)
+        return (b"XADD", self._key, b"*", *fields)
 
     def fields(self, output: Message[Any]) -> tuple[Any, ...]:
         """Return names and values of the entry of an event, in turn."""
@@ -89,6 +128,10 @@ class Outbox(outbox.Outbox):
             raise HandlerError(
                 f"{describe(output.attributes)}: cannot be put into the outbox: {error}"
             ) from error
+
+
+async def _is_positive(reply: Awaitable[Any]) -> bool:
+    return int(await reply) > 0
 
 
 def _check_queues(pipeline: Any) -> None:
@@ -163,3 +206,14 @@ class OutboxSource(StreamSource):
             delete=True,
             unmarshal=unmarshal,
         )
+        self._promoter = Promoter(self._wire, stream)
+
+    def _read(self, limit: int, end: float) -> list[Message[Any]]:
+        self._promoter.promote(limit)
+        messages = super()._read(limit, end)
+        if not messages:
+            self._promoter.pause(end)
+        return messages
+
+    def _longest_wait(self, end: float) -> float:
+        return min(super()._longest_wait(end), self._promoter.longest_block())

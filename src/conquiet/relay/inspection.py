@@ -25,6 +25,7 @@ from sqlalchemy import (
     case,
     cast,
     column,
+    delete,
     func,
     or_,
     select,
@@ -38,7 +39,7 @@ from conquiet.config import has_events_layout
 from conquiet.errors import ConfigError
 from conquiet.events.table import UuidText
 from conquiet.sql import Cleanup, dialect
-from conquiet.sql.schema import Xid8, split_name
+from conquiet.sql.schema import Xid8, delayed_table, split_name
 from conquiet.sql.wal import Slot, find_slot
 
 State = Literal["waiting", "pending", "parked", "published", "any"]
@@ -113,6 +114,20 @@ class Figures:
     """How much log the slot has still to confirm."""
     slot_kept_bytes: int | None = None
     """How much log PostgreSQL keeps for it at most; None if there is no limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class DelayedEntry:
+    """Describes one event that waits until it is due."""
+
+    event_id: str
+    event_type: str
+    topic: str
+    key: str
+    due_at: str
+    created_at: str
+    seconds_left: float
+    """By the clock of the database; negative if it is overdue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +207,7 @@ class Inspection:
         )
         self._event_id = event_id
         self._unpublished = unpublished
+        self._delayed = None if self.is_events else delayed_table(name)
 
     def _states(self, slot: Slot | None) -> dict[str, ColumnElement[bool]]:
         """Return the conditions of the states; by the slot, if rows are published from the log.
@@ -310,6 +326,53 @@ class Inspection:
         if not self.is_events:
             more["attributes"] = row.attributes
         return _entry(row), more
+
+    def delayed(self, limit: int = 50, *, type: str = "", id: str = "") -> list[DelayedEntry]:
+        """List the events that wait until they are due, the next one first."""
+        with self._read() as connection:
+            table = self._delayed
+            if table is None or not dialect.has_table(connection, table.fullname):
+                return []
+            left: ColumnElement[Any]
+            if dialect.is_postgresql(connection.dialect):
+                left = func.extract("epoch", table.c.due_at - func.clock_timestamp())
+            else:
+                left = (func.julianday(table.c.due_at) - func.julianday("now")) * 86_400.0
+            query = select(table, left.label("seconds_left"))
+            if type:
+                query = query.where(table.c.event_type.like(_pattern(type), escape="\\"))
+            if id:
+                query = query.where(table.c.event_id == id)
+            rows = connection.execute(query.order_by(table.c.due_at, table.c.id).limit(limit)).all()
+        return [
+            DelayedEntry(
+                row.event_id,
+                row.event_type,
+                row.topic,
+                row.key or "",
+                _moment(row.due_at) or "",
+                _moment(row.created_at) or "",
+                round(float(row.seconds_left), 3),
+            )
+            for row in rows
+        ]
+
+    def count_delayed(self) -> int:
+        """Count the events that wait until they are due."""
+        with self._read() as connection:
+            table = self._delayed
+            if table is None or not dialect.has_table(connection, table.fullname):
+                return 0
+            return int(connection.execute(select(func.count()).select_from(table)).scalar_one())
+
+    def cancel(self, ids: Sequence[str]) -> list[str]:
+        """Delete delayed events by their ids; return the ids of those that still waited."""
+        with self._write() as connection:
+            table = self._delayed
+            if table is None or not dialect.has_table(connection, table.fullname):
+                return []
+            statement = delete(table).where(table.c.event_id.in_(ids)).returning(table.c.event_id)
+            return sorted({id_ for (id_,) in connection.execute(statement)})
 
     def retry(self, ids: Sequence[str] | None = None) -> list[str]:
         """Reset the attempts of the given or all parked rows; return their event ids.

@@ -58,6 +58,7 @@ from conquiet.sql.log_group import (
 )
 from conquiet.sql.notification import Wakeup, wakeup_of
 from conquiet.sql.outbox_source import check_attempts, stored_message
+from conquiet.sql.promotion import Promoter
 from conquiet.sql.schema import OUTBOX_TABLE, outbox_table
 from conquiet.sql.transaction import current
 from conquiet.stage import Middleware, Stage, stage_of
@@ -162,6 +163,7 @@ class LogSource:
         self._reader = self.engine
         if dialect.is_postgresql(self.engine.dialect):  # no round trips of BEGIN and ROLLBACK
             self._reader = self.engine.execution_options(isolation_level="AUTOCOMMIT")
+        self._promoter = Promoter(self.engine, table)
         self._asked_partitions = partitions
         self._backoff = backoff
         self._delays_hold_keys = True
@@ -220,11 +222,13 @@ class LogSource:
             with self._busy, self._store_errors():
                 if time.monotonic() >= self._beat_at:
                     self._beat()
+                self._promoter.promote(limit)
                 messages = self._take(limit)
             now = time.monotonic()
             if messages or now >= deadline:
                 return messages
-            until = min(deadline, now + self.poll, self._retry_at, self._beat_at)
+            due = now + self._promoter.seconds_to_next()
+            until = min(deadline, now + self.poll, self._retry_at, self._beat_at, due)
             self._wakeup.wait(max(until - now, 0.001))
         return ()
 

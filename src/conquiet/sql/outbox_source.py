@@ -45,6 +45,7 @@ from conquiet.sql.claim import (
     error_text,
 )
 from conquiet.sql.notification import Wakeup, wakeup_of
+from conquiet.sql.promotion import Promoter
 from conquiet.sql.schema import OUTBOX_TABLE, outbox_table
 
 logger = logging.getLogger("conquiet.relay")
@@ -63,6 +64,7 @@ class TableSource(ABC):
         poll: float,
         wakeup: bool,
         hold: float,
+        promoter: Promoter | None = None,
     ) -> None:
         for name, seconds in (("poll", poll), ("hold", hold)):
             if not seconds > 0:
@@ -77,6 +79,7 @@ class TableSource(ABC):
         """How many settlements came after their claim had ended, and were ignored."""
         self.backoff = RowBackoff(by_key=ordered)
         self._claimer = self._claimer_of(layout)
+        self._promoter = promoter
         self._wakeup: Wakeup = wakeup_of(self.engine, self.table.fullname, enabled=wakeup)
         self._claims: set[Claim] = set()
         self._lock = threading.Lock()
@@ -96,12 +99,19 @@ class TableSource(ABC):
         deadline = time.monotonic() + timeout
         while not self._closed:
             self._give_up_old_claims()
+            if self._promoter is not None:
+                self._promoter.promote(limit)
             messages = self._claim(limit)
             left = deadline - time.monotonic()
             if messages or left <= 0:
                 return messages
-            self._wakeup.wait(min(left, self.poll, self.backoff.seconds_to_next()))
+            self._wakeup.wait(min(left, self.poll, self._seconds_to_next()))
         return ()
+
+    def _seconds_to_next(self) -> float:
+        """Return the seconds until a failed row may be tried again, or a delayed one is due."""
+        retry = self.backoff.seconds_to_next()
+        return retry if self._promoter is None else min(retry, self._promoter.seconds_to_next())
 
     def stop(self) -> None:
         """Claim no more rows and end a waiting `read`; rows in flight can still be settled."""
@@ -327,14 +337,16 @@ class OutboxSource(TableSource):
         wakeup: bool = True,
         hold: float = 300.0,
     ) -> None:
+        engine = dialect.as_engine(engine)
         super().__init__(
-            dialect.as_engine(engine),
+            engine,
             outbox_layout(table),
             max_attempts=check_attempts(max_attempts),
             ordered=ordered,
             poll=poll,
             wakeup=wakeup,
             hold=hold,
+            promoter=Promoter(engine, table),
         )
 
     def log_fields(self, row: OutboxRow) -> dict[str, str]:

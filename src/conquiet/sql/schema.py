@@ -3,8 +3,9 @@
     row of the outbox:   stored ──published──▶ published_at set ──retention──▶ deleted
                            └─max_attempts───▶ parked_at set ──retry by hand──▶ stored
 
-An outbox has three more tables: `outbox_positions` and `outbox_retries`, for groups that read it as
-a log, and `outbox_schedules`, for the schedules of an app.
+An outbox has more tables: `outbox_delayed` holds events until they are due, `outbox_positions` and
+`outbox_retries` are for groups that read it as a log, `outbox_schedules` for the schedules of an
+app.
 
 Constructors never create tables: call `init` or `migrate`, or run `ddl` in your own migrations. In
 an Alembic project of your own, `include_object` keeps autogenerate from dropping the tables, or
@@ -204,6 +205,31 @@ def outbox_table(name: str = OUTBOX_TABLE, metadata: MetaData | None = None) -> 
     )
 
 
+def delayed_table(outbox: str = OUTBOX_TABLE, metadata: MetaData | None = None) -> Table:
+    """Define the events that wait until they are due; then they become rows of the outbox."""
+    schema, table = split_name(outbox)
+    id_ = Column("id", BigInteger().with_variant(Integer, "sqlite"), primary_key=True)
+    due_at = Column("due_at", DateTime(timezone=True), nullable=False)
+    return Table(
+        f"{table}_delayed",
+        metadata if metadata is not None else MetaData(),
+        id_,
+        due_at,
+        Column("created_at", DateTime(timezone=True), nullable=False, server_default=now()),
+        Column("topic", Text, nullable=False),
+        Column("event_type", Text, nullable=False),
+        Column("event_id", Text, nullable=False),
+        Column("key", Text),
+        Column("content_type", Text, nullable=False),
+        Column("data", LargeBinary, nullable=False),
+        Column("attributes", _ATTRIBUTES, nullable=False),
+        # What is due is found by one step, whatever number of events waits behind it.
+        Index(f"{table}_delayed_due", due_at, id_),
+        Index(f"{table}_delayed_event", "event_id"),
+        schema=schema,
+    )
+
+
 def positions_table(outbox: str = OUTBOX_TABLE, metadata: MetaData | None = None) -> Table:
     """Define how far groups have read an outbox as a log: one row per partition of a group."""
     schema, table = split_name(outbox)
@@ -296,10 +322,10 @@ OWN_TABLES = (
     "conquiet_events_alembic_version",
 )
 """The tables that `include_object` leaves alone: those of `conquiet.events` too."""
-_SUFFIXES = ("_positions", "_retries", "_schedules", "_wal")
+_SUFFIXES = ("_delayed", "_positions", "_retries", "_schedules", "_wal")
 """Of the tables beside an outbox."""
 DIALECTS = ("postgresql", "sqlite")
-_LOCK = 0x636F6E71  # "conq": the advisory lock for changes of the tables
+LOCK = 0x636F6E71  # "conq": the advisory lock for changes of the tables
 _WAL_SECONDS = 10.0
 
 
@@ -401,7 +427,13 @@ def add_tables(
     if inbox is not None:
         inbox_table(inbox, metadata)
     if outbox is not None:
-        for define in (outbox_table, positions_table, retries_table, schedules_table):
+        for define in (
+            outbox_table,
+            delayed_table,
+            positions_table,
+            retries_table,
+            schedules_table,
+        ):
             define(outbox, metadata)
 
 
@@ -417,8 +449,8 @@ def include_object(
     """Keep Alembic's autogenerate from dropping our tables where your metadata lacks them.
 
     In `env.py`: `context.configure(…, include_object=schema.include_object)`. Tables of other names
-    are given by `functools.partial(schema.include_object, tables=["sales.outbox"])`. The tables of
-    groups and schedules beside an outbox are left alone with it.
+    are given by `functools.partial(schema.include_object, tables=["sales.outbox"])`. The tables
+    beside an outbox are left alone with it.
     """
     if kind != "table" or not reflected or compare_to is not None:
         return True
@@ -457,7 +489,7 @@ def lock_tables(given: Engine | str | URL) -> Iterator[Connection]:
             if dialect.is_sqlite(engine.dialect):
                 dialect.begin_immediate(connection)
             else:
-                connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_LOCK})")
+                connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({LOCK})")
             yield connection
 
 

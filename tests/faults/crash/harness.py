@@ -52,6 +52,9 @@ SCENARIOS = {
     "relay over PostgreSQL, changing to the log": "sql_paths:RelayChangingToTheLog",
     "relay over SQLite": "sql_paths:RelayOverSqlite",
     "relay over Redis": "redis_paths:RelayOverRedis",
+    "delayed, over PostgreSQL": "sql_paths:DelayedOverPostgres",
+    "delayed, over SQLite": "sql_paths:DelayedOverSqlite",
+    "delayed, over Redis": "redis_paths:DelayedOverRedis",
     "Kombu transport": "kombu_path:KombuTransport",
     "worker over RabbitMQ": "broker_paths:WorkerOverRabbitmq",
     "worker over Kafka": "broker_paths:WorkerOverKafka",
@@ -61,6 +64,10 @@ SCENARIOS = {
     "Spark sink, query restarted": "spark_sink:RestartedQuery",
 }
 BROKEN = {
+    "delayed, over SQLite, that moves in two transactions": (
+        "sql_paths:MovingTwice",
+        "not moved to the outbox once",
+    ),
     "worker over Redis, with an inbox that loses": (
         "redis_paths:WithTheSimpleInbox",
         "took effect 0 times",

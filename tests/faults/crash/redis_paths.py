@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -37,9 +38,11 @@ from conquiet.redis import (
     Transaction,
     commands,
 )
+from conquiet.redis.promotion import Delayed
 from conquiet.relay import Relay
 
 OUTBOX, EVENTS = "outbox", "events"
+DELAYED = Delayed(OUTBOX)
 
 
 class WorkerOverRedis(Scenario):
@@ -150,4 +153,41 @@ class RelayOverRedis(Scenario):
             Event(f"e-{number}", command, key, number, published=f"e-{number}" not in waiting)
             for number, (command, key) in enumerate(SENT.items())
         ]
+        return facts
+
+
+class DelayedOverRedis(RelayOverRedis):
+    """Delayed events that are due are moved to the outbox stream, and published to another."""
+
+    name = "delayed, over Redis"
+
+    def prepare(self, place: Place) -> None:
+        super().prepare(place)
+        with place.client() as client:
+            entries = client.xrange(OUTBOX)
+            client.delete(OUTBOX)
+            moment = datetime(2026, 1, 31, tzinfo=UTC)
+            for _, fields in entries:
+                flat = [item for pair in fields.items() for item in pair]
+                client.execute_command(*DELAYED.hold(fields[b"id"].decode(), moment, flat))
+
+    def run(self, place: Place, seam: Seam, attempt: int) -> None:
+        client = redis.Redis.from_url(place.redis)
+
+        def drained() -> bool:
+            with place.client() as opened:
+                return not opened.exists(DELAYED.times) and not opened.xlen(OUTBOX)
+
+        source = OutboxSource(client, OUTBOX, batch_size=2)
+        source.__class__ = until(OutboxSource, drained, seam)
+        Relay(source, StreamSink(client), batch_size=2).run()
+        client.close()
+
+    def facts(self, place: Place) -> Facts:
+        facts = super().facts(place)
+        with place.client() as client:
+            left = client.zcard(DELAYED.times) + client.hlen(DELAYED.entries)
+            added = client.xinfo_stream(OUTBOX).get("entries-added", len(SENT))
+        if left or added != len(SENT):  # each is added once, whatever crashed
+            facts.unsettled.append(f"{left} events wait, {added} were added to the outbox")
         return facts

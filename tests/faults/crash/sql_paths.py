@@ -50,6 +50,7 @@ from conquiet.sql import (
     engine,
     schema,
 )
+from conquiet.sql.promotion import Promoter
 
 EVENTS = "events"
 UPSERT = text(
@@ -60,6 +61,10 @@ ORDERS = "CREATE TABLE orders (id TEXT PRIMARY KEY, amount INTEGER NOT NULL)"
 INSERT = (
     'INSERT INTO outbox (topic, event_type, event_id, "key", content_type, data, attributes)'
     " VALUES (?, ?, ?, ?, ?, ?, ?)"
+)
+DELAY = (
+    'INSERT INTO outbox_delayed (topic, event_type, event_id, "key", content_type, data,'
+    " attributes, due_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
 )
 
 
@@ -238,7 +243,7 @@ class RelayOverSql(OnSql):
             opened = self.open(place)
             invariants.read_sql(opened, facts)
             opened.close()
-            return all(event.published for event in facts.rows)
+            return self.is_drained(facts)
 
         made = self.engine(place)
         client = redis.Redis.from_url(place.redis)
@@ -247,6 +252,9 @@ class RelayOverSql(OnSql):
         Relay(source, self.sink(client), batch_size=2, ordered=self.ordered).run()
         made.dispose()
         client.close()
+
+    def is_drained(self, facts: Facts) -> bool:
+        return all(event.published for event in facts.rows)
 
     def sink(self, client: redis.Redis) -> Any:
         return StreamSink(client)
@@ -259,6 +267,30 @@ class RelayOverSql(OnSql):
         with place.client() as client:
             facts.log = invariants.read_log(client, EVENTS)
         facts.locked = self.locked(place)
+        return facts
+
+
+class DelayedOverSql(RelayOverSql):
+    """Delayed events that are due are moved to the outbox, and published to a stream."""
+
+    def fill(self, opened: Any, row: tuple[Any, ...]) -> None:
+        opened.execute(self.write_marks(DELAY), (*row, "2026-01-31 12:00:00"))
+
+    def write_marks(self, statement: str) -> str:
+        return statement
+
+    def is_drained(self, facts: Facts) -> bool:
+        return len(facts.rows) >= len(SENT) and super().is_drained(facts)
+
+    def facts(self, place: Place) -> Facts:
+        facts = super().facts(place)
+        opened = self.open(place)
+        delayed = opened.execute("SELECT event_id FROM outbox_delayed").fetchall()
+        opened.close()
+        found = Counter([*(row.id for row in facts.rows), *(id_ for (id_,) in delayed)])
+        for number in range(len(SENT)):
+            if (times := found[f"e-{number}"]) != 1 or delayed:
+                facts.unsettled.append(f"e-{number} was not moved to the outbox once, but {times}")
         return facts
 
 
@@ -453,6 +485,43 @@ class RelayChangingToTheLog(RelayFromTheLog):
 
 
 # --- to be found out --------------------------------------------------------------------------
+
+
+class DelayedOverPostgres(OnPostgres, DelayedOverSql):
+    name = "delayed, over PostgreSQL"
+    fill = DelayedOverSql.fill
+
+    def write_marks(self, statement: str) -> str:
+        return statement.replace("?", "%s")
+
+
+class DelayedOverSqlite(OnSqlite, DelayedOverSql):
+    name = "delayed, over SQLite"
+    fill = DelayedOverSql.fill
+
+
+class MovingTwice(DelayedOverSqlite):
+    """Broken on purpose: inserts into the outbox and deletes in two transactions."""
+
+    name = "delayed, over SQLite, that moves in two transactions"
+
+    def run(self, place: Place, seam: Seam, attempt: int) -> None:
+        move = Promoter._promote_sqlite
+
+        def move_in_two(promoter: Any, connection: Any, limit: int) -> Any:
+            execute = connection.execute
+
+            def commit_each(statement: Any, *given: Any) -> Any:
+                result = execute(statement, *given)
+                if str(statement).startswith("INSERT"):
+                    connection.commit()
+                return result
+
+            connection.execute = commit_each
+            return move(promoter, connection, limit)
+
+        Promoter._promote_sqlite = move_in_two  # type: ignore[method-assign]
+        super().run(place, seam, attempt)
 
 
 class WithoutInbox(WorkerOverSqlite):

@@ -61,6 +61,7 @@ def test_migrate_makes_tables_that_verify_and_can_be_run_again(sqlite_url, capsy
     assert main(["outbox", "migrate", "--database", sqlite_url]) == 0
     tables = (
         "outbox",
+        "outbox_delayed",
         "outbox_positions",
         "outbox_retries",
         "outbox_schedules",
