@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
+from datetime import timedelta
 from typing import Any
 
 import django
@@ -274,9 +275,16 @@ def a_database_that_is_not_ours_is_left_alone_by_the_migration() -> None:
 
 def the_tables_can_be_dropped_and_made_again() -> None:
     call_command("migrate", "conquiet", "zero", verbosity=0)
-    assert len(app.store.missing_tables()) == 5
+    assert len(app.store.missing_tables()) == 6
     call_command("migrate", "conquiet", verbosity=0)
     assert schema.verify(app.store.log.log_engine) == []
+
+
+def a_delayed_event_waits_and_can_be_cancelled() -> None:
+    with transaction.atomic():
+        [waiting, now] = app.emit(Do("a"), Message(Do("b"), notbefore=timedelta()), after=3600)
+    assert [row.event_id for row in OutboxEvent.objects.all()] == [now]
+    assert [app.cancel(waiting), app.cancel(waiting), app.cancel(now)] == [True, False, False]
 
 
 def an_error_of_another_database_is_not_the_stores() -> None:

@@ -80,6 +80,7 @@ class Client:
             if self._metadata is not None:
                 self._metadata.create_all(self._store.log_engine)
             from conquiet.sql.promotion import Promoter
+
             ours = dict(zip(former.middlewares, self._store.middlewares, strict=True))
             app.store, app.broker, app.is_in_test = self._store, None, True
             app.router = router.copy(*(ours.get(item, item) for item in router.middlewares))
