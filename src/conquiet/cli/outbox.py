@@ -73,6 +73,7 @@ def register(commands: Any, common: ArgumentParser) -> None:
     _, listed, show, cancel, retry, prune = rows
     _add_search(listed)
     cancel.add_argument("ids", nargs="+", metavar="ID", help="ids of delayed events")
+    add_yes(cancel)
     show.add_argument("id", metavar="ID", help="id of the event, or of the row")
     retry.add_argument("ids", nargs="*", metavar="ID", help="ids of events or of rows")
     retry.add_argument("--all", action="store_true", help="all parked rows")
@@ -337,6 +338,8 @@ def _duration(seconds: float) -> str:
 
 
 def _cancel(options: Namespace) -> int:
+    if not confirm(f"delete {len(set(options.ids))} delayed events", options.yes):
+        return FAILED
     with _inspection(options) as inspection:
         done = inspection.cancel(options.ids)
         late = {id_: inspection.show(id_) for id_ in dict.fromkeys(options.ids) if id_ not in done}
@@ -488,9 +491,9 @@ _ROW_VERBS = (
         "delete delayed events that are not due yet; says so if it is too late",
         (
             "conquiet outbox list --delayed",
-            "conquiet outbox cancel 0197f6c1-5f5e-7a53-9d0c-9d6f1f0b6a11",
+            "conquiet outbox cancel 0197f6c1-5f5e-7a53-9d0c-9d6f1f0b6a11 --yes",
         ),
-        "0 cancelled, 1 too late or no such event, 2 wrong usage",
+        "0 cancelled, 1 too late, no such event or not confirmed, 2 wrong usage",
         _cancel,
     ),
     Verb(

@@ -45,18 +45,19 @@ _NAMES = ", ".join(COLUMNS)
 # One promotion at a time, so that events of one key enter the outbox in the order of their times.
 # statement_timestamp() is the clock at the start of the statement, and may be used with an index,
 # unlike clock_timestamp(). The time of the next event is read by the snapshot from before the
-# deletion, hence the condition.
+# deletion, hence the condition. By ctid, which the lock keeps as it is, no statistics can lead the
+# planner to a join with all that waits.
 _POSTGRESQL = """
 WITH turn AS MATERIALIZED (
     SELECT pg_try_advisory_xact_lock(
         {lock}, hashtext(CAST(CAST(CAST(CAST(:name AS text) AS regclass) AS oid) AS text))) AS ours
 ), picked AS MATERIALIZED (
-    SELECT id FROM {delayed}
+    SELECT ctid FROM {delayed}
     WHERE (SELECT ours FROM turn) AND due_at <= statement_timestamp()
     ORDER BY due_at, id LIMIT :limit FOR UPDATE SKIP LOCKED
 ), due AS (
-    DELETE FROM {delayed} AS waiting USING picked WHERE waiting.id = picked.id
-    RETURNING waiting.id, due_at, {names}
+    DELETE FROM {delayed} WHERE ctid = ANY(ARRAY(SELECT ctid FROM picked))
+    RETURNING id, due_at, {names}
 ), moved AS (
     INSERT INTO {outbox} ({names}) SELECT {names} FROM due ORDER BY due_at, id RETURNING 1
 )

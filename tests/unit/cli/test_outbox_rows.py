@@ -178,3 +178,30 @@ def test_rows_are_found_by_what_is_said_of_them(url, search, found) -> None:
     newest = [entry.event_id for entry in inspection.entries(search=search, newest=True, limit=1)]
     assert newest == sorted(found)[-1:]
     engine.dispose()
+
+
+def test_a_delayed_event_is_listed_shown_and_cancelled_once(sqlite_url, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("CONQUIET_DATABASE_URL", sqlite_url)
+    made = engine(sqlite_url)
+    schema.init(made)
+    event = Message(b"{}", {"id": "e-1", "type": "remind", "source": "/s"})
+    with made.begin() as connection:
+        Outbox("orders").add(connection, [event], after=3600)
+    assert main(["outbox", "list", "--delayed"]) == 0
+    assert "e-1" in capsys.readouterr().out
+    assert main(["outbox", "list", "--delayed", "--json"]) == 0
+    [listed] = json.loads(capsys.readouterr().out)
+    assert (listed["event_id"], listed["topic"]) == ("e-1", "orders")
+    assert 3500 < listed["seconds_left"] <= 3600
+    assert main(["outbox", "status", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["delayed"] == 1
+    assert main(["outbox", "show", "e-1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["state"] == "delayed"
+    assert main(["outbox", "cancel", "e-1", "--yes"]) == 0
+    assert capsys.readouterr().out == "e-1 is cancelled\n"
+    assert main(["outbox", "cancel", "e-1", "--yes"]) == 1
+    assert "no event of this id" in capsys.readouterr().err
+    with made.begin() as connection:
+        Outbox("orders").add(connection, [event])
+    assert main(["outbox", "cancel", "e-1", "--yes"]) == 1
+    assert "too late" in capsys.readouterr().err

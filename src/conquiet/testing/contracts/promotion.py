@@ -51,7 +51,7 @@ class PromotionContract(StorageContract):
     def test_events_come_in_the_order_in_which_they_are_due(self) -> None:
         now = datetime.now(UTC)
         self._emit(
-            _event("last", now + 3 * _SOON),
+            _event("last", 3 * _SOON),
             _event("first", now - _FAR),
             _event("third", 2 * _SOON),
             _event("second", _SOON),
