@@ -150,8 +150,10 @@ def measure_cost(store: Any, waiting: int) -> float:
     """Return the median seconds of promoting a hundred events beside those that wait."""
     store.fill(waiting)
     past = datetime.now(UTC) - timedelta(seconds=1)
-    rounds = range(9)
-    return median(store.promote([_event(f"{r}-{n}", past) for n in range(100)]) for r in rounds)
+    costs: list[float] = [
+        store.promote([_event(f"{turn}-{n}", past) for n in range(100)]) for turn in range(9)
+    ]
+    return median(costs)
 
 
 @contextmanager

@@ -8,10 +8,11 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from sqlalchemy import insert
 
+from conquiet import Message
 from conquiet.cli import main
 from conquiet.relay.inspection import Inspection, Search
+from conquiet.sql import Outbox, schema
 from conquiet.sql import engine as make_engine
-from conquiet.sql import schema
 from conquiet.sql.schema import outbox_table
 
 OUTBOX = outbox_table()
@@ -180,9 +181,9 @@ def test_rows_are_found_by_what_is_said_of_them(url, search, found) -> None:
     engine.dispose()
 
 
-def test_a_delayed_event_is_listed_shown_and_cancelled_once(sqlite_url, monkeypatch, capsys) -> None:
+def test_a_delayed_event_is_listed_and_cancelled_once(sqlite_url, monkeypatch, capsys) -> None:
     monkeypatch.setenv("CONQUIET_DATABASE_URL", sqlite_url)
-    made = engine(sqlite_url)
+    made = make_engine(sqlite_url)
     schema.init(made)
     event = Message(b"{}", {"id": "e-1", "type": "remind", "source": "/s"})
     with made.begin() as connection:
