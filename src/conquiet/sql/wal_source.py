@@ -46,6 +46,7 @@ from conquiet.sql.outbox_source import (
     check_attempts,
     outbox_layout,
 )
+from conquiet.sql.promotion import Promoter
 from conquiet.sql.schema import OUTBOX_TABLE
 from conquiet.sql.wal import DEFERRED, Begin, Commit, Decoder, Slot, WalOutbox
 
@@ -98,6 +99,7 @@ class WalSource:
         self._deferred = _DeferredRows(
             self.engine, table, max_attempts=max_attempts, ordered=ordered, poll=poll, hold=hold
         )
+        self._promoter = Promoter(self.engine, table)
         self._driver_error: type[Exception] = self.engine.dialect.loaded_dbapi.Error
         self._claim_at = 0.0
         self._keep_at = 0.0
@@ -125,11 +127,13 @@ class WalSource:
             raise ConfigError(f"limit={limit}: read at least 1 message")
         deadline = time.monotonic() + timeout
         while not self._closed:
+            self._promoter.promote(limit)
             messages = self._next(limit)
             left = deadline - time.monotonic()
             if messages or left <= 0:
                 return messages
-            self._wait(min(left, max(0.0, self._claim_at - time.monotonic())))
+            due = min(self._promoter.seconds_to_next(), self.poll)
+            self._wait(min(left, due, max(0.0, self._claim_at - time.monotonic())))
         return ()
 
     def slot(self) -> Slot | None:
