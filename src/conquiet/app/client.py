@@ -79,7 +79,6 @@ class Client:
             self._store.create_tables()
             if self._metadata is not None:
                 self._metadata.create_all(self._store.log_engine)
-            from conquiet.sql.promotion import Promoter
 
             ours = dict(zip(former.middlewares, self._store.middlewares, strict=True))
             app.store, app.broker, app.is_in_test = self._store, None, True
@@ -94,7 +93,6 @@ class Client:
             if app.topics:  # else it has no handlers, and emits only
                 self._chain = self._call(app.router.start, Publish(None, app.router))
             self._sources: list[LogSource] = self._open_sources()
-            self._promoter = Promoter(self._store.log_engine)
             for source in self._sources:
                 opening.callback(source.close)
                 allow_delays(source, app.router, ordered=False)
@@ -153,11 +151,14 @@ class Client:
         """
         from sqlalchemy import text
 
+        from conquiet.sql.promotion import Promoter
+
         table = self._store.outbox.delayed.fullname
         with self._store.log_engine.begin() as connection:
             statement = f"UPDATE {table} SET due_at = '2000-01-01 00:00:00.000000'"
             count = connection.execute(text(statement)).rowcount
-        while self._promoter.promote(count):
+        promoter = Promoter(self._store.log_engine)
+        while promoter.promote(count):
             pass
         self.deliver()
         return count
