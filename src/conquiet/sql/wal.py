@@ -426,6 +426,8 @@ class Decoder:
     def __init__(self, columns: tuple[str, ...]) -> None:
         self._columns = columns
         self._places: tuple[int, ...] = ()
+        self._read = 0
+        """How many columns of a row are read: up to the last that is wanted."""
 
     def decode(self, data: bytes) -> tuple[Any, ...] | Begin | Commit | None:
         """Return a row, of bytes and None; or begin or commit; or None for anything else."""
@@ -442,10 +444,9 @@ class Decoder:
         return None
 
     def _row(self, data: bytes) -> tuple[bytes | None, ...]:
-        (count,) = _count(data, 6)
         values: list[bytes | None] = []
-        at = 8
-        for _ in range(count):
+        at = 8  # behind the kind, the table and the number of columns
+        for _ in range(self._read):
             if data[at] == 116:  # t
                 start = at + 5
                 at = start + _length(data, at + 1)[0]
@@ -470,3 +471,4 @@ class Decoder:
             self._places = tuple(names.index(column) for column in self._columns)
         except ValueError as error:
             raise ConfigError(f"the published table lacks a column: {error}") from error
+        self._read = max(self._places) + 1

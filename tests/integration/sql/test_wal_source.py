@@ -32,13 +32,21 @@ def outbox(database_url: str) -> Iterator[Engine]:
     made.dispose()
 
 
-def drain(relay: Relay, seconds: float = 30.0) -> None:
+def drain(relay: Relay, seconds: float = 60.0) -> None:
     """Publish until nothing comes any more, and the position is confirmed."""
     until = time.monotonic() + seconds
+    engine = relay.source.engine
+    with engine.connect() as connection:
+        written = connection.execute(text("SELECT pg_current_wal_insert_lsn()::text")).scalar()
+    passed = text(
+        "SELECT count(*) FROM pg_replication_slots WHERE database = current_database()"
+        " AND confirmed_flush_lsn >= CAST(:written AS pg_lsn)"
+    )
     while time.monotonic() < until:
-        outcome = relay.run_once(0.1)
-        if outcome == Outcome() and relay.source._stream is not None:
-            return
+        if relay.run_once(0.1) == Outcome():
+            with engine.connect() as connection:
+                if connection.execute(passed, {"written": written}).scalar():
+                    return
     raise AssertionError("there is no end")
 
 
