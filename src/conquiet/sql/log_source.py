@@ -71,9 +71,10 @@ _BEAT_SECONDS = 1.0
 """How often at least a member looks for free partitions and for requests of other members."""
 _HAND_OVER_SECONDS = 3.0
 """How long a partition waits for the member that asked for it, which may have died since."""
-_CAREFUL_MESSAGES = 1_000
+_CAREFUL_MESSAGES = 200
 """After a crash of a member, up to so many messages of a partition that were there by then are read
-one by one: one of them may have caused it, and only the first that is not settled is blamed."""
+one by one: one of them may have caused it, and only the first that is not settled is blamed. If it
+is behind them, the next crash finds the position that much nearer to it."""
 
 _FLAG = {"true": True, "false": False}.__getitem__
 _SETTINGS: dict[str, Any] = {

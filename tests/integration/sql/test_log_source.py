@@ -362,6 +362,25 @@ def test_a_message_that_kills_its_members_becomes_a_dead_letter(log: Engine) -> 
     assert done == ["m-0", "n-0"]
 
 
+def test_a_message_that_kills_its_members_is_found_behind_many_others(log: Engine) -> None:
+    before = publish(log, make_messages(250))  # more than are read one by one after a crash
+    publish(log, [*make_messages(1, "killer"), *make_messages(1, "n")])
+    done: set[str] = set()
+    dead = 0
+    while not dead:
+        source = member(log, lease=1.0, max_attempts=2, partitions=1)
+        while True:
+            batch = eventually(lambda source=source: source.read(300, 0.05) or source.dead)
+            dead += source.dead
+            if source.dead or "killer-0" in ids(batch):
+                break  # and no close: it is killed
+            settle([message.acking for message in batch if message.acking is not None])
+            done.update(ids(batch))
+    rest = member(log)
+    done.update(ids(read_some(rest)) if "n-0" not in done else [])
+    assert done == {*before, "n-0"}
+
+
 def test_a_message_that_kills_slowly_becomes_a_dead_letter_beside_other_lanes(
     log: Engine,
 ) -> None:
