@@ -31,7 +31,8 @@ from conquiet.cli.terminal import (
     print_table,
     yellow,
 )
-from conquiet.errors import NotFound
+from conquiet.config import DATABASES
+from conquiet.errors import ConfigError, NotFound
 
 
 def register(commands: Any, common: ArgumentParser) -> None:
@@ -102,6 +103,16 @@ def _lag(options: Namespace) -> int:
 
     if brokers.is_broker(options.pattern):
         return _show_lags(options, _broker_lags(options.pattern), "no queues")
+    kind, is_url, _ = options.pattern.partition("://")
+    if is_url and kind.partition("+")[0] in DATABASES:
+        from conquiet.operations import log_groups
+
+        return _show_lags(options, [_log_lag(log_groups.describe(options.pattern))], "no groups")
+    if is_url:
+        raise ConfigError(
+            f"{kind}://… is no URL of a log or broker (postgresql, sqlite, amqp, kafka, sqs); of a"
+            " Redis, give --broker URL and the name of the stream"
+        )
 
     with redis_at(options.broker) as client:
         found = streams.survey(client, options.pattern)
@@ -131,21 +142,22 @@ def _log_lags(options: Namespace) -> list[dict[str, Any]]:
         found = log_groups.survey(engine, options.pattern)
     if not found and options.pattern != "*":
         raise NotFound(f"no topic with a group matches {options.pattern!r}")
-    return [
-        {
-            "stream": group.topic,
-            "kind": "group",
-            "name": group.name,
-            "lag": group.lag,
-            "lag_is_exact": True,
-            "behind_seconds": round(group.behind_seconds, 3),
-            "pending": group.retries,
-            "dead": group.dead,
-            "members": group.members,
-            "partitions": group.partitions,
-        }
-        for group in found
-    ]
+    return [_log_lag(group) for group in found]
+
+
+def _log_lag(group: Any) -> dict[str, Any]:
+    return {
+        "stream": group.topic,
+        "kind": "group",
+        "name": group.name,
+        "lag": group.lag,
+        "lag_is_exact": True,
+        "behind_seconds": round(group.behind_seconds, 3),
+        "pending": group.retries,
+        "dead": group.dead,
+        "members": group.members,
+        "partitions": group.partitions,
+    }
 
 
 def _broker_lags(url: str) -> list[dict[str, Any]]:
@@ -281,8 +293,9 @@ _VERBS = (
         " wrong usage",
         _lag,
         more="""
-In place of PATTERN, the URL of a source shows what waits at a broker: amqp://…?queue=orders,
-kafka://…?topic=orders&group=billing (by partition, without joining the group), or sqs://REGION/orders.
+In place of PATTERN, the URL of a source shows what waits there: amqp://…?queue=orders,
+kafka://…?topic=orders&group=billing (by partition, without joining the group), sqs://REGION/orders,
+postgresql://…?topic=orders&group=billing, or sqlite:///FILE?….
 """,
     ),
     Verb(

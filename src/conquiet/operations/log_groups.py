@@ -58,6 +58,24 @@ def survey(engine: Engine, pattern: str = "*", table: str = OUTBOX_TABLE) -> lis
         ]
 
 
+def describe(url: str) -> LogGroup:
+    """Return the group of a source's URL, `postgresql://HOST/NAME?topic=…&group=…`."""
+    engine, settings = open_log(url, poolclass=NullPool)
+    topic, group = settings["topic"], settings["group"]
+    tables = GroupTables(engine, settings.get("table", OUTBOX_TABLE), topic, group)
+    with _reading(engine) as connection:
+        if not tables.survey(connection):
+            raise _no_group(topic, group)
+        return _describe(connection, tables, topic, group)
+
+
+def _no_group(topic: str, group: str) -> NotFound:
+    return NotFound(
+        f"no group {group!r:.100} of topic {topic!r:.100}; conquiet streams lag --database …"
+        " shows them"
+    )
+
+
 def _describe(connection: Connection, tables: GroupTables, topic: str, group: str) -> LogGroup:
     rows = tables.survey(connection)
     owners = {row.owner for row in rows if row.owner is not None and row.seconds_left > 0}
@@ -82,10 +100,7 @@ def remove(engine: Engine, topic: str, group: str, table: str = OUTBOX_TABLE) ->
             )
         removed = tables.remove(connection)
     if not removed:
-        raise NotFound(
-            f"no group {group!r:.100} of topic {topic!r:.100}; conquiet streams lag --database …"
-            " shows them"
-        )
+        raise _no_group(topic, group)
 
 
 class LogLetters:

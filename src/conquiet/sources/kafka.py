@@ -283,7 +283,7 @@ class _KafkaClient:
         try:
             self._consumer = self._kafka.Consumer({**defaults, **settings, **own}, logger=quiet)
         except (self._kafka.KafkaException, TypeError, ValueError) as error:
-            raise ConfigError(f"the settings of the Kafka source: {error}") from error
+            raise ConfigError(f"the settings of the Kafka source: {_explain(error)}") from error
         self._consumer.subscribe(
             list(topics),
             on_assign=self._on_assign,
@@ -593,6 +593,12 @@ class _KafkaClient:
 
 
 REPEATED = "these messages may be delivered again"
+
+
+def _explain(error: Exception) -> str:
+    """Return the words of librdkafka alone, without its codes."""
+    found: Any = error.args[0] if error.args else None
+    return f"{found.str() if hasattr(found, 'str') else error:.300}"
 
 
 def _place(partition: Any) -> Place:

@@ -649,7 +649,10 @@ def test_a_worker_reads_a_topic_by_url(cluster: Cluster, rest: str) -> None:
     [
         ("?topic=orders", "say which group"),
         ("?group=billing", "say which topic"),
-        ("?topic=orders&group=billing&speed=high", "speed"),
+        (
+            "?topic=orders&group=billing&speed=high",
+            'source: No such configuration property: "speed"',
+        ),
         ("?topic=orders&group=billing&group.id=x", "is the Kafka source's own"),
         ("?topic=orders&group=billing&start=later", "'beginning' or 'now'"),
         ("?topic=orders&group=billing&exactly_once=position", "needs positions"),

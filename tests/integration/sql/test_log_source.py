@@ -766,6 +766,16 @@ def test_lag_is_shown_and_a_group_is_removed(log: Engine, capsys: Any) -> None:
         *("orders", "billing"),
         *(3, 1),
     )
+    url = url_of(log, "topic=orders&group=")
+    assert main(["streams", "lag", f"{url}billing", "--max", "2", "--json"]) == 1
+    [same] = json.loads(capsys.readouterr().out)["lags"]
+    assert same | {"behind_seconds": 0} == found | {"behind_seconds": 0}
+    assert main(["streams", "lag", f"{url}shipping"]) == 1
+    assert "no group 'shipping' of topic 'orders'" in capsys.readouterr().err
+    assert main(["streams", "lag", url_of(log, "topic=orders")]) == 2
+    assert "say which group" in capsys.readouterr().err
+    assert main(["streams", "lag", "redis://localhost/0?stream=orders&group=billing"]) == 2
+    assert "--broker" in capsys.readouterr().err
     assert main(["streams", "remove-group", "orders", "billing", "--yes", *database]) == 0
     assert main(["streams", "remove-group", "orders", "billing", "--yes", *database]) == 1
     assert ids(read_some(member(log))) == [f"m-{number}" for number in range(5)]
