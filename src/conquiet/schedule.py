@@ -252,6 +252,46 @@ class Entry(NamedTuple):
     state: State | None
     """None if no process with it has started yet."""
 
+    @property
+    def definition(self) -> str:
+        some = self.schedule or self.state
+        assert some is not None, "one of the two knows it"
+        return some.definition
+
+    @property
+    def status(self) -> str:
+        """Return `new`, `active`, `paused` or `stale`."""
+        if self.schedule is None:
+            return "stale"
+        if self.state is None:
+            return "new"
+        return "paused" if self.state.is_paused else "active"
+
+    @property
+    def is_changed(self) -> bool:
+        """Return whether the store still has the times of another release."""
+        if self.schedule is None or self.state is None:
+            return False
+        return self.schedule.definition != self.state.definition
+
+    @property
+    def next_text(self) -> str | None:
+        """Return the time of the next tick; None if none is planned."""
+        if self.schedule is None or self.state is None:
+            return None
+        return _text(self.state.next_at)
+
+    @property
+    def last_text(self) -> str | None:
+        """Return the time of the last tick; None if there was none."""
+        if self.state is None or self.state.last_at is None:
+            return None
+        return _text(self.state.last_at)
+
+
+def _text(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
 
 class Schedules:
     """The schedules of an app: registers them in its store, writes due ticks, pauses, resumes."""

@@ -6,7 +6,6 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from typing import Any
 
 from conquiet.cli.app import load_app
@@ -47,26 +46,14 @@ def _list(options: Namespace) -> int:
 
 
 def _describe(entry: Any) -> dict[str, Any]:
-    state = entry.state
-    about = "new"
-    if entry.schedule is None:
-        about = "stale"
-    elif state is not None:
-        about = "paused" if state.is_paused else "active"
-        if state.definition != entry.schedule.definition:
-            about += ", changed in code"
     return {
         "name": entry.name,
-        "definition": (entry.schedule or state).definition,
-        "next": None if state is None or entry.schedule is None else _text(state.next_at),
-        "last": None if state is None or state.last_at is None else _text(state.last_at),
+        "definition": entry.definition,
+        "next": entry.next_text,
+        "last": entry.last_text,
         "missed": None if entry.schedule is None else entry.schedule.missed,
-        "state": about,
+        "state": f"{entry.status}, changed in code" if entry.is_changed else entry.status,
     }
-
-
-def _text(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def _pause(options: Namespace) -> int:

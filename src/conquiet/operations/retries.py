@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from conquiet.config import DATABASES
 from conquiet.errors import ConfigError, InvalidMessage, PermanentError
+
+if TYPE_CHECKING:
+    from sqlalchemy import Engine
 
 MAX_ROWS = 100_000
 """How many waiting messages an action looks through for ids."""
@@ -56,7 +59,14 @@ def open_retries(place: str, client: Any = None, group: str = "") -> Retries:
     """
     kind, colon, _ = place.partition(":")
     if colon and kind.partition("+")[0] in DATABASES:
-        return LogRetries(place)
+        from sqlalchemy import NullPool
+
+        from conquiet.sql.log_source import open_log
+        from conquiet.sql.schema import OUTBOX_TABLE
+
+        engine, settings = open_log(place, poolclass=NullPool)
+        table = settings.get("table", OUTBOX_TABLE)
+        return LogRetries(engine, settings["topic"], settings["group"], table)
     if not group:
         raise ConfigError(f"{place}: name the group that reads the stream, as in --group billing")
     return StreamRetries(client, place, group)
@@ -76,17 +86,14 @@ def _moment(seconds: float) -> str:
 class LogRetries:
     """What waits for a group of a log, in the table of retries."""
 
-    def __init__(self, url: str) -> None:
-        from sqlalchemy import NullPool
-
+    def __init__(self, engine: Engine, topic: str, group: str, table: str) -> None:
         from conquiet.sql.log_group import GroupTables
-        from conquiet.sql.log_source import open_log
-        from conquiet.sql.schema import OUTBOX_TABLE
 
-        self._engine, settings = open_log(url, poolclass=NullPool)
-        topic, group = settings["topic"], settings["group"]
         self.name = f"group {group!r} of topic {topic!r}"
-        self._tables = GroupTables(self._engine, settings.get("table", OUTBOX_TABLE), topic, group)
+        self.topic = topic
+        self.group = group
+        self._engine = engine
+        self._tables = GroupTables(engine, table, topic, group)
 
     def list(self, limit: int = 100) -> list[Waiting]:
         from conquiet.sql.dialect import raise_store_errors
@@ -120,6 +127,23 @@ class LogRetries:
         with raise_store_errors(self._engine), begin_to_write(self._engine) as connection:
             changed = change(connection, list(chosen))
         return [id_ for number, id_ in chosen.items() if number in changed]
+
+
+def find_retries(engine: Engine, table: str) -> list[LogRetries]:
+    """Return what waits for each group of a log that has something waiting."""
+    from sqlalchemy import select
+
+    from conquiet.sql.dialect import has_table, raise_store_errors
+    from conquiet.sql.schema import retries_table
+
+    retries = retries_table(table)
+    columns = retries.c.topic, retries.c.consumer_group
+    query = select(*columns).where(retries.c.dead_at.is_(None)).distinct().order_by(*columns)
+    with raise_store_errors(engine), engine.connect() as connection:
+        if not has_table(connection, retries.fullname):
+            return []
+        found = connection.execute(query).all()
+    return [LogRetries(engine, topic, group, table) for topic, group in found]
 
 
 # --- in Redis -------------------------------------------------------------------------------

@@ -211,25 +211,26 @@ def describe(client: Any, name: str) -> StreamInfo:
     raise NotFound(f"stream {name!r}: does not exist; conquiet streams list shows all")
 
 
-def names_of(wire: Wire, pattern: str = "*") -> list[str]:
-    """List names of streams that match a pattern; names that are not UTF-8 are left out."""
+def names_of(wire: Wire, pattern: str = "*", kind: bytes = b"stream") -> list[str]:
+    """List names of streams that match a pattern, or of keys of another kind.
+
+    Names that are not UTF-8 are left out.
+    """
     nodes = [wire.client]
     if wire.is_cluster:
         nodes = [wire.client.get_redis_connection(node) for node in wire.client.get_primaries()]
     found: set[str] = set()
     for each in map(Wire, nodes):
-        for keys in _scan(each, pattern):
+        for keys in _scan(each, pattern, kind):
             found.update(_names(keys))
         each.close()
     return sorted(found)
 
 
-def _scan(wire: Wire, pattern: str) -> Iterator[Sequence[bytes]]:
+def _scan(wire: Wire, pattern: str, kind: bytes) -> Iterator[Sequence[bytes]]:
     at: int | bytes = 0
     while True:
-        at, keys = wire.call(
-            b"", b"SCAN", at, b"MATCH", pattern, b"COUNT", _PAGE, b"TYPE", b"stream"
-        )
+        at, keys = wire.call(b"", b"SCAN", at, b"MATCH", pattern, b"COUNT", _PAGE, b"TYPE", kind)
         yield keys
         if int(at) == 0:
             return

@@ -92,23 +92,29 @@ end
 return removed
 """
 
-# KEYS: sorted set, hash. ARGV: the most events to return.
+# KEYS: sorted set, hash. ARGV: how many to pass over, the most events to return. Returns the time
+# in µs, then id, due time and fields of each.
 _LIST = b"""
-local found = {}
-local members = redis.call('ZRANGE', KEYS[1], 0, ARGV[1] - 1, 'WITHSCORES')
+local time = redis.call('TIME')
+local found = {string.format('%.0f', time[1] * 1000000 + time[2])}
+local members = redis.call('ZRANGE', KEYS[1], ARGV[1], ARGV[1] + ARGV[2] - 1, 'WITHSCORES')
 for place = 1, #members, 2 do
-    local stored = redis.call('HGET', KEYS[2], string.sub(members[place], 17)) or ''
-    found[#found + 1] = {members[place + 1], string.sub(stored, 17)}
+    local field = string.sub(members[place], 17)
+    local stored = redis.call('HGET', KEYS[2], field) or ''
+    found[#found + 1] = {field, members[place + 1], string.sub(stored, 17)}
 end
 return found
 """
 
 
 class Waiting(NamedTuple):
-    """Describes a delayed event: when it is due, and the fields of its entry."""
+    """Describes a delayed event: its id, when it is due, and the fields of its entry."""
 
+    id: str
     due_at: datetime
-    fields: Sequence[bytes]
+    seconds_left: float
+    """By the clock of Redis; negative if it is overdue."""
+    fields: list[bytes]
 
 
 class Delayed:
@@ -135,15 +141,19 @@ class Delayed:
     def cancel(self, id: str) -> tuple[Any, ...]:
         return (b"EVAL", _CANCEL, 2, self.times, self.entries, id)
 
-    def read(self, wire: Wire, limit: int) -> list[Waiting]:
-        """Return the events that wait, the next one first."""
-        found = wire.call(self.times, b"EVAL", _LIST, 2, self.times, self.entries, limit)
+    def read(self, wire: Wire, limit: int, start: int = 0) -> list[Waiting]:
+        """Return the events that wait, the next one first, from the place `start` on."""
+        now, *found = wire.call(
+            self.times, b"EVAL", _LIST, 2, self.times, self.entries, start, limit
+        )
         return [
             Waiting(
-                datetime.fromtimestamp(int(float(due)) / 1_000_000, UTC),
+                field.partition(b"\0")[0].decode(errors="replace"),
+                datetime.fromtimestamp(float(due) / 1_000_000, UTC),
+                (float(due) - int(now)) / 1_000_000,
                 _unpack(stored),
             )
-            for due, stored in found
+            for field, due, stored in found
         ]
 
     def count(self, wire: Wire) -> int:

@@ -27,6 +27,7 @@ from conquiet.web.access import Access, Signer, Token
 from conquiet.web.guard import Guard
 from conquiet.web.pages import (
     interface,
+    later,
     letters,
     login,
     outbox,
@@ -64,11 +65,13 @@ class Dashboard(Starlette):
         hide_payloads: bool = False,
         hosts: Sequence[str] = LOOPBACK,
         public_url: str = "",
-        interface_of: App | None = None,
+        shown: App | None = None,
     ) -> None:
         self.stores = stores
-        self.interface = None if interface_of is None else interface_of.describe()
-        """The AsyncAPI document of an app, if one is shown."""
+        self.shown = shown
+        """The app whose interface and schedules are shown, if there is one."""
+        self.interface = None if shown is None else shown.describe()
+        """Its AsyncAPI document."""
         self.access = access
         self.signer = Signer(access.secret)
         self.read_only = read_only
@@ -79,7 +82,7 @@ class Dashboard(Starlette):
         self.pulse = Pulse(stores)
         self.relays = processes.look_at(stores)
         self.live = Live(SECONDS)
-        pages = (overview, streams, outbox, letters, processes, trace, interface, login)
+        pages = (overview, streams, outbox, later, letters, processes, trace, interface, login)
         super().__init__(
             routes=[
                 *(route for each in pages for route in each.routes(self)),
@@ -136,7 +139,7 @@ def dashboard(
     `database` and `broker` are URLs, or an engine and a Redis client of your own. Without `auth`,
     users sign in by the token of CONQUIET_DASHBOARD_TOKEN, else by a new one that is printed on
     stderr. `allowed_hosts` are the names under which it is reached, besides those of loopback.
-    `app` is an `App` whose interface is shown.
+    `app` is an `App` whose interface and schedules are shown.
     """
     return Dashboard(
         Stores(
@@ -152,7 +155,7 @@ def dashboard(
         hide_payloads=hide_payloads,
         hosts=(*LOOPBACK, *allowed_hosts),
         public_url=public_url,
-        interface_of=app,
+        shown=app,
     )
 
 

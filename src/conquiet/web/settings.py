@@ -101,7 +101,7 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     _own(
         "app", f"{_P}APP", "", _text, "module:name of an App",
-        "an app whose interface to show; its module is imported",
+        "an app whose interface and schedules to show; its module is imported",
     ),
 )  # fmt: skip
 

@@ -26,6 +26,7 @@ PAGES = (
     ("/", "Overview"),
     ("/streams", "Streams"),
     ("/outbox", "Outbox"),
+    ("/later", "Later"),
     ("/dead-letters", "Dead letters"),
     ("/processes", "Processes"),
     ("/trace", "Trace"),

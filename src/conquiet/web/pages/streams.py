@@ -9,13 +9,10 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from conquiet.errors import NotFound, StoreError
-from conquiet.web.forms import Form, Note, action, go, link, read_entry_id, read_query
+from conquiet.web.forms import link, read_entry_id, read_query
 from conquiet.web.template import fragment, page
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from conquiet.operations.retries import Retries
     from conquiet.web.app import Dashboard
 
 _PAGE = 50
@@ -29,8 +26,6 @@ def routes(app: Dashboard) -> list[BaseRoute]:
         Route("/live/streams", app.live.endpoint(_part)),
         Route("/stream", _stream),
         Route("/group", _group),
-        Route("/retries/now", action(_now), methods=["POST"]),
-        Route("/retries/never", action(_never), methods=["POST"]),
         Route("/entry", _entry),
     ]
 
@@ -110,29 +105,6 @@ def _group(request: Request) -> Response:
         newer=rows[_PAGE - 1].id if len(rows) > _PAGE else "",
         waiting=open_retries(name, client, group_name).list(_PAGE),
     )
-
-
-def _now(request: Request, form: Form) -> Response:
-    retries = _retries_of(request, form)
-    return _report(request, form, retries.now([form.get("id", "")]), "is tried now")
-
-
-def _never(request: Request, form: Form) -> Response:
-    retries = _retries_of(request, form)
-    return _report(request, form, retries.never([form.get("id", "")]), "is a dead letter now")
-
-
-def _retries_of(request: Request, form: Form) -> Retries:
-    from conquiet.operations.retries import open_retries
-
-    app: Dashboard = request.app
-    return open_retries(form.get("stream", ""), app.stores.client, form.get("group", ""))
-
-
-def _report(request: Request, form: Form, done: Sequence[str], what: str) -> Response:
-    text = f"The message {what}." if done else "It does not wait any more; nothing was done."
-    back = link(request, "/group", stream=form.get("stream", ""), name=form.get("group", ""))
-    return go(request, back, Note(text, not done))
 
 
 def _entry(request: Request) -> Response:

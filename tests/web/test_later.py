@@ -1,0 +1,140 @@
+"""What waits for its time: delayed events, retries of a log, schedules; and their buttons."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from sqlalchemy import text
+
+from conquiet import App, Message
+from conquiet.errors import TryLater
+from conquiet.redis import Outbox as RedisOutbox
+from conquiet.sql import LogSource, Outbox
+from tests.web.browsing import Browser
+from tests.web.test_actions import form_of
+from tests.web.test_pages import text_of
+
+HOUR = timedelta(hours=1)
+
+
+def event(id_: str, type_: str = "payment.due") -> Message[Any]:
+    return Message({"order": id_}, {"id": id_, "type": type_, "source": "/shop", "subject": "c-1"})
+
+
+@pytest.fixture
+def delayed(shop) -> None:
+    with shop.engine.begin() as transaction:
+        Outbox("orders").add(transaction, [event("d-1"), event("d-2", "<late>")], after=HOUR)
+    with shop.client.pipeline() as pipe:
+        RedisOutbox("mails", "conquiet:outbox:shop").add(pipe, [event("r-1")], after=HOUR)
+        pipe.execute()
+
+
+def test_nothing_that_waits_is_said(client, shop) -> None:
+    found = text_of(client.get("/later"))
+    assert "Nothing is delayed." in found
+    assert "Nothing in the database waits for a later try." in found
+    assert "--app shop:app" in found
+
+
+def test_delayed_events_are_shown_with_their_time(client, delayed) -> None:
+    found = text_of(client.get("/later"))
+    assert "2 in table outbox" in found
+    assert "1 in stream conquiet:outbox:shop" in found
+    assert "d-2 &lt;late&gt; orders c-1 20" in found
+    assert "r-1 payment.due mails c-1 20" in found
+    assert "59 min 5" in found
+
+
+def test_delayed_events_are_found_by_type_and_id(client, delayed) -> None:
+    found = text_of(client.get("/later", params={"type": "payment.*"}))
+    assert "2 in table outbox, 1 shown" in found
+    assert "d-2" not in found
+    found = text_of(client.get("/later", params={"id": "r-1"}))
+    assert "None of 2 in table outbox fits." in found
+    assert "r-1 payment.due" in found
+
+
+@pytest.mark.parametrize(("id_", "stream"), [("d-1", ""), ("r-1", "conquiet:outbox:shop")])
+def test_cancelling_asks_first_and_says_if_it_is_too_late(client, delayed, id_, stream) -> None:
+    page = client.get("/later/cancel", params={"id": id_, "stream": stream})
+    assert f"Cancel the delayed event {id_}?" in page.text
+    assert f"{id_} payment.due" in text_of(client.get("/later"))
+    form = form_of(page, "/later/cancel")
+    done = text_of(client.post("/later/cancel", data=form))
+    assert f"{id_} is cancelled." in done
+    assert f"{id_} payment.due" not in done
+    assert "too late" in text_of(client.post("/later/cancel", data=form))
+
+
+def test_retries_of_a_log_are_tried_now_or_never(client, shop) -> None:
+    shop.write(2)
+    with closing(LogSource(shop.engine, "orders", "billing")) as source:
+        source.allow_delays(2, ordered=False)
+        first, second = source.read(10, 5.0)
+        for message in (first, second):
+            message.nack(TryLater(3_600, ValueError("no <stock>")))
+        page = client.get("/later")
+        found = text_of(page)
+        assert "Group billing of topic orders" in found
+        assert f"{first.id} order.placed 20" in found
+        assert "1 ValueError: no &lt;stock&gt;" in found
+        done = client.post("/retries/now", data=form_of(page, "/retries/now"))
+        assert "The message is tried now." in done.text
+        [again] = source.read(10, 30.0)
+        assert (again.id, again.deliveries) == (first.id, 2)
+        again.ack()
+        page = client.get("/later")
+        form = form_of(page, "/retries/never")
+        assert "is a dead letter now" in client.post("/retries/never", data=form).text
+        assert "nothing was done" in client.post("/retries/never", data=form).text
+    with shop.engine.connect() as connection:
+        query = text("SELECT count(dead_at) FROM outbox_retries")
+        assert connection.execute(query).scalar_one() == 1
+
+
+@pytest.fixture(params=["sqlite", "redis"])
+def app(request, shop):
+    made = App("shop", shop.database if request.param == "sqlite" else shop.redis)
+
+    @made.every(hours=1, name="<rates>")
+    def fetch_rates() -> None: ...
+
+    yield made
+    made.store.close()
+
+
+def test_schedules_are_shown_paused_resumed_and_run(make, app) -> None:
+    client = Browser(make(app=app))
+    assert "&lt;rates&gt; every 3600 s new" in text_of(client.get("/later"))
+
+    def act(verb: str) -> str:
+        form = form_of(client.get("/later"), f"/schedules/{verb}")
+        return text_of(client.post(f"/schedules/{verb}", data=form))
+
+    assert "&lt;rates&gt; is paused." in act("pause")
+    assert "every 3600 s paused 20" in text_of(client.get("/later"))
+    assert "&lt;rates&gt; is active." in act("resume")
+    assert "every 3600 s active 20" in text_of(client.get("/later"))
+    assert "is in the log; a worker of the app handles it." in act("run")
+    unknown = {**form_of(client.get("/later"), "/schedules/run"), "name": "other"}
+    assert client.post("/schedules/run", data=unknown).status_code == 404
+
+
+def test_a_stale_schedule_has_no_buttons(make, app, shop) -> None:
+    app.schedules.register()
+    later = App("shop", shop.redis if "redis:" in repr(app.store) else shop.database)
+    text_ = text_of(Browser(make(app=later)).get("/later"))
+    assert "&lt;rates&gt; every 3600 s stale" in text_
+    assert "conquiet schedule forget" in text_
+    later.store.close()
+
+
+def test_a_store_that_is_out_of_reach_leaves_the_others(make, shop, delayed) -> None:
+    client = Browser(make(broker="redis://127.0.0.1:1/0"))
+    found = text_of(client.get("/later"))
+    assert "Redis does not answer" in found
+    assert "2 in table outbox" in found
