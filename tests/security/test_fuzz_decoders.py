@@ -100,7 +100,7 @@ def test_entries_of_streams(found) -> None:
 
 
 class _Stream:
-    name = topic = "orders"
+    name = origin = topic = "orders"
     decode = staticmethod(from_fields)
 
 

@@ -53,7 +53,7 @@ def plan(engine: Engine, statement: str, given: Any = ()) -> tuple[set[str], set
     with engine.connect() as connection:
         driver = connection.connection.driver_connection
         assert driver is not None
-        driver.execute(LAYOUT.setting)
+        driver.execute(LAYOUT.setting("outbox_events"))
         found = driver.execute("EXPLAIN (FORMAT JSON) " + statement, given).fetchone()[0]
     document = found if isinstance(found, list) else json.loads(found)
     indexes, kinds, pending = set(), set(), [document[0]["Plan"]]

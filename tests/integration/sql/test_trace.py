@@ -11,13 +11,13 @@ from sqlalchemy import Engine, event, text
 from conquiet import Router
 from conquiet.acking import Acking
 from conquiet.message import Message
-from conquiet.sql import Inbox, Outbox, Transaction, connection
+from conquiet.sql import Inbox, Outbox, Transaction, connection, statement_queue
 from conquiet.testing import message
 
 
 @pytest.fixture
 def steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What happens, in order: statements by SQLAlchemy and by the driver, and the end."""
+    """What happens, in order: statements by SQLAlchemy, by the driver and by libpq."""
     noted: list[str] = []
 
     def note(statement: Any) -> None:
@@ -30,14 +30,22 @@ def steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         note(query)
         return execute(self, query, *arguments, **options)
 
+    send = statement_queue.Exchange._send
+
+    def noting_send(self: Any, statements: Any) -> Any:
+        found = list(statements)
+        for one in found:
+            note(one.text.decode())
+        return send(self, found)
+
     if engine.name == "postgresql":
         monkeypatch.setattr(psycopg.Cursor, "execute", noting_execute)
-        event.listen(engine, "begin", lambda c: noted.append("BEGIN"))
+        monkeypatch.setattr(statement_queue.Exchange, "_send", noting_send)
     else:
         event.listen(
             engine, "before_cursor_execute", lambda c, cursor, statement, p, x, m: note(statement)
         )
-    event.listen(engine, "commit", lambda c: noted.append("COMMIT"))
+        event.listen(engine, "commit", lambda c: noted.append("COMMIT"))
     event.listen(engine, "rollback", lambda c: noted.append("ROLLBACK"))
     return noted
 
