@@ -17,6 +17,7 @@ import pytest
 from sqlalchemy import AsyncAdaptedQueuePool, Engine, event, text
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy.orm import Session
 
 from conquiet import Message, Router, Worker
 from conquiet.acking import settle
@@ -33,6 +34,7 @@ from conquiet.sql import (
     Transaction,
     async_connection,
     connection,
+    log_source,
     schema,
 )
 from conquiet.sql import engine as make_engine
@@ -620,6 +622,26 @@ def test_after_a_restore_into_another_cluster_positions_beyond_its_end_are_repor
         opened.execute(text(page.partition("```sql\n")[2].partition("```")[0]))
     sent = publish(log, make_messages(2, "new"))
     assert ids(read_some(member(log))) == sent
+
+
+def test_a_waiting_member_is_woken_by_a_write(log: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_source, "_BEAT_SECONDS", 600.0)
+    source = member(log, poll=600.0, lease=3600.0)
+    for _ in range(2):  # it has its partitions, and listens
+        assert not source.read(1, 0.05)
+    is_waiting, wait = threading.Event(), source._wakeup.wait
+    monkeypatch.setattr(source._wakeup, "wait", lambda left: is_waiting.set() or wait(left))
+    found: list[Message[bytes]] = []
+    threading.Thread(target=lambda: found.extend(source.read(10, 600.0)), daemon=True).start()
+    assert is_waiting.wait(60)
+
+    def write_in_session() -> None:
+        with Session(log) as session, session.begin():
+            Outbox("orders").add(session, make_messages(1))
+
+    # Again and again: a transaction of another test may keep the end of the log below the first.
+    eventually(lambda: write_in_session() or found, timeout=60, interval=0.2)
+    assert set(ids(found)) == {"m-0"}
 
 
 def test_other_topics_are_passed_and_their_rows_are_not_read_again(log: Engine) -> None:
