@@ -315,6 +315,13 @@ def the_command_describes_the_app() -> None:
     assert {"send_parcel", "send.parcel.sent"} <= set(document["operations"])
 
 
+def the_command_knows_schedules() -> None:
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        call_command("conquiet", "schedule", "list")
+    assert "the app has no schedules" in printed.getvalue()
+
+
 def the_admin_shows_dead_letters_and_replays_them() -> None:
     faults = [PermanentError("the printer is on fire")]
 

@@ -16,6 +16,7 @@ from tests.waiting import eventually
 
 from conquiet import Message
 from conquiet.cli import main
+from conquiet.redis import Outbox as RedisOutbox
 from conquiet.redis import StreamSink
 
 
@@ -139,3 +140,30 @@ def test_a_router_works_from_stream_to_stream(
     finally:
         process.terminate()
         assert process.wait(timeout=60) == 0
+
+
+def test_delayed_events_of_an_outbox_in_redis_are_listed_and_cancelled(
+    redis_url: str, redis_client, capsys
+) -> None:
+    at = ["--broker", redis_url]
+    for stream, id_, seconds in (("one", "e-1", 7200), ("outbox:{two}", "e-2", 3600)):
+        event = Message(b"{}", {"id": id_, "type": "remind", "source": "/s"})
+        with redis_client.pipeline() as pipe:
+            RedisOutbox("orders", stream).add(pipe, [event], after=seconds)
+            pipe.execute()
+    assert main(["outbox", "list", "--delayed", *at, "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [item["event_id"] for item in listed] == ["e-2", "e-1"]
+    assert 3500 < listed[0]["seconds_left"] <= 3600
+    assert main(["outbox", "list", "--delayed", *at, "--limit", "1", "--type", "rem*"]) == 0
+    assert "e-1" not in capsys.readouterr().out
+    assert main(["outbox", "cancel", "e-1", "e-2", "e-3", "--yes", *at]) == 1
+    said = capsys.readouterr()
+    assert said.out == "e-1 is cancelled\ne-2 is cancelled\n"
+    assert "e-3: no event of this id waits" in said.err
+    assert main(["outbox", "list", "--delayed", *at]) == 0
+    assert capsys.readouterr().out == "nothing is delayed\n"
+    assert redis_client.keys("conquiet:delayed:*") == []
+    assert main(["outbox", "list", *at]) == 2
+    assert "--delayed" in capsys.readouterr().err
+    assert main(["outbox", "list", "--delayed", *at, "--table", "outbox"]) == 2

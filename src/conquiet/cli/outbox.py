@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from conquiet.cli.options import (
     Reached,
     Verb,
+    add_broker,
     add_database,
     add_group,
     add_verb,
@@ -22,6 +23,7 @@ from conquiet.cli.options import (
     count,
     database_at,
     database_url,
+    redis_at,
     search_here,
 )
 from conquiet.cli.progress import Progress
@@ -72,6 +74,8 @@ def register(commands: Any, common: ArgumentParser) -> None:
         )
     _, listed, show, cancel, retry, prune = rows
     _add_search(listed)
+    for parser in (listed, cancel):
+        add_broker(parser, "the Redis of outboxes there, in place of a database: delayed events")
     cancel.add_argument("ids", nargs="+", metavar="ID", help="ids of delayed events")
     add_yes(cancel)
     show.add_argument("id", metavar="ID", help="id of the event, or of the row")
@@ -291,6 +295,8 @@ def _status(options: Namespace) -> int:
 def _list(options: Namespace) -> int:
     if options.delayed:
         return _list_delayed(options)
+    if options.broker:
+        raise ConfigError("--broker: of an outbox in Redis, delayed events are listed: --delayed")
     with _inspection(options) as inspection:
         from conquiet.relay.inspection import Search
 
@@ -317,8 +323,9 @@ def _list(options: Namespace) -> int:
 
 
 def _list_delayed(options: Namespace) -> int:
-    with _inspection(options) as inspection:
-        entries = inspection.delayed(options.limit, type=options.type)
+    with _delayed(options) as outboxes:
+        found = [item for one in outboxes for item in one.delayed(options.limit, type=options.type)]
+    entries = sorted(found, key=lambda item: item.seconds_left)[: options.limit]
     if options.json:
         print_json([asdict(entry) for entry in entries])
         return OK
@@ -340,10 +347,12 @@ def _duration(seconds: float) -> str:
 def _cancel(options: Namespace) -> int:
     if not confirm(f"delete {len(set(options.ids))} delayed events", options.yes):
         return FAILED
-    with _inspection(options) as inspection:
-        done = inspection.cancel(options.ids)
-        late = {id_: inspection.show(id_) for id_ in dict.fromkeys(options.ids) if id_ not in done}
-    answers = {id_: None if found is None else found[0] for id_, found in late.items()}
+    with _delayed(options) as outboxes:
+        done = sorted({id_ for one in outboxes for id_ in one.cancel(options.ids)})
+        late = [id_ for id_ in dict.fromkeys(options.ids) if id_ not in done]
+        # Redis forgets what a relay has published.
+        found = {id_: None if options.broker else outboxes[0].show(id_) for id_ in late}
+    answers = {id_: None if row is None else row[0] for id_, row in found.items()}
     if options.json:
         reasons = {id_: "unknown" if row is None else row.state for id_, row in answers.items()}
         print_json({"cancelled": done, "too_late": reasons})
@@ -351,7 +360,9 @@ def _cancel(options: Namespace) -> int:
     for id_ in done:
         print(in_one_row(f"{id_} is cancelled"))
     for id_, row in answers.items():
-        if row is None:
+        if options.broker:
+            why = "no event of this id waits: it was published, cancelled, or never written"
+        elif row is None:
             why = "no event of this id waits or was published: never written, cancelled, or pruned"
         elif row.published_at:
             why = f"too late, it was published at {row.published_at}"
@@ -416,6 +427,21 @@ def _prune(options: Namespace) -> int:
     else:
         print(f"{removed} published rows removed")
     return OK
+
+
+@contextmanager
+def _delayed(options: Namespace) -> Iterator[Sequence[Any]]:
+    """Open what holds delayed events: a table, or all outboxes of a Redis."""
+    if not options.broker:
+        with _inspection(options) as inspection:
+            yield [inspection]
+        return
+    if options.database or options.table:
+        raise ConfigError("--broker or --database: give one of them; --table is of a database")
+    with redis_at(options.broker) as client:
+        from conquiet.operations.delayed import find_delayed
+
+        yield find_delayed(client)
 
 
 @contextmanager
@@ -491,6 +517,7 @@ _ROW_VERBS = (
         "delete delayed events that are not due yet; says so if it is too late",
         (
             "conquiet outbox list --delayed",
+            "conquiet outbox list --delayed --broker redis://localhost:6379/0",
             "conquiet outbox cancel 0197f6c1-5f5e-7a53-9d0c-9d6f1f0b6a11 --yes",
         ),
         "0 cancelled, 1 too late, no such event or not confirmed, 2 wrong usage",

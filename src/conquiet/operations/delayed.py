@@ -46,7 +46,7 @@ class DelayedStream:
         self._delayed = Delayed(stream)
         self.name = stream
 
-    def list(self, limit: int = 50, *, type: str = "", id: str = "") -> Sequence[DelayedEntry]:
+    def delayed(self, limit: int = 50, *, type: str = "", id: str = "") -> list[DelayedEntry]:
         """Return events that wait until they are due, the next one first; * in `type` matches any.
 
         A search looks through the first 100,000.
@@ -68,11 +68,11 @@ class DelayedStream:
                 if len(found) < page:
                     return
 
-    def count(self) -> int:
+    def count_delayed(self) -> int:
         with open_wire(self._client, f"outbox {self.name!r}") as wire:
             return self._delayed.count(wire)
 
-    def cancel(self, ids: Sequence[str]) -> Sequence[str]:
+    def cancel(self, ids: Sequence[str]) -> list[str]:
         """Delete events by their ids; return the ids of those that still waited."""
         with open_wire(self._client, f"outbox {self.name!r}") as wire:
             return [

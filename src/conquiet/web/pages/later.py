@@ -16,8 +16,9 @@ from conquiet.web.forms import Form, Note, action, go, link, read_query
 from conquiet.web.template import page
 
 if TYPE_CHECKING:
+    from conquiet.operations.delayed import DelayedStream
     from conquiet.operations.retries import Retries
-    from conquiet.relay.inspection import DelayedEntry
+    from conquiet.relay.inspection import DelayedEntry, Inspection
     from conquiet.schedule import Schedules
     from conquiet.web.app import Dashboard
 
@@ -68,7 +69,7 @@ def _later(request: Request) -> Response:
     delayed: list[Delayed] = []
     waiting: list[Any] = []
     if app.stores.has_database:
-        delayed += read(lambda: [_read_table(app, type_, id_)])
+        delayed += read(lambda: _read_table(app, type_, id_))
         waiting = read(lambda: _read_retries(app))
     if app.stores.has_broker:
         delayed += read(lambda: _read_streams(app, type_, id_))
@@ -90,20 +91,23 @@ def _later(request: Request) -> Response:
 # --- delayed events -------------------------------------------------------------------------
 
 
-def _read_table(app: Dashboard, type_: str, id_: str) -> Delayed:
+def _read_table(app: Dashboard, type_: str, id_: str) -> list[Delayed]:
     outbox = app.stores.outbox
-    events = outbox.delayed(_PAGE, type=type_, id=id_)
-    return Delayed(f"table {outbox.name}", "", outbox.count_delayed(), events)
+    return [_read(outbox, f"table {outbox.name}", "", type_, id_)]
 
 
 def _read_streams(app: Dashboard, type_: str, id_: str) -> list[Delayed]:
     client = app.stores.client
     from conquiet.operations.delayed import find_delayed
 
-    return [
-        Delayed(f"stream {one.name}", one.name, one.count(), one.list(_PAGE, type=type_, id=id_))
-        for one in find_delayed(client)
-    ]
+    return [_read(one, f"stream {one.name}", one.name, type_, id_) for one in find_delayed(client)]
+
+
+def _read(
+    outbox: Inspection | DelayedStream, name: str, stream: str, type_: str, id_: str
+) -> Delayed:
+    events = outbox.delayed(_PAGE, type=type_, id=id_)
+    return Delayed(name, stream, outbox.count_delayed(), events)
 
 
 def _ask_cancel(request: Request) -> Response:

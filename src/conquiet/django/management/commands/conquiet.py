@@ -1,4 +1,4 @@
-"""`manage.py conquiet`: run or describe the app that the settings name."""
+"""`manage.py conquiet`: run or describe the app that the settings name, and its schedules."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from conquiet.cli import main
 from conquiet.django.app import find_app
 from conquiet.errors import ConfigError
 
-_COMMANDS = {"run": ("run",), "describe": ("app", "describe")}
+_COMMANDS = {"run": ("run",), "describe": ("app", "describe"), "schedule": ("schedule",)}
 
 
 class Command(BaseCommand):  # type: ignore[misc]  # Django has no types
     help = (
         "run: worker and relay of CONQUIET_APP, as `conquiet run`, until a signal comes;"
-        " describe: what it receives and sends, as `conquiet app describe`."
+        " describe: what it receives and sends, as `conquiet app describe`;"
+        " schedule list|pause|resume|run|forget: its schedules, as `conquiet schedule`."
     )
 
     def add_arguments(self, parser: ArgumentParser) -> None:
@@ -31,6 +32,8 @@ class Command(BaseCommand):  # type: ignore[misc]  # Django has no types
             find_app()
         except ConfigError as error:
             raise CommandError(str(error)) from error
-        code = main([*_COMMANDS[command], settings.CONQUIET_APP, *options])
+        verbs = options[: command == "schedule"]  # it comes before the app
+        rest = options[len(verbs) :]
+        code = main([*_COMMANDS[command], *verbs, settings.CONQUIET_APP, *rest])
         if code:
             sys.exit(code)
