@@ -208,16 +208,19 @@ class SqlStore(Store):
         return Provider(lambda: async_session(self.sessions), Form.ASYNC_CONTEXT)
 
     def publish(self, messages: Sequence[Message[Any]]) -> None:
+        self._publish(messages, self.outbox.table.fullname)
+
+    def _publish(self, messages: Sequence[Message[Any]], table: str) -> None:
         from conquiet.sql.dialect import begin_to_write, raise_store_errors
         from conquiet.sql.notification import notify_relays
 
         engine = self.log_engine
         with raise_store_errors(engine), begin_to_write(engine) as connection:
             self.outbox.add(connection, messages)
-        notify_relays(engine, self.outbox.table.fullname)
+        notify_relays(engine, table)
 
     def delay(self, messages: Sequence[Message[Any]]) -> None:
-        self.publish(messages)  # into the outbox, which holds them
+        self._publish(messages, self.outbox.delayed.fullname)  # the outbox holds them
 
     def cancel(self, id: str) -> bool:
         from conquiet.sql.dialect import begin_to_write, raise_store_errors

@@ -125,9 +125,9 @@ class Store(BaseStore):
                 self._log = SqlStore(_open_engine(self.using), self._name, None)
             return self._log
 
-    def _notify(self) -> None:
+    def _notify(self, table: str) -> None:
         if connections[self.using].vendor != "sqlite":  # a reader sees the change of the file
-            notify_relays(self.log.log_engine)
+            notify_relays(self.log.log_engine, table)
 
     def find(self, kind: Any, is_async: bool) -> Provider | None:
         return None

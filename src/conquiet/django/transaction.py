@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from django.db import connections
@@ -104,10 +105,13 @@ class Inbox(inbox.Inbox):
 
 
 class Outbox(outbox.Outbox):
-    """Middleware: stores events by Django's connection; `committed` is called after the commit."""
+    """Middleware: stores events by Django's connection; `committed` is called after the commit.
+
+    It is given each table that was written.
+    """
 
     def __init__(
-        self, topic: str, using: str, source: str, committed: Callable[[], object]
+        self, topic: str, using: str, source: str, committed: Callable[[str], object]
     ) -> None:
         super().__init__(topic, source=source)
         self.using = using
@@ -118,8 +122,8 @@ class Outbox(outbox.Outbox):
         for statement in statements:
             with self._name_missing_table(statement):
                 _execute(self.using, statement)
-        if statements:
-            django_transaction.on_commit(self._committed, self.using, robust=True)
+            committed = partial(self._committed, statement.table)
+            django_transaction.on_commit(committed, self.using, robust=True)
 
 
 def check_vendor(using: str) -> str:

@@ -164,12 +164,12 @@ class LogSource:
         self._reader = self.engine
         if dialect.is_postgresql(self.engine.dialect):  # no round trips of BEGIN and ROLLBACK
             self._reader = self.engine.execution_options(isolation_level="AUTOCOMMIT")
-        self._promoter = Promoter(self.engine, table)
         self._asked_partitions = partitions
         self._backoff = backoff
         self._delays_hold_keys = True
         self._max_backoff = max_backoff
         self._wakeup: Wakeup = wakeup_of(self.engine, outbox_table(table).fullname, enabled=wakeup)
+        self._promoter = Promoter(self.engine, table, self._wakeup.look)
         self._held: dict[int, Tenure] = {}
         self._returned: list[Delivery] = []
         """Messages that were given back, in the order of the log."""

@@ -2,6 +2,7 @@
 
     writer:  COMMIT ──▶ notify_relays(engine) ──▶ [at most one NOTIFY per interval, in a thread]
     relay:   wait(seconds) ◀── LISTEN on a connection of its own, or PRAGMA data_version
+             look()        ◀── the same, of the table of delayed events, without waiting
 
 A NOTIFY inside the writing transaction serializes commits. So a thread sends it after the commit,
 once for all rows written since the last one. A notification is a hint and may be lost: the relay
@@ -29,7 +30,7 @@ from sqlalchemy.orm import Session
 from conquiet import bridge
 from conquiet.backoff import Backoff
 from conquiet.sql import dialect
-from conquiet.sql.schema import OUTBOX_TABLE, split_name
+from conquiet.sql.schema import OUTBOX_TABLE, delayed_table, split_name
 
 logger = logging.getLogger("conquiet.relay")
 
@@ -47,6 +48,9 @@ class Wakeup(Protocol):
 
     def wait(self, seconds: float) -> bool:
         """Return True if there may be new rows; False after `seconds` or `close`."""
+
+    def look(self) -> bool:
+        """Return, at once, whether delayed events were announced since the last call."""
 
     def close(self) -> None:
         """End the current wait and every later one at once."""
@@ -69,6 +73,9 @@ class Timer:
 
     def wait(self, seconds: float) -> bool:
         self._closed.wait(seconds)
+        return False
+
+    def look(self) -> bool:
         return False
 
     def close(self) -> None:
@@ -98,6 +105,9 @@ class Watcher:
                 break
             self._closed.wait(min(left, _LOOK_SECONDS))
         return False
+
+    def look(self) -> bool:
+        return True
 
     def _current_version(self) -> int | None:
         with self._lock:
@@ -129,6 +139,10 @@ class Listener:
     def __init__(self, engine: Engine, table: str) -> None:
         self._engine = engine
         self._channel = channel(table)
+        self._later = channel(delayed_table(table).fullname)
+        self._is_notified = False
+        """Whether `look` has taken notifications, so that the next wait must not wait for them."""
+        self._may_be_later = True
         self._lock = threading.Lock()
         self._connection: Any = None
         self._retries = Backoff(first=0.5, cap=30.0)
@@ -143,13 +157,30 @@ class Listener:
                 return False
             if self._connection is None and time.monotonic() >= self._retry_at and self._listen():
                 return True  # rows written before LISTEN were not announced
-            return self._wait(seconds)
+            is_notified, self._is_notified = self._is_notified, False
+            return is_notified or self._wait(seconds)
+
+    def look(self) -> bool:
+        if not self._lock.acquire(blocking=False):  # another thread waits
+            return False
+        try:
+            if self._closed:
+                return False
+            if self._connection is None and time.monotonic() >= self._retry_at:
+                self._listen()
+            if self._connection is not None:
+                self._is_notified = self._wait(0) or self._is_notified
+            found, self._may_be_later = self._may_be_later, False
+            return found
+        finally:
+            self._lock.release()
 
     def _listen(self) -> bool:
         try:
             self._connection = _connect(self._engine.pool)
             self._connection.autocommit = True
-            self._connection.execute(f'LISTEN "{self._channel}"')
+            for name in (self._channel, self._later):
+                self._connection.execute(f'LISTEN "{name}"')
         except (SQLAlchemyError, self._engine.dialect.loaded_dbapi.Error) as error:
             wait = self._retries.next()
             self._retry_at = time.monotonic() + wait
@@ -157,6 +188,7 @@ class Listener:
             self._disconnect()
             return False
         self._retries.reset()
+        self._may_be_later = True
         return True
 
     def _wait(self, seconds: float) -> bool:
@@ -170,11 +202,13 @@ class Listener:
             return False
         try:
             # Take all pending notifications: a hundred of them are one reason to poll.
-            return len(list(connection.notifies(timeout=0))) > 0
+            channels = {notified.channel for notified in connection.notifies(timeout=0)}
         except self._engine.dialect.loaded_dbapi.Error as error:
             logger.warning("the LISTEN connection was lost, polling: %s", error)
             self._disconnect()
             return False
+        self._may_be_later |= self._later in channels
+        return len(channels) > 0
 
     def close(self) -> None:
         with self._closing:  # the waiting thread and another may close it at the same time

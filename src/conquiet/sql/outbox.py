@@ -88,10 +88,11 @@ class Outbox(outbox.Outbox):
         if later:
             unit.use_table(self.delayed.fullname)
             handle.execute(unit.connection, self._insert_delayed(later))
+            unit.note_write(self.delayed.fullname if self.notify else None)
         if now:
             unit.use_table(self.table.fullname)
             handle.execute_with_commit(unit.connection, self._insert(now))
-        unit.note_write(self.table.fullname if self.notify else None)
+            unit.note_write(self.table.fullname if self.notify else None)
 
     @overload
     def add(
@@ -147,8 +148,8 @@ class Outbox(outbox.Outbox):
         for statement in statements:
             with self._name_missing_table(statement):
                 handle.run(transaction, statement)
-        if statements:
-            self._notify(transaction)
+        for statement in statements:
+            self._notify(transaction, statement.table)
         return ids
 
     async def _add_async(
@@ -157,8 +158,8 @@ class Outbox(outbox.Outbox):
         for statement in statements:
             with self._name_missing_table(statement):
                 await handle.run_async(transaction, statement)
-        if statements:
-            self._notify(transaction)
+        for statement in statements:
+            self._notify(transaction, statement.table)
         return ids
 
     @overload
@@ -197,11 +198,11 @@ class Outbox(outbox.Outbox):
                 " create it: conquiet outbox migrate"
             ) from error
 
-    def _notify(self, transaction: Any) -> None:
+    def _notify(self, transaction: Any, filled: str) -> None:
         """Notify relays after the commit, where it can be seen."""
         session = getattr(transaction, "sync_session", transaction)
         bind = session.bind if isinstance(session, Session) else session
-        table = self.table.fullname if self.notify else None
+        table = filled if self.notify else None
         if isinstance(bind, TransactionConnection):
             bind.unit.note_write(table)
         elif isinstance(session, Session) and table is not None:

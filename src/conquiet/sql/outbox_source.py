@@ -64,7 +64,7 @@ class TableSource(ABC):
         poll: float,
         wakeup: bool,
         hold: float,
-        promoter: Promoter | None = None,
+        promotes: bool = False,
     ) -> None:
         for name, seconds in (("poll", poll), ("hold", hold)):
             if not seconds > 0:
@@ -79,8 +79,10 @@ class TableSource(ABC):
         """How many settlements came after their claim had ended, and were ignored."""
         self.backoff = RowBackoff(by_key=ordered)
         self._claimer = self._claimer_of(layout)
-        self._promoter = promoter
         self._wakeup: Wakeup = wakeup_of(self.engine, self.table.fullname, enabled=wakeup)
+        self._promoter: Promoter | None = None
+        if promotes:
+            self._promoter = Promoter(self.engine, self.table.fullname, self._wakeup.look)
         self._claims: set[Claim] = set()
         self._lock = threading.Lock()
         self._closed = False
@@ -346,7 +348,7 @@ class OutboxSource(TableSource):
             poll=poll,
             wakeup=wakeup,
             hold=hold,
-            promoter=Promoter(engine, table),
+            promotes=True,
         )
 
     def log_fields(self, row: OutboxRow) -> dict[str, str]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, Engine, text
@@ -29,8 +29,9 @@ from conquiet.sql.schema import LOCK, OUTBOX_TABLE, delayed_table, outbox_table
 logger = logging.getLogger("conquiet.relay")
 
 LOOK_SECONDS = 0.02
-"""How often a busy reader looks for delayed events that were written since; an idle one looks
-whenever it is woken, or polls."""
+"""How often a reader looks for delayed events at most, unless it knows that one is due."""
+POLL_SECONDS = 0.5
+"""How often it looks on PostgreSQL if it was not notified of any; SQLite is asked in 20 µs."""
 SHORTEST_SECONDS = 0.005
 """The least time between two promotions, unless more are due than one of them moves."""
 BATCH_SIZE = 200
@@ -90,7 +91,13 @@ class Promotion(NamedTuple):
 class Promoter:
     """Promotes the delayed events of one outbox for one of its readers, and knows the next time."""
 
-    def __init__(self, engine: Engine, table: str = OUTBOX_TABLE) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        table: str = OUTBOX_TABLE,
+        was_notified: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Take `was_notified`, which says whether events were delayed since its last call."""
         self._engine = self._writer = engine
         self._table = outbox_table(table).fullname
         self._delayed = delayed_table(table)
@@ -107,7 +114,8 @@ class Promoter:
         if not self._is_sqlite:  # one statement: no round trips of BEGIN and COMMIT
             self._writer = engine.execution_options(isolation_level="AUTOCOMMIT")
         self._exists = False
-        self._look_at = 0.0
+        self._was_notified = was_notified
+        self._looked_at = -math.inf
         self._next_at = math.inf
         self.promoted = 0
         """How many events it has moved into the outbox."""
@@ -123,15 +131,15 @@ class Promoter:
         must not wait for it.
         """
         now = time.monotonic()
-        if now < self._look_at and now < self._next_at:
+        if now < self._next_at and not self._must_look(now):
             return 0
-        self._look_at, self._next_at = now + LOOK_SECONDS, math.inf
+        self._looked_at, self._next_at = now, math.inf
         try:
             moved, seconds = self._promote(max(limit, BATCH_SIZE))
         except SQLAlchemyError as error:
             if dialect.is_store_failure(error):
                 raise dialect.store_error(self._engine, error) from error
-            self._look_at = now + _REFUSED_SECONDS
+            self._looked_at = now + _REFUSED_SECONDS
             self._exists = False
             logger.warning(
                 "%s: delayed events could not be moved to the outbox, next try in %g s: %s",
@@ -144,12 +152,21 @@ class Promoter:
             notify_relays(self._engine, self._table)  # other readers may wait for them
         return moved
 
+    def _must_look(self, now: float) -> bool:
+        if math.isinf(self._looked_at):  # the only look of a reader that reads once
+            return True
+        if not self._is_sqlite and not self._was_notified():
+            return now >= self._looked_at + POLL_SECONDS
+        look_at = self._looked_at + LOOK_SECONDS
+        self._next_at = min(self._next_at, look_at)
+        return now >= look_at
+
     def _promote(self, limit: int) -> Promotion:
         with self._writer.connect() as connection:
             if not self._exists:
                 self._exists = dialect.has_table(connection, self._delayed.fullname)
             if not self._exists:  # of an older conquiet; nothing can be delayed there
-                self._look_at += _MISSING_SECONDS
+                self._looked_at += _MISSING_SECONDS
                 return Promotion(0, math.inf)
             if self._is_sqlite:
                 return self._promote_sqlite(connection, limit)

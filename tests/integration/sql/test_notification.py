@@ -256,3 +256,71 @@ def test_a_forked_process_has_notifiers_of_its_own(postgres):
 def test_a_table_name_cannot_smuggle_sql():
     with pytest.raises(ConfigError):
         notify_statement("x'; DROP TABLE outbox; --")
+
+
+def test_a_look_tells_delayed_events_from_others_and_takes_nothing_from_a_wait(postgres, listener):
+    assert listener.look()  # some may have been delayed before it listened
+    assert not listener.look()
+    notify_relays(postgres)
+    assert listener.wait(60)
+    assert not listener.look()
+    notify_relays(postgres, "outbox_delayed")
+    eventually(listener.look)
+    assert listener.wait(60)
+    assert not listener.look()
+
+
+def test_a_busy_reader_does_not_ask_for_delayed_events_unless_some_were_written(postgres):
+    """It polls as well, but seldom."""
+    asked = []
+
+    @event.listens_for(postgres, "before_cursor_execute")
+    def note(connection, cursor, statement, *rest):
+        asked.append("pg_try_advisory_xact_lock" in statement)
+
+    source = OutboxSource(postgres, poll=60)
+    fill(postgres, 210)
+    for _ in range(10):  # listening since the second look
+        source.read(1, 60)[0].ack()
+    asked.clear()
+    began = time.monotonic()
+    for _ in range(200):
+        [message] = source.read(1, 60)
+        message.ack()
+    assert sum(asked) <= 1 + (time.monotonic() - began) / 0.5
+    with Session(postgres) as session, session.begin():
+        Outbox("orders").add(session, [_order("late")], after=0.05)
+    [message] = source.read(1, 60)
+    assert message.id == "late"
+    message.ack()
+    source.close()
+
+
+def test_an_idle_reader_wakes_for_each_of_two_delayed_events(postgres):
+    """Also for one that is written a moment after it has looked."""
+    source = OutboxSource(postgres, poll=60)
+    source.read(1, 0.1)
+    found = []
+    thread = threading.Thread(target=lambda: found.extend(_read_until(source, 4)))
+    thread.start()
+    with sessionmaker(postgres)() as session:
+        for number in range(4):
+            with session.begin():
+                Outbox("orders").add(session, [_order(f"e-{number}")], after=0.05)
+            time.sleep(0.006)
+    thread.join(50)
+    source.close()
+    assert sorted(found) == ["e-0", "e-1", "e-2", "e-3"]
+
+
+def _read_until(source, count):
+    found = []
+    while len(found) < count:
+        for message in source.read(10, 50):
+            found.append(message.id)
+            message.ack()
+    return found
+
+
+def _order(id_):
+    return Message(b"{}", {"id": id_, "type": "order.placed", "source": "/orders"})

@@ -13,6 +13,7 @@ from tests.integration.sql.claiming import ListSink, fill, row, rows, running, s
 from tests.waiting import eventually
 
 from conquiet.errors import ConfigError, SinkUnavailable, StoreError
+from conquiet.message import Message
 from conquiet.relay import Outcome, Relay
 from conquiet.relay.inspection import Inspection
 from conquiet.sql import Cleanup, Outbox, OutboxSource, Transaction, WalSource, schema
@@ -291,8 +292,7 @@ def test_a_second_relay_waits_and_takes_over(outbox: Engine) -> None:
     drain(Relay(first, sink))
     first.close()
     fill(outbox, 5, first=6)
-    relay = Relay(second, sink)
-    eventually(lambda: relay.run_once(0.1).published or len(sink.sent) == 10, timeout=60)
+    drain(Relay(second, sink))
     second.close()
     assert Counter(sink.ids) == {f"e-{number}": 1 for number in range(1, 11)}
 
@@ -381,3 +381,19 @@ def test_pgbouncer_is_named_as_what_does_not_pass_the_log(bounced_url: str) -> N
 def test_sqlite_has_no_such_log(sqlite_url: str) -> None:
     with pytest.raises(ConfigError, match="--from claim"):
         WalSource(sqlite_url)
+
+
+def test_delayed_events_come_when_they_are_due(outbox: Engine) -> None:
+    source, sink = WalSource(outbox), ListSink()
+    relay = Relay(source, sink)
+    drain(relay)
+    add = Outbox("orders").add
+    with outbox.begin() as connection:
+        for number, seconds in enumerate((0.3, 0.1, 3600)):
+            event = Message(b"{}", {"id": f"later-{number}", "type": "t", "source": "/shop"})
+            add(connection, [event], after=seconds)
+    with running([relay]):
+        eventually(lambda: len(sink.ids) == 2)
+    drain(relay)
+    source.close()
+    assert sink.ids == ["later-1", "later-0"]
