@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import closing
 from datetime import timedelta
 from typing import Any
@@ -47,6 +48,17 @@ def test_delayed_events_are_shown_with_their_time(client, delayed) -> None:
     assert "d-2 &lt;late&gt; orders c-1 20" in found
     assert "r-1 payment.due mails c-1 20" in found
     assert "59 min 5" in found
+
+
+def test_delayed_events_of_streams_that_are_not_to_be_shown_are_not(make, delayed) -> None:
+    assert "r-1" not in text_of(Browser(make(streams="orders*")).get("/later"))
+
+
+def test_a_delayed_event_is_traced(client, delayed) -> None:
+    found = text_of(client.get("/trace", params={"id": "d-1"}))
+    assert re.search(
+        "delayed payment.due in outbox written [-: 0-9]+ , due [-: 0-9]+ : see Later", found
+    )
 
 
 def test_delayed_events_are_found_by_type_and_id(client, delayed) -> None:

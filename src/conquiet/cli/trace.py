@@ -95,10 +95,13 @@ def _run(options: Namespace) -> int:
 def _print(found: Any) -> None:
     for row in found.written:
         paint = {"published": green, "parked": red}.get(row.state, yellow)
+        where = row.table if row.due_at else f"{row.table} row {row.id}"
+        about = f"published {row.published_at or '-'}, {row.attempts} attempts"
+        if row.due_at:
+            about = f"due {row.due_at}"
         print(
-            f"outbox   {in_one_row(row.table)} row {row.id}: {paint(row.state, sys.stdout)},"
-            f" {in_one_row(row.event_type)}, written {row.created_at},"
-            f" published {row.published_at or '-'}, {row.attempts} attempts"
+            f"outbox   {in_one_row(where)}: {paint(row.state, sys.stdout)},"
+            f" {in_one_row(row.event_type)}, written {row.created_at}, {about}"
         )
         if row.last_error:
             print(dim(f"           {one_line(row.last_error):.200}", sys.stdout))

@@ -20,11 +20,11 @@ _MAX_SEARCHED = 100_000
 """How many events a search looks through."""
 
 
-def find_delayed(client: Any) -> list[DelayedStream]:
-    """Return the outboxes of a Redis in which events wait."""
+def find_delayed(client: Any, pattern: str = "*") -> list[DelayedStream]:
+    """Return the outboxes of a Redis in which events wait, of streams that match a pattern."""
     with open_wire(client, "delayed events") as wire:
-        names = names_of(wire, f"{_PREFIX}*", b"zset")
-    return [DelayedStream(client, _stream_of(name)) for name in names]
+        names = map(_stream_of, names_of(wire, f"{_PREFIX}*", b"zset"))
+    return [DelayedStream(client, name) for name in names if fnmatchcase(name, pattern)]
 
 
 def _stream_of(key: str) -> str:

@@ -46,6 +46,8 @@ class Written:
     created_at: str
     published_at: str | None
     last_error: str | None
+    due_at: str | None = None
+    """When it is moved to the outbox, if its state is `delayed`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +152,17 @@ def _find_rows(
         inspection = Inspection(engine, table)
         try:
             shown = inspection.show(event_id)
+            waiting = inspection.delayed(1, id=event_id) if shown is None else []
         except StoreError as error:  # no index by event id: a long table may take too long
             notes.append(f"{table} could not be searched: {error}")
             continue
+        found += [
+            Written(
+                *(table, "", item.event_type, "", "delayed", 0, item.created_at),
+                *(None, None, item.due_at),
+            )
+            for item in waiting
+        ]
         if shown is None:
             continue
         entry, more = shown

@@ -198,6 +198,8 @@ def test_a_delayed_event_is_listed_and_cancelled_once(sqlite_url, monkeypatch, c
     assert json.loads(capsys.readouterr().out)["delayed"] == 1
     assert main(["outbox", "show", "e-1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["state"] == "delayed"
+    assert main(["trace", "e-1", "--database", sqlite_url]) == 0
+    assert "outbox   outbox: delayed, remind, written" in capsys.readouterr().out
     assert main(["outbox", "cancel", "e-1", "--yes"]) == 0
     assert capsys.readouterr().out == "e-1 is cancelled\n"
     assert main(["outbox", "cancel", "e-1", "--yes"]) == 1

@@ -100,7 +100,8 @@ def _read_streams(app: Dashboard, type_: str, id_: str) -> list[Delayed]:
     client = app.stores.client
     from conquiet.operations.delayed import find_delayed
 
-    return [_read(one, f"stream {one.name}", one.name, type_, id_) for one in find_delayed(client)]
+    found = find_delayed(client, app.stores.streams)
+    return [_read(one, f"stream {one.name}", one.name, type_, id_) for one in found]
 
 
 def _read(
