@@ -14,6 +14,7 @@ from conquiet import App, Message
 from conquiet.errors import TryLater
 from conquiet.redis import Outbox as RedisOutbox
 from conquiet.sql import LogSource, Outbox
+from tests.web import shop as shops
 from tests.web.browsing import Browser
 from tests.web.test_actions import form_of
 from tests.web.test_pages import text_of
@@ -108,6 +109,27 @@ def test_retries_of_a_log_are_tried_now_or_never(client, shop) -> None:
         assert connection.execute(query).scalar_one() == 1
 
 
+def test_on_postgresql_and_with_the_table_of_domain_events(make, database_url, redis_url) -> None:
+    with shops.opened(database_url, redis_url) as shop:
+        with shop.engine.begin() as transaction:
+            Outbox("orders").add(transaction, [event("d-1")], after=HOUR)
+        [id_] = shop.write(1)
+        with closing(LogSource(shop.engine, "orders", "billing")) as source:
+            source.allow_delays(2, ordered=False)
+            [message] = source.read(10, 5.0)
+            message.nack(TryLater(3_600, ValueError("no stock")))
+        client = Browser(make(database=database_url))
+        page = client.get("/later")
+        assert "d-1 payment.due orders c-1 20" in text_of(page)
+        assert f"{id_} order.placed 20" in text_of(page)
+        done = client.post("/retries/never", data=form_of(page, "/retries/never"))
+        assert "is a dead letter now" in done.text
+        form = form_of(client.get("/later/cancel", params={"id": "d-1"}), "/later/cancel")
+        assert "d-1 is cancelled." in text_of(client.post("/later/cancel", data=form))
+        events = Browser(make(database=database_url, table="outbox_events"))
+        assert "Nothing is delayed." in text_of(events.get("/later"))
+
+
 @pytest.fixture(params=["sqlite", "redis"])
 def app(request, shop):
     made = App("shop", shop.database if request.param == "sqlite" else shop.redis)
@@ -134,6 +156,17 @@ def test_schedules_are_shown_paused_resumed_and_run(make, app) -> None:
     assert "is in the log; a worker of the app handles it." in act("run")
     unknown = {**form_of(client.get("/later"), "/schedules/run"), "name": "other"}
     assert client.post("/schedules/run", data=unknown).status_code == 404
+
+
+def test_schedules_are_not_changed_without_the_token_of_a_form_or_read_only(make, app) -> None:
+    client, reader = Browser(make(app=app)), Browser(make(app=app, read_only=True))
+    assert 'method="post"' not in reader.get("/later").text
+    form = form_of(client.get("/later"), "/schedules/pause")
+    for verb in ("pause", "resume", "run"):
+        forged = client.post(f"/schedules/{verb}", data={**form, "csrf": "0" * 64})
+        assert forged.status_code == 403
+        assert reader.post(f"/schedules/{verb}", data=form).status_code == 403
+    assert "every 3600 s new" in text_of(client.get("/later"))
 
 
 def test_a_stale_schedule_has_no_buttons(make, app, shop) -> None:
