@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import UTC, datetime
 from uuid import uuid4
 
@@ -10,7 +11,7 @@ import pytest
 from msgspec import structs
 from sqlalchemy import make_url, text
 from sqlalchemy.exc import ProgrammingError
-from tests.security.rights import OF_EVENTS, OF_OUTBOX, ONCE, ROLES
+from tests.security.rights import OF_EVENTS, OF_OUTBOX, ONCE, PAGE, ROLES
 from tests.web.browsing import Browser
 from tests.web.test_actions import form_of
 
@@ -18,7 +19,9 @@ from conquiet import Message, Router, cli
 from conquiet.events import EventSource, emit
 from conquiet.relay import Relay
 from conquiet.relay.inspection import Inspection
+from conquiet.schedule import State
 from conquiet.sql import Cleanup, Inbox, Outbox, OutboxLog, OutboxSource, Transaction, engine
+from conquiet.sql.schedules import Schedules
 from conquiet.web import Open, dashboard
 from marketplace.catalog import CATALOG, OrderCanceled, OrderKeys
 
@@ -151,6 +154,52 @@ def test_the_outbox_from_the_service_to_the_cleanup(engine_of) -> None:
             refused(
                 engine_of(role), "CREATE TABLE mine (id int)", "ALTER TABLE outbox ADD mine int"
             )
+
+
+def test_delayed_events_with_the_rights_that_the_page_adds_for_them(
+    engine_of, database_url
+) -> None:
+    event, outbox = Message(b"{}", EVENT), Outbox("orders")
+    service, relay = engine_of("conquiet_service"), engine_of("conquiet_relay")
+    with service.connect() as connection, pytest.raises(ProgrammingError, match="outbox_delayed"):
+        outbox.add(connection, [event], after=0.001)
+    cancel, move = "SELECT, DELETE", "SELECT, UPDATE, DELETE"
+    assert f"`{cancel}` on it to\ncancel." in PAGE
+    assert f"move them: `{move}` on `outbox_delayed`, `INSERT` on `outbox`" in PAGE
+    with psycopg.connect(database_url, autocommit=True) as owner:
+        owner.execute("GRANT INSERT ON outbox_delayed TO conquiet_service")
+        owner.execute("GRANT USAGE ON SEQUENCE outbox_delayed_id_seq TO conquiet_service")
+    with service.begin() as connection:
+        outbox.add(connection, [event], after=0.001)
+        outbox.add(connection, [Message(b"{}", {**EVENT, "id": "far"})], after=3600)
+    refused(service, "TABLE outbox_delayed", "DELETE FROM outbox_delayed")
+
+    assert publish(OutboxSource(relay), Taking()) == []  # it may not move them, and says so
+    with psycopg.connect(database_url, autocommit=True) as owner:
+        owner.execute(f"GRANT {cancel} ON outbox_delayed TO conquiet_service")
+        owner.execute(f"GRANT {move} ON outbox_delayed TO conquiet_relay")
+        owner.execute("GRANT INSERT ON outbox TO conquiet_relay")
+        owner.execute("GRANT USAGE ON SEQUENCE outbox_id_seq TO conquiet_relay")
+    with service.begin() as connection:
+        assert outbox.cancel(connection, "far") is True
+    assert publish(OutboxSource(relay), Taking()) == [EVENT["id"]]
+
+
+def test_schedules_with_the_rights_that_the_page_adds_for_them(engine_of, database_url) -> None:
+    rights = re.search(r"An app with schedules needs `([A-Z, ]+)` on `outbox_schedules`", PAGE)
+    assert rights is not None
+    with psycopg.connect(database_url, autocommit=True) as owner:
+        owner.execute(f"GRANT {rights[1]} ON outbox_schedules TO conquiet_service")
+    states = Schedules(engine_of("conquiet_service"), Outbox("orders", source="/shop"), "orders")
+    now, found = states.read()
+    assert found == []
+    state = State("tick", "* * * * *", now)
+    assert states.replace(None, state, [Message(b"{}", EVENT)])
+    assert states.replace(state, later := state._replace(next_at=now + 60))
+    assert states.read()[1] == [later]
+    assert states.replace(later, None)
+    relay = engine_of("conquiet_relay")
+    assert publish(OutboxSource(relay), Taking()) == [EVENT["id"]]
 
 
 def test_an_ordered_relay(engine_of) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import pyarrow as pa
@@ -10,13 +11,15 @@ import redis
 from pyspark import TaskContext
 from tests.integration.kombu.brokers import connected
 from tests.integration.kombu.test_connections import round_trip
-from tests.security.rights import ACLS
+from tests.security.rights import ACLS, PAGE
 from tests.spark.log.conftest import Log, Query
+from tests.waiting import eventually
 from tests.web.browsing import Browser
 from tests.web.test_actions import form_of
 
 from conquiet import Message, cli
-from conquiet.redis import StreamSink, StreamSource
+from conquiet.errors import TryLater
+from conquiet.redis import Outbox, OutboxSource, StreamSink, StreamSource
 from conquiet.spark.log.connection import disconnect
 from conquiet.spark.log.writer import stream_writer
 from conquiet.web import Open, dashboard
@@ -92,6 +95,58 @@ def test_a_worker(as_user, redis_client) -> None:
     assert redis_client.xpending("orders", "billing")["pending"] == 0
     denied(worker, "XDEL orders 1-1", "XTRIM orders MAXLEN 0", "DEL orders", "FLUSHALL", "KEYS *")
     denied(worker, "XADD others * a b", "CONFIG GET *", "ACL LIST")
+
+
+def allow(redis_client, user, sentence):
+    """Give a user the commands that a sentence of the page adds."""
+    found = re.search(re.escape(sentence) + r".*?`((?:\s*\+[a-z|]+)+)`", PAGE, re.DOTALL)
+    assert found is not None, sentence
+    redis_client.execute_command("ACL", "SETUSER", user, *found[1].split())
+
+
+def test_a_worker_that_tries_again_later(as_user, redis_client) -> None:
+    publish(redis_client, 0, 1)
+    allow(redis_client, "conquiet_worker", "a worker also needs")
+    source = StreamSource(as_user("conquiet_worker"), "orders", "billing", lease=5)
+    source.allow_delays(3, ordered=False)
+    done = []
+
+    def handle():
+        for message in source.read(10, 0.1):
+            if message.deliveries == 1:
+                message.nack(TryLater(0.05, ValueError("not yet")))
+            elif message.ack():
+                done.append(message.id)
+        return len(done) == 2
+
+    eventually(handle, timeout=60)
+    source.close()
+    assert redis_client.xpending("orders", "billing")["pending"] == 0
+
+
+def test_delayed_events_of_an_outbox(as_user, redis_client) -> None:
+    outbox = Outbox("orders", "orders", source="/shop")
+    user = "conquiet_worker"
+    allow(redis_client, user, "An outbox in Redis that holds delayed events needs")
+    of_any_outbox = ("+multi", "+exec", "+xdel")  # what is published is deleted
+    redis_client.execute_command("ACL", "SETUSER", user, *of_any_outbox)
+    client = as_user(user)
+    with client.pipeline() as pipeline:
+        for id_, seconds in (("soon", 0.05), ("far", 3600)):
+            outbox.add(pipeline, [Message(b"{}", {**EVENT, "id": id_})], after=seconds)
+        pipeline.execute()
+    assert outbox.cancel(client, "far") is True
+    relay, published = OutboxSource(client, "orders", consumer="relay"), []
+
+    def publish_some():
+        for message in relay.read(10, 0.1):
+            published.append(message.id)
+            message.ack()
+        return bool(published)
+
+    eventually(publish_some, timeout=60)
+    relay.close()
+    assert published == ["soon"]
 
 
 def test_spark_reads(as_user, url_of, redis_client, tmp_path) -> None:

@@ -54,6 +54,8 @@ def emit(
     *events: Event,
     table: str = EVENTS_TABLE,
     max_bytes: int = MAX_PAYLOAD_BYTES,
+    at: None = None,
+    after: None = None,
 ) -> Any:
     """Store events in the caller's transaction and return their ids, in order.
 
@@ -62,6 +64,11 @@ def emit(
     a session. The commit of a connection cannot be seen: relays find the rows at their next poll,
     or when `conquiet.sql.notify_relays(engine, table)` is called.
     """
+    if at is not None or after is not None:
+        raise ConfigError(
+            f"emit() of conquiet.events takes neither at= nor after=: {table} holds no delayed"
+            " events; an outbox does, by app.emit(session, event, after=…)"
+        )
     is_sync = isinstance(session, (Session, Connection))
     if not is_sync and not handle.is_sqlalchemy_async(session):
         raise ConfigError(

@@ -266,3 +266,12 @@ def test_an_engine_that_was_disposed_of_keeps_no_connection_of_the_notification(
             return connection.scalar(asked)
 
     asyncio.run(run())
+
+
+def test_emit_says_that_it_takes_no_time(engine: Engine) -> None:
+    with Session(engine) as session:
+        for when in ({"after": 60}, {"at": datetime.now(UTC)}):
+            with pytest.raises(ConfigError, match=r"holds no delayed events.*app.emit"):
+                emit(session, notification(), **when)
+        session.commit()
+    assert rows(engine) == []

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import redis
 from tests.integration.redis.conftest import ids, numbered
+from tests.waiting import eventually
 
 from conquiet.message import Message
-from conquiet.redis import CrossSlot, Inbox, Outbox, StreamSink, StreamSource, Transaction, commands
+from conquiet.redis import (
+    CrossSlot,
+    Inbox,
+    Outbox,
+    OutboxSource,
+    StreamSink,
+    StreamSource,
+    Transaction,
+    commands,
+)
 from conquiet.router import Router
 from conquiet.testing import deliver
 
@@ -47,6 +59,34 @@ def test_keys_with_the_tag_of_the_inbox_commit_together(client, router):
         assert len(deliver(made, *numbered(5)).acked) == 5
     assert client.xlen("outbox:{billing}") == 5
     assert client.hget("order:{billing}:m-3", "status") == b"billed"
+
+
+def test_delayed_events_wait_on_the_node_of_their_outbox(client):
+    outbox, made = Outbox("sales", "outbox:{billing}"), Router()
+    made.use(Transaction(client), Inbox("billing"), outbox)
+    delays = {"m-0": 0.2, "m-1": 0.1, "m-2": 3600}
+
+    @made.raw(name="handler", source="/billing")
+    def handle(item: Message[bytes]) -> list[Message[bytes]]:
+        later = timedelta(seconds=delays[item.id])
+        return [Message(b"", {"type": "billed", "id": f"{item.id}/billed"}, notbefore=later)]
+
+    for _ in range(2):
+        assert len(deliver(made, *numbered(3)).acked) == 3
+    assert outbox.cancel(client, "m-2/billed") is True
+    assert outbox.cancel(client, "m-2/billed") is False
+    relay, published = OutboxSource(client, "outbox:{billing}", consumer="relay"), []
+
+    def publish():
+        for message in relay.read(10, 0.1):
+            published.append(message.id)
+            message.ack()
+        return len(published) == 2
+
+    eventually(publish, timeout=60)
+    assert published == ["m-1/billed", "m-0/billed"]
+    assert client.exists(outbox.delayed.times) == client.exists(outbox.delayed.entries) == 0
+    relay.close()
 
 
 def test_a_second_client_of_the_same_cluster_joins_the_transaction(client, cluster_ports):
