@@ -20,7 +20,7 @@ REGION = "eu-central-1"
 def serve_sqs() -> Iterator[str]:
     """Yield the endpoint."""
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SQSBackend, "receive_message", _receive_one_at_a_time)
         server.start()
