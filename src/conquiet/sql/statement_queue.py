@@ -422,7 +422,8 @@ class Exchange:
     def send(self, statements: Iterable[Statement]) -> None:
         """Send statements, which PostgreSQL then executes, and wait for no result."""
         with self._connection.lock:
-            self._connection.wait(self._send(statements))
+            self._add(statements)
+            self._connection.wait(generators.send(self._pgconn))
 
     def finish(self, statements: Iterable[Statement] = ()) -> list[PGresult]:
         """Send the last statements, wait, and return the results; raise the first error."""
@@ -444,7 +445,8 @@ class Exchange:
                 cursor.note(result)
         return list(found.values())
 
-    def _send(self, statements: Iterable[Statement]) -> PQGen[None]:
+    def _add(self, statements: Iterable[Statement]) -> None:
+        """Give statements to libpq, which sends them with the next that is flushed."""
         pgconn = self._pgconn
         for statement in statements:
             text, values, types, formats, _ = statement
@@ -466,11 +468,12 @@ class Exchange:
                 pgconn.send_query_params(text, values, types, formats)
                 self._seen.add(key)
                 self._last = key
-        yield from generators.send(pgconn)
 
     def _finish(self, statements: Iterable[Statement]) -> PQGen[list[PGresult]]:
         pgconn = self._pgconn
-        yield from self._send(statements)
+        # In one write with the Sync: behind a proxy with Nagle's algorithm a second small write
+        # would wait for the ACK of the first, which PostgreSQL delays by 40 ms.
+        self._add(statements)
         pgconn.pipeline_sync()
         if self._names:  # behind a Sync: PostgreSQL skips what is between an error and the next one
             for name in self._names.values():

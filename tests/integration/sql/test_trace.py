@@ -30,17 +30,17 @@ def steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         note(query)
         return execute(self, query, *arguments, **options)
 
-    send = statement_queue.Exchange._send
+    add = statement_queue.Exchange._add
 
-    def noting_send(self: Any, statements: Any) -> Any:
+    def noting_add(self: Any, statements: Any) -> None:
         found = list(statements)
         for one in found:
             note(one.text.decode())
-        return send(self, found)
+        add(self, found)
 
     if engine.name == "postgresql":
         monkeypatch.setattr(psycopg.Cursor, "execute", noting_execute)
-        monkeypatch.setattr(statement_queue.Exchange, "_send", noting_send)
+        monkeypatch.setattr(statement_queue.Exchange, "_add", noting_add)
     else:
         event.listen(
             engine, "before_cursor_execute", lambda c, cursor, statement, p, x, m: note(statement)
