@@ -112,7 +112,7 @@ def test_what_waits_is_listed_and_tried_now_or_never(place: Place, capsys: Any) 
     place.publish([order(number) for number in range(4)])
     with Shop(place) as shop:
         eventually(lambda: len(retries.list()) == 4, timeout=60)
-        assert shop.worker.health().in_flight == 0
+        eventually(lambda: shop.worker.health().in_flight == 0, timeout=60)
         found = {item.event_id: item for item in retries.list()}
         assert {item.attempts for item in found.values()} == {1}
         assert {item.reason for item in found.values()} == {"ValueError: no stock"}
