@@ -53,8 +53,10 @@ def judge(report: dict, record_property: Callable[[str, object], None]) -> None:
         f"{name} has {calls} I/O calls, and had {COUNTS[name]}: if a path became shorter, say so in"
         " crash_points.toml; if something passes beside the seam now, mend the seam"
     )
-    # Where it depends on the moment who sends an ack, a run may be a call or two short.
-    assert len(missed) <= max(report["points"] // 20, 1), told(missed)
+    # Where it depends on the moment who sends an ack, a run may be a call or two short. How many
+    # reads a stream of the write-ahead log takes depends on how its rows arrive.
+    share = 4 if name.endswith("from the log") else 20
+    assert len(missed) <= max(report["points"] // share, 1), told(missed)
 
 
 @pytest.mark.timeout(600)
