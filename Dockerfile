@@ -2,17 +2,20 @@
 #   docker build -t conquiet .
 #   docker run --rm -e CONQUIET_DATABASE_URL=… -e CONQUIET_OUTBOX_SINK=redis://… conquiet
 
-FROM python:3.12-slim AS build
+# Any image with Python 3.11 or newer and its venv.
+ARG BASE=python:3.12-slim
+
+FROM ${BASE} AS build
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
-RUN python -m venv /opt/conquiet
+RUN python3 -m venv /opt/conquiet
 WORKDIR /src
-COPY pyproject.toml README.md LICENSE constraints.txt ./
+COPY pyproject.toml hatch_build.py README.md LICENSE constraints.txt ./
 COPY src ./src
-# Extras beyond these two: docker build --build-arg EXTRAS=postgres,redis,pubsub .
-ARG EXTRAS=postgres,redis
+# Extras beyond these: docker build --build-arg EXTRAS=metrics,postgres,redis,pubsub .
+ARG EXTRAS=metrics,postgres,redis
 RUN /opt/conquiet/bin/pip install --constraint constraints.txt ".[${EXTRAS}]"
 
-FROM python:3.12-slim
+FROM ${BASE}
 RUN useradd --system --uid 10001 --no-create-home --shell /usr/sbin/nologin conquiet
 COPY --from=build /opt/conquiet /opt/conquiet
 ENV PATH=/opt/conquiet/bin:$PATH \

@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 
 unset CONQUIET_BROKER_URL CONQUIET_DATABASE_URL # those would be tested instead
 versions=${VERSIONS:-3.11 3.12 3.13 3.14}
-packages=(-e '.[redis,sql,postgres,embedded]' aiosqlite asyncpg cloudevents greenlet hypothesis jsonschema
+packages=(-e '.[metrics,redis,sql,postgres,embedded]' aiosqlite asyncpg cloudevents greenlet hypothesis jsonschema
     opentelemetry-sdk pydantic pytest pytest-timeout pytest-xdist uvloop)
 declare -A oldest=([3.12]=$(sed -n 's/^sql = \["sqlalchemy>=\([0-9.]*\)".*/sqlalchemy==\1/p' pyproject.toml))
 tests=(tests/unit/test_{acking,codec,handler,intake,lease,message,routes}.py tests/unit/test_{router,worker}*.py

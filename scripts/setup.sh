@@ -56,14 +56,39 @@ make_venv() {
     "$python" -m venv --clear .venv
 }
 
+# The requirements of a dependency group; pip itself reads them from version 25.1 on, and Python often brings an older one.
+group() {
+    .venv/bin/python - "$1" <<'PYTHON'
+import sys, tomllib
+
+with open("pyproject.toml", "rb") as file:
+    groups = tomllib.load(file)["dependency-groups"]
+
+
+def requirements(name):
+    for entry in groups[name]:
+        if isinstance(entry, str):
+            yield entry
+        else:
+            yield from requirements(entry["include-group"])
+
+
+print(*requirements(sys.argv[1]), sep="\n")
+PYTHON
+}
+
 install_packages() {
-    local packages='.[dev]' size="1.8 GB" quiet=--quiet
-    if [ "$level" = demo ]; then packages=. size="1 GB"; fi
+    local packages=(-e .) size="1 GB" quiet=--quiet group
+    if [ "$level" = dev ]; then
+        group=$(group dev) # by itself: a failure in <(…) would pass unseen
+        mapfile -t packages <<<"$group"
+        packages+=(-e '.[all]') size="1.8 GB"
+    fi
     say "installing packages into .venv ($size; some minutes the first time)"
     [ -t 1 ] && quiet=
     # Without --no-compile pip compiles all modules, of which few are ever imported.
     .venv/bin/python -m pip install $quiet --disable-pip-version-check --prefer-binary --no-compile \
-        -c constraints.txt -e "$packages" -e examples/marketplace
+        -c constraints.txt "${packages[@]}" -e examples/marketplace
     .venv/bin/python -c "$demo_imports" || true # compiles what the processes of the demo import
 }
 

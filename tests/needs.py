@@ -20,9 +20,12 @@ PACKAGES = {
     "PostgreSQL": "postgresql",
     "RabbitMQ": "rabbitmq-server",
     "Redis": "redis-server",
+    "buildah": "buildah",
     "chromium": "chromium",
     "fish": "fish",
+    "mmdebstrap": "mmdebstrap",
     "openssl": "openssl",
+    "promtool": "prometheus",
     "setpriv": "util-linux",
     "zsh": "zsh",
 }
