@@ -50,6 +50,8 @@ class Acking:
     >>> acking.ack(), acking.nack(None), acking.state.value
     acked
     (True, False, 'acked')
+
+    `settler` is told of each settlement, with `token`, by which it knows the message.
     """
 
     __slots__ = ("_deferral", "_pending", "_settler", "error", "state", "token")

@@ -79,7 +79,8 @@ def explain(error: BaseException, url: str) -> str:
 class Url:
     """The URL of a sink or source, such as `kafka://host:9092/orders?timeout=5`.
 
-    Each method removes its setting from the query; `end` refuses what is left.
+    Each method removes its setting from the query; `end` refuses what is left, and names those that
+    were asked for.
     """
 
     def __init__(self, text: str, origin: str = "the URL of the sink") -> None:
@@ -87,11 +88,12 @@ class Url:
             parts = urlsplit(text)
         except ValueError as error:
             raise ConfigError(f"{origin}: {explain(error, text)}") from None
-        self._origin = f"{origin} {parts.scheme}://…" if origin.startswith("--") else origin
+        self._origin = f"{origin} {parts.scheme}:{'//' if '://' in text else ''}…"
         self.place = parts.netloc
         self.path = unquote(parts.path.strip("/"))
         self._base = text.partition("?")[0]
         self._query: dict[str, str] = {}
+        self._known: list[str] = []
         for name, value in parse_qsl(parts.query, keep_blank_values=True):
             if name in self._query:
                 raise ConfigError(f"{self._origin} has {name!r:.60} twice; give it once")
@@ -103,29 +105,33 @@ class Url:
         return f"{self._base}?{urlencode(self._query)}" if self._query else self._base
 
     def seconds(self, default: float, name: str = "timeout") -> float:
-        text = self._query.pop(name, str(default))
+        text = self._take(name, str(default))
         try:
             return float(text)
         except ValueError:
             raise ConfigError(f"{name}={text!r:.40}: must be a number of seconds") from None
 
     def count(self, name: str, default: int) -> int:
-        text = self._query.pop(name, str(default))
+        text = self._take(name, str(default))
         if not text.isdecimal():
             raise ConfigError(f"{name}={text!r:.40}: must be a whole number")
         return int(text)
 
     def text(self, name: str) -> str | None:
-        return self._query.pop(name, "") or None
+        return self._take(name) or None
 
     def flag(self, name: str, default: bool) -> bool:
-        text = self._query.pop(name, "true" if default else "false")
+        text = self._take(name, "true" if default else "false")
         if text not in ("true", "false"):
             raise ConfigError(f"{name}={text!r:.40}: choose true or false")
         return text == "true"
 
     def names(self, name: str) -> list[str]:
-        return [each for each in self._query.pop(name, "").split(",") if each]
+        return [each for each in self._take(name).split(",") if each]
+
+    def _take(self, name: str, default: str = "") -> str:
+        self._known.append(name)
+        return self._query.pop(name, default)
 
     def others(self) -> dict[str, str]:
         taken, self._query = self._query, {}
@@ -133,7 +139,10 @@ class Url:
 
     def end(self) -> None:
         for name in self._query:
-            raise ConfigError(f"{self._origin} has an unknown setting {name!r:.60}")
+            raise ConfigError(
+                f"{self._origin} has an unknown setting {name!r:.60}; choose from"
+                f" {', '.join(self._known)}"
+            )
 
 
 def check_timeout(timeout: float) -> float:
@@ -196,6 +205,24 @@ class Loaded:
     """Without secrets."""
     origins: Mapping[str, str]
     """A flag, a variable, a line of the file, or `default`."""
+
+    def given(self) -> dict[str, Any]:
+        """Return the values that are no defaults."""
+        return {name: value for name, value in self.values.items() if self.is_given(name)}
+
+    def is_given(self, name: str) -> bool:
+        return self.origins[name] != "default"
+
+
+def list_lines(
+    table: Sequence[Setting], texts: Mapping[str, str], origins: Mapping[str, str]
+) -> list[str]:
+    """Return the lines that are printed and logged, one per setting: value and origin."""
+    width = max(len(setting.variable) for setting in table)
+    return [
+        f"{setting.variable:<{width}} = {texts[setting.name]}  ({origins[setting.name]})"
+        for setting in table
+    ]
 
 
 def load(
@@ -362,6 +389,16 @@ def read_text(text: str) -> str:
     return text
 
 
+def read_address(text: str) -> tuple[str, int] | None:
+    """Read HOST:PORT; None for `off`."""
+    if text == "off":
+        return None
+    parts = urlsplit(f"//{text}")
+    if not parts.hostname or parts.port is None or parts.path or "@" in text:
+        raise ValueError
+    return parts.hostname, parts.port
+
+
 def _read_database(text: str) -> str:
     if text.partition(":")[0].partition("+")[0] not in DATABASES or "://" not in text:
         raise ValueError
@@ -403,6 +440,10 @@ TABLE = Setting(
 MAX_ATTEMPTS = Setting(
     "max_attempts", "CONQUIET_OUTBOX_MAX_ATTEMPTS", "10", *whole(1, 1_000),
     "failures of one row before it is parked; an outage costs none",
+)  # fmt: skip
+HISTORY = Setting(
+    "history", "CONQUIET_HISTORY", "true", read_boolean, "true or false",
+    "keep what handlers and relays did in each minute, for a day, for the dashboard",
 )  # fmt: skip
 ORDERED = Setting(
     "ordered", "CONQUIET_OUTBOX_ORDERED", "false", read_boolean, "true or false",

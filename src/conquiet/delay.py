@@ -22,6 +22,7 @@ Due: TypeAlias = datetime | timedelta
 
 MAX_DELAY = timedelta(days=36_500)
 """The longest while; a moment may be later."""
+_LAST = datetime(9999, 12, 31, 23, 59, 59, 999_000)
 
 
 def due_of(at: datetime | None = None, after: timedelta | float | None = None) -> Due | None:
@@ -104,4 +105,5 @@ def utc_text(moment: datetime) -> str:
         moment = moment.astimezone(UTC)
     except OverflowError:  # a zone can push the last day of the year 9999 beyond it
         moment = datetime.max if moment.year > 1 else datetime.min
-    return moment.replace(tzinfo=None).isoformat(" ", "microseconds")
+    # SQLite rounds to milliseconds, and the last one of that year to none at all.
+    return min(moment.replace(tzinfo=None), _LAST).isoformat(" ", "microseconds")

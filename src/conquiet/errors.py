@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from conquiet.secret import mask_all
 
 
@@ -100,3 +102,14 @@ class Refused(ConquietError):
 
 class SinkUnavailable(Blameless):
     """The sink cannot be reached: no message of the batch was confirmed."""
+
+
+def note_handler(error: Exception, name: str) -> None:
+    """Note the handler that failed, for the dead letter that a source may write."""
+    with suppress(AttributeError):  # a class with slots
+        error.conquiet_handler = name  # type: ignore[attr-defined]
+
+
+def handler_of(error: Exception | None) -> str:
+    """Return the name that `note_handler` noted; empty if there is none."""
+    return str(getattr(error, "conquiet_handler", ""))

@@ -13,12 +13,12 @@ import inspect
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future, wait
 from contextvars import ContextVar, copy_context
 from enum import Enum
 from functools import partial
-from types import FrameType
+from types import AsyncGeneratorType, FrameType
 from typing import Any, TypeAlias, TypeVar, get_args, get_origin, get_type_hints, is_typeddict
 
 import msgspec
@@ -30,6 +30,8 @@ from conquiet.event import complete, derived_id, is_event_class, new_attributes,
 from conquiet.matcher import Matcher
 from conquiet.message import Message, describe, now_text
 from conquiet.task import is_signature
+
+T = TypeVar("T")
 
 Outputs: TypeAlias = Sequence[Message[Any]]
 """The outputs of one message; often none."""
@@ -95,7 +97,8 @@ class Handler:
         self._wants_message = _wants_message(function, self.name)
         # A guess until the first call: a plain decorator may return the coroutine of the function
         # that it wraps, or its result.
-        self.is_async = inspect.iscoroutinefunction(inspect.unwrap(_unwrap(function)))
+        called = inspect.unwrap(_unwrap(function))
+        self.is_async = inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called)
         self.decode = _decode_for(kind, self.takes, self.name)
         """Decodes a message's data for this handler; raises `InvalidMessage` if it is wrong."""
         self.type = type or self._type_from_class()
@@ -173,6 +176,8 @@ class Handler:
                 arguments.append(list(messages) if self.is_batch else messages[0])
             returned = self.function(*arguments)
         if returned is not None or self.is_async:
+            if isinstance(returned, AsyncGeneratorType):
+                returned = _collect(returned)
             self.is_async = isinstance(returned, Coroutine)
             if self.is_async:
                 returned = run_async(returned)
@@ -211,6 +216,9 @@ class Handler:
         if kind is list or kind is tuple:
             items: Iterable[Any] = returned
         elif kind in self._event_types:  # known since an earlier output
+            if not derives_ids:
+                name = self._event_types[kind]
+                return [Message(returned, new_attributes(name, self.source, None, now))]
             items = (returned,)
         else:
             many = isinstance(returned, Iterable) and not isinstance(
@@ -284,6 +292,10 @@ class Handler:
 
     def __repr__(self) -> str:
         return f"<Handler {self.name} for {self.type or 'what it matches'}>"
+
+
+async def _collect(items: AsyncIterator[T]) -> list[T]:
+    return [item async for item in items]
 
 
 def _is_main_thread() -> bool:
@@ -396,8 +408,6 @@ def _emitted_types(hint: Any, kind: Kind, name: str) -> list[type]:
         )
     return found
 
-
-T = TypeVar("T")
 
 UNTIL: ContextVar[float | None] = ContextVar("conquiet.until", default=None)
 """The time (by `time.monotonic`) at which a coroutine is cancelled."""

@@ -17,7 +17,7 @@ import select
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO, Protocol
 
@@ -30,6 +30,7 @@ from conquiet.errors import (
     InvalidMessage,
     PermanentError,
     SinkUnavailable,
+    handler_of,
 )
 from conquiet.message import Message
 from conquiet.middleware.dead_letter import DeadLetter
@@ -86,8 +87,8 @@ class LinesSource:
         if max_line_bytes < 1:
             raise ConfigError(f"max_line_bytes={max_line_bytes}: must be at least 1")
         self.acked = 0
-        self.dead = 0
-        """How many lines went to the dead letters."""
+        self.dead_by_handler: Counter[str] = Counter()
+        """Dead letters by the handler that failed last; `""` for what reached none."""
         self.unhandled = 0
         """How many of the dead lines were unsettled when the source was closed."""
         self._name = name
@@ -98,6 +99,11 @@ class LinesSource:
         self._out: dict[int, _Line] = {}
         self._waiting: list[_Line] = []
         self._closed = False
+
+    @property
+    def dead(self) -> int:
+        """Return how many lines became dead letters."""
+        return self.dead_by_handler.total()
 
     @property
     def ended(self) -> bool:
@@ -188,7 +194,7 @@ class LinesSource:
             if isinstance(result, Exception):  # no dead letter: keep it in the log
                 logger.error("line %d of %s was lost: %r", line.number, self._name, line.text)
         with self._changed:
-            self.dead += len(dead)
+            self.dead_by_handler.update(handler_of(error) for _, error in dead)
 
     def _original(self, line: _Line) -> Message[Any]:
         """Return the original message, or a substitute that holds the line."""

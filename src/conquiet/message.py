@@ -16,10 +16,13 @@ from conquiet.delay import Due, check_due
 from conquiet.errors import InvalidMessage
 
 if TYPE_CHECKING:
+    from conquiet.attempts import FailedAttempt
     from conquiet.handler import Handler
 
 T = TypeVar("T")
 Attributes: TypeAlias = dict[str, Any]
+ERRORS = "conquiet.errors"
+"""The name in `Message.locals` under which a source gives the errors of earlier deliveries."""
 
 
 class Message(Generic[T]):
@@ -132,6 +135,14 @@ class Message(Generic[T]):
     @property
     def has_locals(self) -> bool:
         return bool(self._locals)
+
+    @property
+    def errors(self) -> tuple[FailedAttempt, ...]:
+        """Return the errors of earlier deliveries, the oldest first, as far as the source has them.
+
+        A source has those of a message that has waited in the store for a later try.
+        """
+        return () if self._locals is None else self._locals.get(ERRORS, ())
 
     def ack(self) -> bool:
         """Ack the message: it took effect. Return False if it was settled before."""

@@ -21,6 +21,7 @@ from conquiet.errors import (
     GivenBack,
     HandlerError,
     PermanentError,
+    note_handler,
 )
 from conquiet.gate import FailedKeys, Gate, Judge, Unknown
 from conquiet.handler import NOTHING, SKIPPED, Handler, Kind, LoopThread, Outputs, Process, Result
@@ -77,6 +78,8 @@ class Router:
     the next release may know them; `dead`, a dead letter at once; `ack`, to pass them over on a
     stream that other services share; or a function of the message that returns one of these. A
     `fallback` handles them instead.
+
+    Data of more than `max_data_bytes` is refused as an `InvalidMessage`.
     """
 
     def __init__(
@@ -305,6 +308,8 @@ class Router:
                     returning = _returning_errors(handled)
                 if message.acking is not None:
                     error = returning.get(id(message.origin), result)
+                    if message.handler is not None:
+                        note_handler(error, message.handler.name)
                     nacked.append((message.acking, error))
             elif message.acking is not None and (acks_all or self._acks(result)):
                 acked.append(message.acking)

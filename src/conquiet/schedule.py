@@ -75,6 +75,8 @@ class Schedule:
         if missed not in get_args(Missed):
             choices = ", ".join(get_args(Missed))
             raise ConfigError(f"schedule {name}: missed={missed!r:.40}: choose one of {choices}")
+        if cron is not None and not isinstance(cron, str):
+            raise ConfigError(f"schedule {name}: cron={cron!r:.40}: write it as '0 6 * * MON'")
         if (cron is None) == (not seconds):
             raise ConfigError(
                 f"schedule {name}: give a cron expression or an interval, as in"

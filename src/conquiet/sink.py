@@ -10,6 +10,7 @@ from conquiet.acking import Error
 from conquiet.delay import is_delayed
 from conquiet.errors import Refused, SinkUnavailable
 from conquiet.message import Message, describe
+from conquiet.task import KIND as TASK
 from conquiet.task import is_task
 
 
@@ -50,14 +51,23 @@ def collect_answers(sink: Sink, messages: Sequence[Message[Any]]) -> Sequence[Er
     A sink without `takes_tasks` gets no Celery tasks: as an event, a task would be lost. No sink
     gets delayed messages: it would publish them at once.
     """
-    if any(_needs_check(message) for message in messages):
-        takes_tasks = getattr(sink, "takes_tasks", False)
-        refused = [_refusal(message, takes_tasks) for message in messages]
-        if any(refused):
-            taken = zip(messages, refused, strict=True)
-            others = [message for message, error in taken if error is None]
-            given = iter(collect_answers(sink, others) if others else ())
-            return [error or next(given) for error in refused]
+    for message in messages:
+        if message.notbefore is not None or message.attributes.get("kind") == TASK:
+            return _publish_others(sink, messages)
+    return _publish_all(sink, messages)
+
+
+def _publish_others(sink: Sink, messages: Sequence[Message[Any]]) -> Sequence[Error]:
+    """Publish those that this sink may take."""
+    takes_tasks = getattr(sink, "takes_tasks", False)
+    refused = [_refusal(message, takes_tasks) for message in messages]
+    pairs = zip(messages, refused, strict=True)
+    others = [message for message, error in pairs if error is None]
+    given = iter(_publish_all(sink, others) if others else ())
+    return [error or next(given) for error in refused]
+
+
+def _publish_all(sink: Sink, messages: Sequence[Message[Any]]) -> Sequence[Error]:
     try:
         answers = bridge.call(sink.publish_each, messages)
     except Exception as error:  # noqa: BLE001 - becomes the answer for every message
@@ -68,10 +78,6 @@ def collect_answers(sink: Sink, messages: Sequence[Message[Any]]) -> Sequence[Er
         )
         return [wrong] * len(messages)
     return answers
-
-
-def _needs_check(message: Message[Any]) -> bool:
-    return message.notbefore is not None or is_task(message)
 
 
 def _refusal(message: Message[Any], takes_tasks: bool) -> Refused | None:

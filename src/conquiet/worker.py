@@ -88,6 +88,25 @@ class Health:
     failures_in_a_row: int
     """Failed reads since the last successful one."""
     last_error: str
+    outages_in_a_row: int = 0
+    """Batches that the store gave back whole, since one that it did not."""
+
+    def find_trouble(self) -> str | None:
+        """Return why the process should be replaced: a part has ended, or a message is stuck."""
+        if self.ok or self.state in ("starting", "stopping"):
+            return None
+        return (
+            f"worker {self.state}, {self.threads_alive} threads alive,"
+            f" {self.oldest_seconds:.0f} s in flight: {self.oldest}"
+        )
+
+    def look(self) -> dict[str, int]:
+        """Return counts, for `/readyz`; raise if the worker cannot read, or its store is away."""
+        if self.state != "running":
+            raise ConquietError(f"the worker is {self.state}")
+        if self.failures_in_a_row or self.outages_in_a_row:
+            raise ConquietError(self.last_error)
+        return {"in_flight": self.in_flight, "handled": self.handled, "failed": self.failed}
 
 
 def allow_delays(source: Source, router: Router, *, ordered: bool) -> None:
@@ -123,6 +142,11 @@ class Worker:
 
     `batch_size` is how many messages share a transaction at most: 100, and on an event loop 1 if no
     handler takes a list, since the handlers of a batch run one after the other.
+
+    A batch that is not full waits `batch_wait` seconds for more. After `stop`, what is in flight
+    has `grace` seconds; then it is given back and costs no attempt. When a message has been in
+    flight for `stuck_after` seconds, `health().ok` is False, and `on_stuck` is called with the
+    health.
     """
 
     def __init__(
@@ -189,6 +213,7 @@ class Worker:
         self._failed = 0
         self._given_back = 0
         self._failures_in_a_row = 0
+        self._outages_in_a_row = 0
         self._last_error = ""
         self.failure: Exception | None = None
         """The error in `read` of its source, or of its reader, that ended it."""
@@ -447,6 +472,7 @@ class Worker:
             given_back=self._given_back,
             failures_in_a_row=self._failures_in_a_row,
             last_error=self._last_error,
+            outages_in_a_row=self._outages_in_a_row,
         )
 
     def _serve(self, number: int) -> None:
@@ -558,8 +584,13 @@ class Worker:
             self._handled += len(handled.messages)
             if errors:
                 self._failed += len(errors)
-                self._given_back += sum(isinstance(error, Blameless) for error in errors)
+                given_back = sum(isinstance(error, Blameless) for error in errors)
+                self._given_back += given_back
                 self._last_error = repr(errors[0])
+                is_outage = given_back == len(handled.messages)
+                self._outages_in_a_row = self._outages_in_a_row + 1 if is_outage else 0
+            else:
+                self._outages_in_a_row = 0
         return len(errors)
 
     def _keep(self) -> None:

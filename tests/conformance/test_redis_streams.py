@@ -53,7 +53,7 @@ class TestStreamSourceUnderWorker(OnRedis, WorkerContract):
 
 
 class TestStreamSourceDelays(OnRedis, DelayContract):
-    orders_delays = False
+    pass
 
 
 class TestStreamSink(SinkContract):

@@ -275,7 +275,18 @@ def a_database_that_is_not_ours_is_left_alone_by_the_migration() -> None:
 
 def the_tables_can_be_dropped_and_made_again() -> None:
     call_command("migrate", "conquiet", "zero", verbosity=0)
-    assert len(app.store.missing_tables()) == 6
+    assert len(app.store.missing_tables()) == 7
+    call_command("migrate", "conquiet", verbosity=0)
+    assert schema.verify(app.store.log.log_engine) == []
+
+
+def the_table_of_an_older_database_gets_the_errors_of_attempts() -> None:
+    call_command("migrate", "conquiet", "0003", verbosity=0)
+    differences = [str(one) for one in schema.verify(app.store.log.log_engine)]
+    assert differences == [
+        "outbox_history: table should be there, is missing",
+        "outbox_retries: column errors should be text, is missing",
+    ]
     call_command("migrate", "conquiet", verbosity=0)
     assert schema.verify(app.store.log.log_engine) == []
 

@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import closing
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from tests.waiting import eventually
 from conquiet import Message
 from conquiet.cli import main
 from conquiet.redis import Outbox as RedisOutbox
-from conquiet.redis import StreamSink
+from conquiet.redis import OutboxSource, StreamSink
 
 
 def test_outbox_migrate_and_verify_on_postgresql(database_url: str, capsys) -> None:
@@ -164,6 +166,26 @@ def test_delayed_events_of_an_outbox_in_redis_are_listed_and_cancelled(
     assert main(["outbox", "list", "--delayed", *at]) == 0
     assert capsys.readouterr().out == "nothing is delayed\n"
     assert redis_client.keys("conquiet:delayed:*") == []
+    with redis_client.pipeline() as pipe:
+        last = Message(b"{}", {"id": "e-5", "type": "remind", "source": "/s"})
+        RedisOutbox("orders", "one").add(pipe, [last], at=datetime.max.replace(tzinfo=UTC))
+        pipe.execute()
+    assert main(["outbox", "list", "--delayed", *at]) == 0
+    assert "e-5  9999-12-31T23:59:59.999Z" in capsys.readouterr().out
+    with redis_client.pipeline() as pipe:
+        due = Message(b"{}", {"id": "e-4", "type": "remind", "source": "/s"})
+        RedisOutbox("orders", "one").add(pipe, [due], after=0.001)
+        pipe.execute()
+    with closing(OutboxSource(redis_client, "one")) as source:
+        [message] = source.read(10, 5.0)
+        message.ack()
+    assert main(["outbox", "cancel", "e-4", "e-3", "--yes", *at]) == 1
+    said = capsys.readouterr().err
+    assert "e-4: too late, it was due and moved to the outbox at 20" in said
+    assert "e-3: no event of this id waits, nor is it among the last 10,000" in said
+    assert main(["outbox", "cancel", "e-4", "e-3", "--yes", "--json", *at]) == 1
+    answer = json.loads(capsys.readouterr().out)
+    assert answer == {"cancelled": [], "too_late": {"e-4": "due", "e-3": "unknown"}}
     assert main(["outbox", "list", *at]) == 2
     assert "--delayed" in capsys.readouterr().err
     assert main(["outbox", "list", "--delayed", *at, "--table", "outbox"]) == 2

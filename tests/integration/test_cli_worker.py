@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -400,3 +403,105 @@ def test_a_full_disk_loses_nothing(app: Path) -> None:
     assert done.returncode == 1
     assert names(done.stdout) == ["Ada"]
     assert "line 1 of stdin: was lost: b'nonsense'" in done.stderr
+
+
+# --- health ---------------------------------------------------------------------------------
+
+
+def ask(where: str, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(where + path, timeout=5) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def find_health(process: subprocess.Popen[str]) -> str:
+    for text in process.stderr:
+        if found := re.search(r"health is at (http://[^\s\"]+)", text):
+            return found[1]
+    raise AssertionError("no health server")
+
+
+@pytest.mark.parametrize("arguments", [[], ["--processes", "2"]])
+def test_probes_and_metrics_are_answered(app: Path, started: Any, arguments: list[str]) -> None:
+    options = ["--health", "127.0.0.1:0", "--log-format", "json", "--log-level", "info"]
+    process = started("app:make_worker", *options, *arguments)
+    where = find_health(process)
+    eventually(lambda: ask(where, "/readyz")[0] == 200, timeout=30)
+    count = 2 if arguments else 1
+    eventually(lambda: len(list(app.glob("handled-*"))) == count, timeout=30)
+    assert ask(where, "/healthz")[0] == 200
+
+    def reads() -> bool:
+        text = ask(where, "/metrics")[1]
+        found = re.search(
+            r'conquiet_messages_total\{handler="handle",outcome="ok",type="\(any\)"\} (\S+)', text
+        )
+        return found is not None and float(found[1]) == count
+
+    eventually(reads, timeout=30)
+    text = ask(where, "/metrics")[1]
+    for name in ("handler_seconds_bucket", "messages_in_flight", "source_dead_letters_total"):
+        assert f"conquiet_{name}" in text
+    process.terminate()
+    process.communicate(timeout=30)
+    assert process.returncode == 0
+
+
+def test_a_worker_that_cannot_read_is_not_ready_and_need_not_be_replaced(
+    app: Path, started: Any
+) -> None:
+    (app / "away.py").write_text(
+        "from app import router\n"
+        "from conquiet import Worker\n"
+        "class Away:\n"
+        "    def read(self, limit, timeout): raise OSError('the queue is away')\n"
+        "    def stop(self): pass\n"
+        "    def close(self): pass\n"
+        "def make():\n"
+        "    from conquiet.memory import Log\n"
+        "    return Worker(Away(), router, Log().sink('x'))\n"
+    )
+    process = started("away:make", "--health", "127.0.0.1:0", "--log-level", "info")
+    where = find_health(process)
+    status, _ = eventually(
+        lambda: found if (found := ask(where, "/readyz"))[0] == 503 else None, timeout=30
+    )
+    assert status == 503
+    eventually(lambda: "the queue is away" in ask(where, "/readyz")[1], timeout=30)
+    assert ask(where, "/healthz")[0] == 200
+    eventually(
+        lambda: (
+            float(
+                re.search(
+                    r"^conquiet_source_failed_reads (\d\S*)", ask(where, "/metrics")[1], re.M
+                )[1]
+            )
+            >= 1
+        ),
+        timeout=30,
+    )
+
+
+def test_settings_come_from_flags_the_environment_and_a_file(app: Path) -> None:
+    (app / "worker.toml").write_text('[worker]\nthreads = 3\nlog_level = "error"\n')
+    command = [*CONQUIET, "worker", "run", "app:router", "--print-settings", "--json"]
+    environ = {
+        **os.environ,
+        "CONQUIET_CONFIG": "worker.toml",
+        "CONQUIET_WORKER_LOG_LEVEL": "",
+        "CONQUIET_WORKER_BATCH_SIZE": "7",
+        "CONQUIET_WORKER_SOURCE": "redis://:secret@host/0?stream=a&group=b",
+    }
+    done = zygote.run(
+        [*command, "--concurrency", "9"], cwd=app, env=environ, capture_output=True, text=True
+    )
+    found = json.loads(done.stdout)
+    assert (found["threads"], found["batch_size"], found["concurrency"]) == ("3", "7", "9")
+    assert found["log_level"] == "error"
+    assert "secret" not in done.stdout
+    (app / "worker.toml").write_text("[worker]\nthreds = 3\n")
+    done = zygote.run(command, cwd=app, env=environ, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "[worker] has no setting 'threds'" in done.stderr

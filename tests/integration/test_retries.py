@@ -12,7 +12,7 @@ import pytest
 from conquiet import Message, Router, Worker
 from conquiet.acking import settle
 from conquiet.cli import main
-from conquiet.errors import ConfigError, TryLater
+from conquiet.errors import ConfigError, GivenBack, TryLater
 from conquiet.middleware import Retry
 from conquiet.operations import dead_letters
 from conquiet.operations.retries import Retries, open_retries
@@ -107,6 +107,10 @@ class Shop:
         self.worker.stop(grace=20)
 
 
+def show(place: Place, id_: str) -> list[str]:
+    return [place.arguments[0], id_, *place.arguments[1:]]
+
+
 def test_what_waits_is_listed_and_tried_now_or_never(place: Place, capsys: Any) -> None:
     retries = place.retries()
     place.publish([order(number) for number in range(4)])
@@ -124,11 +128,25 @@ def test_what_waits_is_listed_and_tried_now_or_never(place: Place, capsys: Any) 
         eventually(lambda: retries.list()[-1].event_id == "o-1", timeout=60)
         assert retries.list()[-1].attempts == 2
 
+        tried = retries.list()[-1]
+        assert [(one.attempt, one.error) for one in tried.errors] == [
+            (1, "ValueError: no stock"),
+            (2, "ValueError: no stock"),
+        ]
+        assert main(["retries", "show", *show(place, "o-1")]) == 0
+        shown = capsys.readouterr().out
+        assert f"2  {tried.errors[1].time}  ValueError: no stock" in shown
+        assert main(["retries", "show", *show(place, tried.id), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["errors"][0]["attempt"] == 1
+        assert main(["retries", "show", *show(place, "o-99")]) == 1
+        assert "no message 'o-99' of group 'billing'" in capsys.readouterr().err
+
         assert list(retries.never([found["o-2"].id])) == [found["o-2"].id]
         assert list(retries.never(["o-2", "o-99"])) == []
         [letter] = dead_letters.find(place.letters())
         assert (letter.event_id, letter.attempts) == ("o-2", 1)
         assert "no stock" in letter.reason
+        assert [one.error for one in letter.errors] == ["ValueError: no stock"]
 
         assert main(["retries", "list", *place.arguments, "--json"]) == 0
         assert len(json.loads(capsys.readouterr().out)) == 3
@@ -142,9 +160,18 @@ def test_what_waits_is_listed_and_tried_now_or_never(place: Place, capsys: Any) 
         eventually(lambda: sorted(shop.done) == ["o-0", "o-1"], timeout=60)
         eventually(lambda: retries.list() == [], timeout=60)
     assert dict(shop.calls)["o-1"] == 3
+    assert main(["retries", "list", *place.arguments]) == 0
+    assert "does not exist" not in capsys.readouterr().err
+    wrong = [place.arguments[0].replace("orders", "o"), *place.arguments[1:]]
+    assert main(["retries", "list", *wrong]) == 0
+    assert "does not exist (yet)" in capsys.readouterr().err
 
 
-def test_after_the_last_delay_it_is_a_dead_letter_of_the_source(place: Place) -> None:
+def letters_at(place: Place) -> list[str]:
+    return ["orders:dead", *place.arguments[3:]] if len(place.arguments) > 1 else place.arguments
+
+
+def test_after_the_last_delay_it_is_a_dead_letter_of_the_source(place: Place, capsys: Any) -> None:
     place.publish([order(1)])
     with Shop(place, [0.1, 0.1]) as shop:
         eventually(lambda: bool(dead_letters.find(place.letters())), timeout=60)
@@ -152,6 +179,11 @@ def test_after_the_last_delay_it_is_a_dead_letter_of_the_source(place: Place) ->
     assert (letter.event_id, letter.attempts) == ("o-1", 3)
     assert "failed 3 times, at last with ValueError: no stock" in letter.reason
     assert "no stock" in letter.traceback
+    assert [(one.attempt, one.error) for one in letter.errors] == [
+        (number, "ValueError: no stock") for number in (1, 2, 3)
+    ]
+    assert main(["dead-letters", "show", *letters_at(place), "o-1"]) == 0
+    assert f"2  {letter.errors[1].time}  ValueError: no stock" in capsys.readouterr().out
     assert shop.calls == [("o-1", 1), ("o-1", 2), ("o-1", 3)]
     assert place.retries().list() == []
 
@@ -159,8 +191,11 @@ def test_after_the_last_delay_it_is_a_dead_letter_of_the_source(place: Place) ->
 def test_there_may_be_more_delays_than_the_source_has_attempts(place: Place) -> None:
     place.publish([order(1)])
     with Shop(place, [0.01] * 30) as shop:
-        eventually(lambda: len(shop.calls) == 31, timeout=60)
+        eventually(lambda: bool(dead_letters.find(place.letters())), timeout=60)
     assert [count for _, count in shop.calls] == list(range(1, 32))
+    # Of their errors, the first one is kept and the latest ones.
+    [letter] = dead_letters.find(place.letters())
+    assert [one.attempt for one in letter.errors] == [1, *range(23, 32)]
 
 
 def test_what_waits_comes_back_also_to_a_worker_without_the_middleware(place: Place) -> None:
@@ -246,6 +281,175 @@ def test_what_cannot_wait_beside_its_stream_pauses_in_the_worker(redis_client: A
     source.close()
 
 
+# --- order by key on Redis ------------------------------------------------------------------
+
+
+def take_in_order(client: Any, *, ordered: bool = True) -> StreamSource:
+    source = StreamSource(client, "orders", "billing")
+    source.allow_delays(4, ordered=ordered)
+    return source
+
+
+def read_ids(source: StreamSource) -> list[str]:
+    return [message.id for message in source.read(10, 0.3)]
+
+
+def test_who_waits_for_another_is_listed_and_freed_by_never(
+    redis_client: Any, redis_url: str, capsys: Any
+) -> None:
+    place = in_redis(redis_client, redis_url)
+    source = take_in_order(redis_client)
+    place.publish([order(0)])
+    [first] = source.read(10, 1.0)
+    first.nack(TryLater(3_600, ValueError("no stock")))
+    place.publish([order(1), order(2)])
+    assert read_ids(source) == []
+    assert source.in_flight == 0
+    assert redis_client.xpending("orders", "billing")["pending"] == 0
+    found = place.retries().list()
+    assert [(item.event_id, item.attempts, bool(item.due)) for item in found] == [
+        ("o-0", 1, True),
+        ("o-1", 0, False),
+        ("o-2", 0, False),
+    ]
+    assert main(["retries", "list", *place.arguments]) == 0
+    shown = capsys.readouterr().out
+    assert "behind another" in shown
+    assert "waits for an earlier message of its key" in shown
+    assert main(["retries", "now", *place.arguments, "o-1"]) == 1
+    assert "is tried after that" in capsys.readouterr().err
+
+    assert list(place.retries().never(["o-1"])) == [found[1].id]  # not the first: none is freed
+    assert read_ids(source) == []
+    assert list(place.retries().never(["o-0"])) == [found[0].id]
+    [last] = source.read(10, 5.0)
+    assert (last.id, last.deliveries) == ("o-2", 1)
+    last.ack()
+    assert place.retries().list() == []
+    assert [letter.event_id for letter in dead_letters.find(place.letters())] == ["o-1", "o-0"]
+    assert not redis_client.exists("conquiet:turns:{orders}:billing")
+    source.close()
+
+
+def test_now_lets_the_first_go_and_the_others_follow_one_by_one(redis_client: Any) -> None:
+    place = in_redis(redis_client, "")
+    source = take_in_order(redis_client)
+    place.publish([order(number) for number in range(4)])
+    first, *others = source.read(10, 1.0)
+    first.nack(TryLater(3_600, ValueError("no stock")))
+    for message in others:
+        message.nack(GivenBack("an earlier one failed"))
+    assert read_ids(source) == []
+    assert len(place.retries().now()) == 1
+    for number in range(4):
+        [message] = source.read(10, 5.0)
+        assert (message.id, message.deliveries) == (f"o-{number}", 2 if number == 0 else 1)
+        assert read_ids(source) == []  # the next one waits for the ack
+        message.ack()
+    assert read_ids(source) == []
+    source.close()
+
+
+def test_a_later_one_that_is_due_waits_for_an_earlier_one_that_is_not(redis_client: Any) -> None:
+    """Two consumers of one stream may fail on messages of one key at the same time."""
+    place = in_redis(redis_client, "")
+    source = take_in_order(redis_client)
+    place.publish([order(0), order(1)])
+    first, second = source.read(10, 1.0)
+    second.nack(TryLater(0.01, ValueError("short")))
+    first.nack(TryLater(1.0, ValueError("long")))
+    found: list[str] = []
+
+    def read() -> bool:
+        for message in source.read(10, 0.1):
+            found.append(message.id)
+            message.ack()
+        return len(found) == 2
+
+    eventually(read, timeout=60)
+    assert found == ["o-0", "o-1"]
+    source.close()
+
+
+def test_an_unordered_worker_frees_what_waits_for_another(redis_client: Any) -> None:
+    place = in_redis(redis_client, "")
+    source = take_in_order(redis_client)
+    place.publish([order(0), order(1)])
+    [first, second] = source.read(10, 1.0)
+    first.nack(TryLater(1.0, ValueError("no stock")))
+    second.nack(GivenBack("an earlier one failed"))
+    assert read_ids(source) == []
+    source.close()
+    later = take_in_order(redis_client, ordered=False)
+    [first] = later.read(10, 5.0)
+    first.nack(TryLater(0.1, ValueError("no stock")))
+    [first] = later.read(10, 5.0)
+    assert (first.id, first.deliveries) == ("o-0", 3)
+    first.ack()
+    [second] = later.read(10, 5.0)
+    assert second.id == "o-1"
+    second.ack()
+    later.close()
+
+
+def test_a_turn_is_kept_by_a_consumer_that_was_killed(redis_client: Any) -> None:
+    place = in_redis(redis_client, "")
+    source = StreamSource(redis_client, "orders", "billing", lease=0.2)
+    source.allow_delays(4, ordered=True)
+    place.publish([order(0), order(1)])
+    first, second = source.read(10, 1.0)
+    first.nack(TryLater(0.01, ValueError("no stock")))
+    second.nack(GivenBack("an earlier one failed"))
+    [first] = source.read(10, 5.0)  # and is never settled: its process is dead
+    other = StreamSource(redis_client, "orders", "billing", lease=0.2, claim_interval=0.1)
+    other.allow_delays(4, ordered=True)
+    found: list[str] = []
+
+    def read() -> bool:
+        for message in other.read(10, 0.1):
+            found.append(message.id)
+            message.ack()
+        return len(found) == 2
+
+    eventually(read, timeout=60)
+    assert found == ["o-0", "o-1"]
+    assert redis_client.xlen("conquiet:again:{orders}:billing") == 0
+    other.close()
+
+
 def test_a_stream_needs_its_group() -> None:
     with pytest.raises(ConfigError, match="--group billing"):
         open_retries("orders")
+
+
+# --- a database of an older version -----------------------------------------------------------
+
+
+def test_a_table_without_errors_keeps_the_last_one_until_it_is_migrated(sqlite_url: str) -> None:
+    engine = make_engine(sqlite_url)
+    schema.migrate(engine, revision="0005")
+    missing = "outbox_retries: column errors should be text, is missing"
+    assert missing in [str(found) for found in schema.verify(engine)]
+    where = f"{sqlite_url}?topic=orders&group=billing"
+    with engine.begin() as connection:
+        Outbox("orders").add(connection, [order(1)])
+    source = LogSource(engine, "orders", "billing")
+    source.allow_delays(9, ordered=False)
+
+    def fail() -> tuple[str, ...]:
+        """Fail once more, and return the errors of the attempts before."""
+        found: list[Message[Any]] = []
+        eventually(lambda: bool(found.extend(source.read(10, 0.1)) or found), timeout=60)
+        found[0].nack(TryLater(0.01, ValueError(f"no {found[0].deliveries}")))
+        return tuple(one.error for one in found[0].errors)
+
+    assert [fail(), fail()] == [(), ()]
+    [waiting] = open_retries(where).list()
+    assert (waiting.attempts, waiting.reason, waiting.errors) == (2, "ValueError: no 2", ())
+    schema.migrate(engine)
+    assert schema.verify(engine) == []
+    assert [fail(), fail()] == [(), ("ValueError: no 3",)]
+    [waiting] = open_retries(where).list()
+    assert [one.attempt for one in waiting.errors] == [3, 4]
+    source.close()
+    engine.dispose()

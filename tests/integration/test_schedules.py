@@ -309,6 +309,11 @@ def test_what_cannot_be_a_schedule_is_refused(tmp_path: Path) -> None:
         @app.every  # type: ignore[arg-type]
         def other() -> None: ...
 
+    with pytest.raises(ConfigError, match=r"@app\.every\(minutes='5'\): give a number"):
+
+        @app.every(minutes="5")  # type: ignore[arg-type]
+        def often() -> None: ...
+
     with pytest.raises(ConfigError, match="no provider for the parameter what"):
 
         @app.every(minutes=1)

@@ -16,7 +16,9 @@ from tests.web.browsing import Browser
 from tests.web.test_actions import form_of
 
 from conquiet import Message, Router, cli
+from conquiet.errors import StoreError
 from conquiet.events import EventSource, emit
+from conquiet.operations.history import Key, TableKeeper
 from conquiet.relay import Relay
 from conquiet.relay.inspection import Inspection
 from conquiet.schedule import State
@@ -183,6 +185,25 @@ def test_delayed_events_with_the_rights_that_the_page_adds_for_them(
     with service.begin() as connection:
         assert outbox.cancel(connection, "far") is True
     assert publish(OutboxSource(relay), Taking()) == [EVENT["id"]]
+
+
+def test_the_history_with_the_rights_that_the_page_adds_for_it(engine_of, database_url) -> None:
+    rights = re.search(
+        r"workers and relays need `([A-Z, ]+)` on\s+`outbox_history`, the dashboard `SELECT`", PAGE
+    )
+    assert rights is not None
+    key = Key("handler", "place_order", "order.place", "calls")
+    service = TableKeeper(engine_of("conquiet_service"))
+    with pytest.raises(StoreError, match="permission denied"):
+        service.write({key: 1})
+    with psycopg.connect(database_url, autocommit=True) as owner:
+        owner.execute(f"GRANT {rights[1]} ON outbox_history TO conquiet_service")
+        owner.execute("GRANT SELECT ON outbox_history TO conquiet_reader")
+    service.write({key: 1})
+    reader = TableKeeper(engine_of("conquiet_reader"))
+    assert [entry.value for entry in reader.read(5).entries] == [1]
+    with pytest.raises(StoreError, match="permission denied"):
+        reader.write({key: 1})
 
 
 def test_schedules_with_the_rights_that_the_page_adds_for_them(engine_of, database_url) -> None:

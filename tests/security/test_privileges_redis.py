@@ -19,6 +19,7 @@ from tests.web.test_actions import form_of
 
 from conquiet import Message, cli
 from conquiet.errors import TryLater
+from conquiet.operations.history import Key, RedisKeeper
 from conquiet.redis import Outbox, OutboxSource, StreamSink, StreamSource
 from conquiet.spark.log.connection import disconnect
 from conquiet.spark.log.writer import stream_writer
@@ -122,6 +123,17 @@ def test_a_worker_that_tries_again_later(as_user, redis_client) -> None:
     eventually(handle, timeout=60)
     source.close()
     assert redis_client.xpending("orders", "billing")["pending"] == 0
+
+
+def test_the_history_of_handlers(as_user, redis_client) -> None:
+    found = re.search(r"need the keys `(~conquiet:history:\*)` and `([^`]+)`", PAGE)
+    assert found is not None
+    name = "conquiet_relay"
+    redis_client.execute_command("ACL", "SETUSER", name, found[1], *found[2].split())
+    keeper = RedisKeeper(as_user(name))
+    keeper.write({Key("relay", "outbox", "", "published"): 3, Key("process", "p", "", "seen"): 0})
+    read = RedisKeeper(as_user("conquiet_dashboard")).read(5)
+    assert [entry.value for entry in read.entries if entry.key.kind == "relay"] == [3]
 
 
 def test_delayed_events_of_an_outbox(as_user, redis_client) -> None:

@@ -699,11 +699,61 @@ def test_asyncpg_verifies_a_server_on_another_host(url: str, verifies: bool) -> 
         ("sqs://region/queue", "a queue of SQS has no consumer groups"),
         ("stdout:", "without a broker the database is the log"),
         ("nonsense", "without a broker the database is the log"),
+        ("kafka", "write the URL of one, as redis://"),
+        ("amqp://localhost?queue=orders", "an app sets 'queue' itself"),
+        ("kafka://localhost?exactly_once=position", "an app sets 'exactly_once' itself"),
+        ("kafka://localhost/orders", "an app names its topics itself"),
     ],
 )
 def test_a_broker_that_cannot_be_used_is_refused(tmp_path: Path, broker: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         App("shop", f"sqlite:///{tmp_path}/shop.db", broker)
+
+
+@pytest.mark.parametrize(
+    ("broker", "words"),
+    [
+        ("amqp://localhost?prefetch=0", "prefetch=0: must be from 1"),
+        ("amqp://localhost?speed=high", "unknown setting 'speed'; choose from queue, topic"),
+        ("kafka://localhost?start=later", "'beginning' or 'now'"),
+        ("kafka://localhost?speed=high", 'No such configuration property: "speed"'),
+    ],
+)
+def test_a_wrong_parameter_of_a_broker_is_named(tmp_path: Path, broker: str, words: str) -> None:
+    app = App("shop", f"sqlite:///{tmp_path}/shop.db", broker)
+    app.on(type="paid")(take_payment)
+    with pytest.raises(ConfigError, match=words):
+        app.sources()
+
+
+@pytest.mark.parametrize("broker", ["amqp://localhost?speed=high", "kafka://localhost?speed=high"])
+def test_an_app_that_only_emits_names_a_wrong_parameter_too(tmp_path: Path, broker: str) -> None:
+    app = App("shop", f"sqlite:///{tmp_path}/shop.db", broker)
+    app.create_tables()
+    with pytest.raises(ConfigError, match="speed"):
+        app.open()
+
+
+@pytest.mark.parametrize(
+    "broker",
+    [
+        "amqp://localhost?prefetch=9&heartbeat=5&queue_type=classic&dead_letters=lost&queues=all"
+        "&mandatory=false&declare=false&timeout=3",
+        "kafka://localhost?start=now&max_in_flight=9&dead_letters=lost&session.timeout.ms=9000"
+        "&linger.ms=5&timeout=3",
+    ],
+)
+def test_a_broker_takes_the_parameters_of_its_source_and_of_its_sink(
+    tmp_path: Path, broker: str
+) -> None:
+    app = App("shop", f"sqlite:///{tmp_path}/shop.db", broker)
+    app.on(type="paid")(take_payment)
+    app.create_tables()
+    running = app.open()
+    assert running.relay is not None
+    running.relay.sink.close()
+    for worker in running.workers:
+        worker.source.close()
 
 
 def test_a_topic_that_a_broker_would_read_as_two_is_refused(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_a_while_of_zero_or_less_is_no_delay() -> None:
 
 def test_the_last_moment_of_the_calendar_can_be_written_in_every_zone() -> None:
     last = datetime.max.replace(tzinfo=timezone(timedelta(hours=-12)))
-    assert utc_text(last) == "9999-12-31 23:59:59.999999"
+    assert utc_text(last) == "9999-12-31 23:59:59.999000"
 
 
 def test_a_sink_refuses_what_it_would_publish_too_early() -> None:

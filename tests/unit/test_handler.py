@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypedDict
 
@@ -87,6 +87,15 @@ def test_a_typed_dict_is_named_by_the_return_hint():
 def test_a_generator_may_yield_events():
     def place(order: PlaceOrder) -> Iterator[OrderPlaced]:
         yield OrderPlaced(1)
+        yield OrderPlaced(2)
+
+    assert [output.data.id for output in outputs_of(place)] == [1, 2]
+
+
+def test_an_async_generator_may_yield_events():
+    async def place(order: PlaceOrder) -> AsyncIterator[OrderPlaced]:
+        yield OrderPlaced(1)
+        await asyncio.sleep(0)
         yield OrderPlaced(2)
 
     assert [output.data.id for output in outputs_of(place)] == [1, 2]

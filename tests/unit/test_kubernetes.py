@@ -6,13 +6,16 @@ import asyncio
 import re
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
 import yaml
 
 from conquiet.cli import build_parser
-from conquiet.relay.health import Health
+from conquiet.cli.settings import SETTINGS as OF_WORKER
+from conquiet.config import Url
+from conquiet.health import Health
 from conquiet.relay.settings import SETTINGS
 from conquiet.web import Token, dashboard
 from conquiet.web.settings import SETTINGS as OF_DASHBOARD
@@ -79,11 +82,20 @@ def test_a_service_finds_its_pods_and_their_port() -> None:
 
 
 @pytest.mark.parametrize("probe", ["livenessProbe", "readinessProbe"])
-def test_the_relay_answers_its_probes(probe: str) -> None:
-    relay = containers()["conquiet-relay"]
-    asked = relay[probe]["httpGet"]
-    [port] = [port for port in relay["ports"] if port["name"] == asked["port"]]
-    [where] = [item["value"] for item in relay["env"] if item["name"] == "CONQUIET_OUTBOX_HEALTH"]
+@pytest.mark.parametrize(
+    ("name", "variable"),
+    [
+        ("conquiet-relay", "CONQUIET_OUTBOX_HEALTH"),
+        ("conquiet-worker", "CONQUIET_WORKER_HEALTH"),
+    ],
+)
+def test_relay_and_worker_answer_their_probes(name: str, variable: str, probe: str) -> None:
+    found = containers()[name]
+    asked = found[probe]["httpGet"]
+    [port] = [port for port in found["ports"] if port["name"] == asked["port"]]
+    [where] = [item["value"] for item in found["env"] if item["name"] == variable]
+    scraped = of_kind("Deployment")[name]["spec"]["template"]["metadata"]["annotations"]
+    assert scraped["prometheus.io/port"] == str(port["containerPort"])
     assert where == f"0.0.0.0:{port['containerPort']}"  # the kubelet asks from outside
     health = Health({}, alive=lambda: None, metrics=lambda: b"")
     assert health.respond(asked["path"])[0] == 200
@@ -122,6 +134,23 @@ def test_secrets_and_settings_that_are_named_exist() -> None:
 
 
 def test_variables_are_settings() -> None:
-    known = {setting.variable for setting in (*SETTINGS, *OF_DASHBOARD)} | {TOKEN}
+    known = {setting.variable for setting in (*SETTINGS, *OF_WORKER, *OF_DASHBOARD)} | {TOKEN}
     used = {name for path in FILES for name in re.findall(r"CONQUIET_[A-Z_]+", path.read_text())}
     assert used <= known
+
+
+def test_keda_scales_the_worker_by_the_group_that_it_reads() -> None:
+    [scaled] = of_kind("ScaledObject").values()
+    target = scaled["spec"]["scaleTargetRef"]["name"]
+    command = containers()[target]["command"]
+    source = Url(command[command.index("--source") + 1])
+    [trigger] = scaled["spec"]["triggers"]
+    assert trigger["type"] == "redis-streams"
+    assert trigger["metadata"]["stream"] == source.text("stream")
+    assert trigger["metadata"]["consumerGroup"] == source.text("group")
+    assert all(
+        isinstance(value, str) for value in trigger["metadata"].values()
+    )  # else KEDA refuses
+    broker = urlsplit(of_kind("Secret")["conquiet"]["stringData"]["CONQUIET_BROKER_URL"])
+    assert trigger["metadata"]["address"] == broker.netloc
+    assert scaled["spec"]["minReplicaCount"] <= scaled["spec"]["maxReplicaCount"]

@@ -159,7 +159,7 @@ def test_a_url_that_names_none_says_what_to_change_and_no_secret(url: str, says:
     [
         ("pubsub://shop/orders", "google.pubsub_v1", "pip install 'conquiet[pubsub]'"),
         ("kafka://localhost/orders", "confluent_kafka", "pip install 'conquiet[kafka]'"),
-        ("amqp://localhost", "kombu", "pip install 'conquiet[kombu]'"),
+        ("amqp://localhost", "kombu", "pip install 'conquiet[amqp]'"),
         ("redis://localhost", "redis", "pip install 'conquiet[redis]'"),
     ],
 )

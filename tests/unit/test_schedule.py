@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from datetime import UTC, datetime, timedelta
-from itertools import islice, pairwise
+from itertools import islice, pairwise, takewhile
+from zoneinfo import ZoneInfo
 
 import pytest
 
@@ -43,6 +45,25 @@ def test_the_doubled_hour_runs_the_job_once_in_the_first_of_the_two() -> None:
 def test_a_process_that_starts_in_the_doubled_hour_does_not_run_the_job_again(minute: int) -> None:
     # In the second of the two hours, in which 02:30 comes once more.
     assert berlin("30 2 * * *").after(utc(2026, 10, 25, 1, minute)) == utc(2026, 10, 26, 1, 30)
+
+
+@pytest.mark.parametrize("zone", ["Europe/Berlin", "Australia/Lord_Howe", "America/Sao_Paulo"])
+@pytest.mark.parametrize("cron", ["30 2 * * *", "*/30 * * * *", "0 0 * * *", "*/7 1-3 * * *"])
+def test_from_any_moment_the_next_time_is_that_of_one_who_began_long_before(
+    zone: str, cron: str
+) -> None:
+    """A process may start at any moment, also amid a change of the clock."""
+    schedule = Schedule("job", cron=cron, zone=zone)
+    year = range(int(utc(2016, 1, 1).timestamp()), int(utc(2017, 1, 1).timestamp()), 3_600)
+    offsets = {hour: datetime.fromtimestamp(hour, ZoneInfo(zone)).utcoffset() for hour in year}
+    changes = [later for earlier, later in pairwise(year) if offsets[earlier] != offsets[later]]
+    assert len(changes) == 2
+    for change in changes:
+        begun, end = change - 2 * 86_400, change + 2 * 86_400
+        times = list(takewhile(lambda time, end=end: time < end, schedule._times(begun)))
+        assert all(earlier < later for earlier, later in pairwise(times))
+        for moment in range(change - 3 * 3_600, change + 3 * 3_600, 613):
+            assert schedule.following(moment) == times[bisect_right(times, moment)]
 
 
 def test_a_job_of_every_quarter_keeps_its_distance_through_both_changes() -> None:
@@ -117,6 +138,7 @@ def test_a_tick_has_an_id_of_schedule_and_time() -> None:
         ({"cron": "99 6 * * *"}, "Bad minute"),
         ({"cron": "0 0 30 2 *"}, "Bad day-of-month"),
         ({"cron": "@daily"}, "1 fields"),
+        ({"cron": 5}, "cron=5: write it as"),
         ({"cron": "0 6 * * *", "zone": "Berlin"}, "zone='Berlin' is not known"),
         ({"cron": "0 6 * * *", "zone": "../etc/passwd"}, "is not known"),
         ({"seconds": 0.5}, "whole seconds"),

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
+import inspect
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -100,6 +103,72 @@ def test_from_a_folder_its_search_finds_and_nothing_is_fetched_from_elsewhere(si
         browser.close()
     assert complaints == []
     assert [url for url in asked if not url.startswith("file:")] == []
+
+
+EXPLAINED = (
+    *("conquiet.Router", "conquiet.Worker", "conquiet.relay.Relay", "conquiet.queue.QueueConfig"),
+    *(f"conquiet.sql.{name}" for name in ("Transaction", "Inbox", "Outbox", "OutboxSource")),
+    *(f"conquiet.sql.{name}" for name in ("LogSource", "WalSource", "Cleanup", "OutboxLog")),
+    *(f"conquiet.redis.{name}" for name in ("Transaction", "Inbox", "Outbox", "OutboxSource")),
+    *(f"conquiet.redis.{name}" for name in ("StreamSource", "StreamSink")),
+    *(
+        f"conquiet.relay.sinks.{name}Sink"
+        for name in ("Kombu", "PubSub", "Kafka", "Http", "Celery")
+    ),
+    *(f"conquiet.sources.{name}Source" for name in ("Amqp", "Kafka", "Sqs")),
+    *(f"conquiet.middleware.{name}" for name in ("Retry", "DeadLetter", "Deadline", "Required")),
+    *(f"conquiet.events.{name}" for name in ("EventSource", "Idempotency", "AsyncIdempotency")),
+)
+
+
+@pytest.mark.parametrize("name", EXPLAINED)
+def test_the_reference_explains_each_parameter(name: str) -> None:
+    room, _, short = name.rpartition(".")
+    found = getattr(importlib.import_module(room), short)
+    text = f"{inspect.getdoc(found)} {inspect.getdoc(found.__init__)}"
+    obvious = {"source", "router", "sink", "client", "streams", "group", "topic", "queue", "queues"}
+    obvious |= {"topics", "redelivery"}
+    named = set(inspect.signature(found).parameters) - obvious
+    assert {one for one in named if not re.search(rf"`[^`]*\b{one}\b", text)} == set()
+
+
+def test_pictures_are_as_their_texts_say_and_are_shown() -> None:
+    pictures = load("pictures")
+    folder = ROOT / "docs" / "images"
+    shown = {
+        name
+        for page in (ROOT / "docs").rglob("*.md")
+        for name in re.findall(r"images/([\w-]+)\.svg\)", page.read_text())
+    }
+    assert set(pictures.PICTURES) == shown - {"path"}
+    for name, text in pictures.PICTURES.items():
+        assert (folder / f"{name}.svg").read_text() == pictures.draw(text), (
+            "run scripts/pictures.py"
+        )
+        for row in text.splitlines():
+            boxed = re.sub(r"\[[^]]*\]|\([^)]*\)|\{[^}]*\}|<[^>]*>", "", row)
+            assert set(boxed) <= set(" -|+>vx"), f"{name}: text outside of a box: {row}"
+
+
+def test_pages_avoid_the_words_that_the_style_forbids() -> None:
+    words = "somebody|nobody|whoever|anybody|everybody|anew|in earnest|dearer"
+    odd = re.compile(rf"\b({words})\b", re.IGNORECASE)
+    found = [
+        f"{page.relative_to(ROOT)}: {word}"
+        for page in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"))
+        for word in odd.findall(page.read_text())
+        if "adr" not in page.parts and page.name != "CHANGELOG.md"
+    ]
+    assert found == []
+
+
+def test_no_page_draws_with_characters() -> None:
+    drawn = [
+        page.relative_to(ROOT).as_posix()
+        for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))
+        if re.search("[┌│▶▼◀]", page.read_text())
+    ]
+    assert drawn == []
 
 
 @pytest.mark.parametrize(

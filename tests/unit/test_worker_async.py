@@ -16,6 +16,7 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from prometheus_client import CollectorRegistry
 from tests.unit.chains import OrderPlaced, PlaceOrder
+from tests.unit.middleware.routers import sum_of
 from tests.unit.workers import drained, log_of, order
 
 from conquiet import Message, Router, Worker, bridge
@@ -250,13 +251,13 @@ def test_spans_and_metrics_of_messages_in_flight_stay_apart(run, is_async):
         log.sink("commands").publish([order(number, traceparent=parent)])
     registry, provider = CollectorRegistry(), TracerProvider()
     seen: dict[int, set[str]] = {}
-    in_flight: list[float | None] = []
+    in_flight: list[float] = []
     threads = threading.Barrier(8)
 
     def note(order: PlaceOrder) -> None:
         context = trace.get_current_span().get_span_context()
         seen.setdefault(order.id, set()).add(f"{context.trace_id:032x}")
-        in_flight.append(registry.get_sample_value("conquiet_messages_in_flight"))
+        in_flight.append(sum_of(registry, "conquiet_messages_in_flight"))
 
     def block(order: PlaceOrder) -> None:
         note(order)
@@ -278,11 +279,10 @@ def test_spans_and_metrics_of_messages_in_flight_stay_apart(run, is_async):
     run(main)
     assert seen == {number: {trace_id} for number, trace_id in enumerate(traces)}
     assert max(in_flight) == 8
-    assert registry.get_sample_value("conquiet_messages_in_flight") == 0
-    name = {"handler": "wait" if is_async else "block"}
-    assert registry.get_sample_value("conquiet_handler_seconds_count", name) == 8
-    labels = {**name, "outcome": "ok"}
-    assert registry.get_sample_value("conquiet_messages_total", labels) == 8
+    assert sum_of(registry, "conquiet_messages_in_flight") == 0
+    name = "wait" if is_async else "block"
+    assert sum_of(registry, "conquiet_handler_seconds_count", handler=name) == 8
+    assert sum_of(registry, "conquiet_messages_total", handler=name, outcome="ok") == 8
 
 
 # --- how much at once -------------------------------------------------------------------------

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
     from conquiet.app.client import Client
-    from conquiet.relay.health import Health as Probes
+    from conquiet.health import Health as Probes
+    from conquiet.operations.history import Recorder
     from conquiet.relay.relay import Relay
     from conquiet.sql.handle import AsyncHandle, Handle
 
@@ -188,7 +189,14 @@ class App:
         """
         if callable(cron):
             raise ConfigError("@app.every needs a schedule: @app.every(minutes=5)")
-        interval = seconds + 60 * minutes + 3_600 * hours + 86_400 * days
+        interval = 0.0
+        for unit, count, length in (
+            *(("seconds", seconds, 1), ("minutes", minutes, 60)),
+            *(("hours", hours, 3_600), ("days", days, 86_400)),
+        ):
+            if isinstance(count, bool) or not isinstance(count, (int, float)):
+                raise ConfigError(f"@app.every({unit}={count!r:.40}): give a number")
+            interval += count * length
 
         def register(function: F) -> F:
             called = name or function_name(function)
@@ -453,10 +461,13 @@ class App:
             return make_relay(self.store.relay_source(), sink, self.store.figures)
         return make_task_relay(self.store, sink, self.celery, self.name)
 
-    def open(self, *, worker: bool = True, relay: bool = True, **options: Any) -> Running:
+    def open(
+        self, *, worker: bool = True, relay: bool = True, history: bool = True, **options: Any
+    ) -> Running:
         """Create what runs: workers unless there are no handlers, and a relay if one is needed.
 
-        The schedules run with the workers.
+        The schedules run with the workers. `history` keeps what handlers and relay did in each
+        minute of a day, for the dashboard.
         """
         self.check_tables()
         workers = self.workers(**options) if worker and self.has_handlers else []
@@ -467,7 +478,12 @@ class App:
                 " publish to"
             )
         clock = Clock(self.schedules) if workers and self._schedules else None
-        return Running(workers, relaying, self.store, clock)
+        recorder = None
+        if history:
+            from conquiet.operations.history import record
+
+            recorder = record(workers, relaying)
+        return Running(workers, relaying, self.store, clock, recorder)
 
     def run(self, *, worker: bool = True, relay: bool = True, **options: Any) -> bool:
         """Work until SIGTERM, SIGINT or the end of a worker; return whether all was finished.
@@ -542,8 +558,8 @@ def make_health(
 ) -> Probes:
     """Return the answers of `/healthz`, which `alive` decides, `/readyz`, by the database, and
     `/metrics`, with those of a `relay`."""
-    from conquiet.relay.health import Check
-    from conquiet.relay.health import Health as Probes
+    from conquiet.health import Check
+    from conquiet.health import Health as Probes
 
     return Probes(
         {"store": Check(lambda: app.store.reach(), timeout=_CHECK_SECONDS)},
@@ -555,12 +571,14 @@ def make_health(
 
 def _read_metrics(relay: Relay | None) -> bytes:
     """Return what the process counts for Prometheus: by `Metrics`, by its relay, and its own."""
+    from conquiet.middleware.metrics import exposition
+
     try:
-        from prometheus_client import generate_latest
+        own = exposition()
     except ImportError:
-        return b"# for metrics, pip install prometheus-client and app.use(Metrics())\n"
+        return b"# for metrics: pip install 'conquiet[metrics]'\n"
     relaying = getattr(relay, "metrics", None)
-    return generate_latest() + (b"" if relaying is None else relaying.exposition())
+    return own + (b"" if relaying is None else relaying.exposition())
 
 
 def _is_of(topic: str, message: Message[Any]) -> bool:
@@ -576,10 +594,12 @@ class Running:
         relay: Relay | None,
         store: Store,
         clock: Clock | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.workers = workers
         self.relay = relay
         self._clock = clock
+        self._recorder = recorder
         self._store = store
         self._thread = threading.Thread(target=self._publish, name="conquiet-relay", daemon=True)
         self._crash: BaseException | None = None
@@ -636,6 +656,8 @@ class Running:
     def _start_relay(self) -> None:
         if self.relay is not None:
             self._thread.start()
+        if self._recorder is not None:
+            self._recorder.start()
 
     def _publish(self) -> None:
         assert self.relay is not None, "else there is no thread"
@@ -657,11 +679,8 @@ class Running:
     def find_trouble(self) -> str | None:
         """Return why the process should be replaced: a part has ended, or a message is stuck."""
         for health in self.health():
-            if not health.ok:
-                return (
-                    f"worker {health.state}, {health.threads_alive} threads alive,"
-                    f" {health.oldest_seconds:.0f} s in flight: {health.oldest}"
-                )
+            if (trouble := health.find_trouble()) is not None:
+                return trouble
         if self.relay is not None and not self._thread.is_alive():
             return "the relay has ended"
         return None
@@ -701,6 +720,12 @@ class Running:
         return any(worker.failure is not None for worker in self.workers)
 
     def _stop_relay(self) -> bool:
+        has_stopped = self._end_relay()
+        if self._recorder is not None:
+            self._recorder.close()
+        return has_stopped
+
+    def _end_relay(self) -> bool:
         if self.relay is None or self._thread.ident is None:  # it was not started
             return True
         self.relay.stop()

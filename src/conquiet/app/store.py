@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
 from conquiet.app.injection import Form, Provider
-from conquiet.config import require
+from conquiet.config import Url, require
 from conquiet.errors import ConfigError, StoreError
 from conquiet.message import Message, new_id
 from conquiet.registry import SourceOptions, connect_source, open_redis, open_sink
@@ -40,6 +40,16 @@ _COUNT_SECONDS = 2.0
 """How long the rows that wait may be counted for `/metrics`."""
 _REDIS = ("redis", "rediss", "unix", "redis+cluster", "rediss+cluster", "redis+sentinel")
 _BROKERS = (*_REDIS, "amqp", "amqps", "kafka")
+_OF_THE_APP = (
+    *("queue", "topic", "group"),
+    *("positions", "exactly_once", "producers_repeat"),  # it has an inbox
+)
+"""The parameters of a source that a broker's URL must not have: an app sets them itself."""
+_OF_SOURCES = (
+    *("prefetch", "queue_type", "heartbeat"),
+    *("start", "max_in_flight", "dead_letters"),
+)
+_OF_SINKS = ("queues", "mandatory")
 
 
 def scheme_of(url: str) -> str:
@@ -497,19 +507,21 @@ class Broker:
                 " one of the apps that want it; leave the broker out, or choose another, and read"
                 " the queue by Worker(SqsSource(…), app.router)"
             )
-        if self.scheme not in _BROKERS:
+        if self.scheme not in _BROKERS or "://" not in url:
             raise ConfigError(
-                f"broker {self.scheme}:…: choose one of {', '.join(_BROKERS)}; without a broker the"
-                " database is the log"
+                f"broker {mask(url)!r:.60}: write the URL of one, as {'://, '.join(_BROKERS)}://;"
+                " without a broker the database is the log"
             )
-        self._url = url
+        self._url = self._url_of_sink = url
+        if self.scheme not in _REDIS:
+            self._url, self._url_of_sink = _split(url)
         self._name = name
         self._sink: Sink | None = None
         self._lock = threading.Lock()
 
     def open_sink(self) -> Sink:
         if self.scheme not in _REDIS:
-            return open_sink(self._url, topic=self._name)
+            return open_sink(self._url_of_sink, topic=self._name)
         room: Any = require("conquiet.redis", "redis")
         sink: Sink = room.StreamSink(open_redis(self._url, "broker"), self._name)
         return sink
@@ -540,15 +552,30 @@ class Broker:
                 self._sink = None
 
 
-def make_relay(source: Source, sink: Sink, figures: Callable[[], Figures | None]) -> Relay:
-    """Create a relay; one that counts for `/metrics`, if prometheus-client is installed."""
-    try:
-        from conquiet.relay.metrics import RelayMetrics
-    except ImportError:
-        from conquiet.relay.relay import Relay
+def _split(url: str) -> tuple[str, str]:
+    """Return the URLs of source and sink; each is without the parameters of the other alone."""
+    of_source, of_sink = Url(url, "broker"), Url(url, "broker")
+    for name in _OF_THE_APP:
+        if of_source.text(name) is not None:
+            raise ConfigError(
+                f"broker {scheme_of(url)}://…: an app sets {name!r} itself, by its name and its"
+                " handlers, and has an inbox; leave it out, or read by a Worker beside the app"
+            )
+    if scheme_of(url) == "kafka" and of_source.path:
+        raise ConfigError(
+            f"broker kafka://…/{of_source.path:.60}: an app names its topics itself; leave it out"
+        )
+    for name in _OF_SINKS:
+        of_source.text(name)
+    for name in _OF_SOURCES:
+        of_sink.text(name)
+    return of_source.rest, of_sink.rest
 
-        return Relay(source, sink)
-    from conquiet.relay.health import Check
+
+def make_relay(source: Source, sink: Sink, figures: Callable[[], Figures | None]) -> Relay:
+    """Create a relay that counts for `/metrics`."""
+    from conquiet.health import Check
+    from conquiet.relay.metrics import RelayMetrics
     from conquiet.relay.process import WatchedRelay
 
     counts = Check(lambda: {"figures": figures()}, timeout=_COUNT_SECONDS)

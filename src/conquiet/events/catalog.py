@@ -96,6 +96,9 @@ class Catalog:
     ...     total_cents: int
     >>> catalog.event(OrderPlaced(499), aggregate_id=UUID(int=7)).event_type
     'order_placed'
+
+    `event_types` and `aggregate_types` are the enums of what may be declared; the database gets
+    them too.
     """
 
     def __init__(self, event_types: type[StrEnum], aggregate_types: type[StrEnum]) -> None:

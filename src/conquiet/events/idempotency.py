@@ -177,6 +177,8 @@ class Idempotency(_Rules):
     seconds until another consumer may take it. A handled event is remembered for `ttl` seconds (or
     a timedelta); a later delivery takes effect again. The default is 7 days, or
     CONQUIET_OUTBOX_IDEMPOTENCY_TTL_HOURS of the environment.
+
+    Keys begin with `prefix`.
     """
 
     def __init__(
@@ -425,6 +427,8 @@ class AsyncIdempotency(_Rules):
 
     Leases are renewed on the loop: a handler that blocks it for longer than `lease` loses its
     event.
+
+    `lease`, `ttl` and `prefix` are those of `Idempotency`.
     """
 
     def __init__(

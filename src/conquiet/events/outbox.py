@@ -146,6 +146,8 @@ class EventsOutbox(outbox.Outbox):
     >>> router.use(Transaction("sqlite:///shop.sqlite"), Inbox("shop"), EventsOutbox())
 
     The topic of the events is set by `EventSource`, not by handlers.
+
+    `table` is that of the events.
     """
 
     def __init__(self, table: str = EVENTS_TABLE) -> None:

@@ -29,10 +29,10 @@ from conquiet.sql.schema import split_name
 class EventRow(NamedTuple):
     """Holds a claimed row of `outbox_events`."""
 
-    id: UUID
+    id: UUID | str
     event_type: str
     aggregate_type: str
-    aggregate_id: UUID
+    aggregate_id: UUID | str
     payload_json: str
     created_at: datetime
     attempt_count: int
@@ -80,6 +80,7 @@ def events_layout(table: str, max_attempts: int) -> Layout:
         # With statistics from a short backlog, the planner would read all unpublished rows by the
         # index on published_at and sort them, instead of going by the order of an index.
         sorts=False,
+        reads_uuids_as_text=True,
     )
 
 
@@ -98,6 +99,10 @@ class EventSource(TableSource):
     `created_at`, besides CloudEvents' own. CloudEvents allows no `_` in a name, and sinks that
     write binary CloudEvents (Redis Streams, HTTP) refuse it: with `cloudevents=True` the same
     five are `id`, `type`, `aggregatetype`, `subject` and `time` alone.
+
+    `engine` is one of SQLAlchemy's, or a URL; `table` is that of the events. `topic` and `source`
+    go into each message. `max_attempts`, `poll`, `wakeup` and `hold` are those of
+    `conquiet.sql.OutboxSource`.
     """
 
     def __init__(
@@ -178,5 +183,8 @@ class EventSource(TableSource):
 
 
 def _text(moment: datetime) -> str:
-    aware = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
-    return aware.astimezone(UTC).isoformat().replace("+00:00", "Z")
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=UTC)
+    elif moment.utcoffset():
+        moment = moment.astimezone(UTC)
+    return moment.isoformat().removesuffix("+00:00") + "Z"

@@ -19,7 +19,7 @@ try:
     from prometheus_client.registry import Collector
 except ImportError as error:
     raise ConfigError(
-        "metrics of a lake need prometheus-client: pip install 'prometheus-client>=0.20'"
+        "metrics of a lake need prometheus-client: pip install 'conquiet[metrics]'"
     ) from error
 
 if TYPE_CHECKING:

@@ -365,6 +365,10 @@ class Pipeline(Definitions):
     """Turns events into the tables of a lake, by its definitions.
 
     `catalog` may be None: without any event type there is `raw_events` alone.
+
+    `lake` is a folder or `s3://bucket/path`. `name` identifies its commits, so it stays as it is.
+    `zone` is the time zone of `day(moment)`. `moments` names, by event type, the field of data that
+    says when an event happened. `typed=False` leaves out the tables of event types.
     """
 
     def __init__(

@@ -112,6 +112,14 @@ def reconciliation(
         " moment >= TIMESTAMPTZ '1970-01-01 00:00:00+00'"
         " AND moment < TIMESTAMPTZ '9999-01-01 00:00:00+00' THEN moment ELSE seen END)"
     )
+    # What the statistics of a file can answer: a file of other days is not read.
+    database.run(
+        "CREATE OR REPLACE MACRO may_be_touched(moment) AS moment IS NULL"
+        " OR (moment >= getvariable('first_hour')::TIMESTAMPTZ"
+        " AND moment < getvariable('last_hour')::TIMESTAMPTZ + INTERVAL 1 HOUR)"
+        " OR moment < TIMESTAMPTZ '1970-01-01 00:00:00+00'"
+        " OR moment >= TIMESTAMPTZ '9999-01-01 00:00:00+00'"
+    )
     domain = _is_domain(set(definition.streams.values()))
     touched = f"SELECT event_hour(time, entry_time) FROM changed_raw_events WHERE {domain}"
     if scope == "batches":  # a replay or a retry moves events of entries that are not new
@@ -125,11 +133,19 @@ def reconciliation(
         touched = "SELECT hour FROM hours_to_count"
     how: dict[str, Any] = {"group": "hour", "key": "hour", "touched": touched}
     # Both have the same hours, so that one call serves both.
-    read = None if outbox is None else cache(partial(_read_outbox, outbox))
+    how["prepare"] = cache(partial(_prepare, outbox))
     return [
-        Query(COMPLETENESS, sql=_completeness(domain, outbox is not None), prepare=read, **how),
-        Query(DELIVERY, sql=_delivery(domain, outbox is not None), prepare=read, **how),
+        Query(COMPLETENESS, sql=_completeness(domain, outbox is not None), **how),
+        Query(DELIVERY, sql=_delivery(domain, outbox is not None), **how),
     ]
+
+
+def _prepare(outbox: Outbox | None, database: Database) -> None:
+    """Note the first and the last of the touched hours, and read their rows of the outbox."""
+    for name, value in (("first_hour", "min(hour)"), ("last_hour", "max(hour)")):
+        database.run(f"SET VARIABLE {name} = (SELECT {value} FROM touched)")
+    if outbox is not None:
+        _read_outbox(outbox, database)
 
 
 def _read_outbox(outbox: Outbox, database: Database) -> None:
@@ -194,7 +210,7 @@ def _kept(domain: str) -> str:
         UNION ALL
         SELECT 'refused', event_id, stream, entry_id, created_at, first_seen_at,
                delivery_count FROM events_quarantine
-    ) WHERE {domain} AND hour IN (FROM touched)
+    ) WHERE {domain} AND may_be_touched(created_at) AND hour IN (FROM touched)
     """
 
 
@@ -232,7 +248,8 @@ def _completeness(domain: str, has_outbox: bool) -> str:
             SELECT {_ID} AS id, count(*) AS entries, arg_min(event_hour(time, entry_time),
                    {{'at': entry_time, 'entry': entry_id}}) AS hour
             FROM raw_events
-            WHERE {domain} AND (time IS NULL OR event_hour(time, entry_time) IN (FROM touched))
+            WHERE {domain} AND may_be_touched(time)
+                  AND (time IS NULL OR event_hour(time, entry_time) IN (FROM touched))
             GROUP BY 1
         ) WHERE hour IN (FROM touched)
     ), kept AS ({_kept(domain)}), strays AS ({strays if has_outbox else nothing}), counted AS (

@@ -19,6 +19,7 @@ from datetime import datetime
 from itertools import count
 from typing import Any, Literal
 
+from conquiet import attempts
 from conquiet.acking import Acking, Error
 from conquiet.codec import encode_data
 from conquiet.delay import is_delayed
@@ -30,7 +31,7 @@ from conquiet.errors import (
     SinkUnavailable,
     TryLater,
 )
-from conquiet.message import Attributes, Message
+from conquiet.message import ERRORS, Attributes, Message
 from conquiet.sink import Sink
 from conquiet.source import EndOfSource
 
@@ -239,7 +240,10 @@ class LogSource:
         raise EndOfSource("the source was closed")
 
     def _message(self, claim: Claim) -> Message[Any]:
-        return claim.entry.message(acking=Acking(self, claim), deliveries=claim.deliveries)
+        message = claim.entry.message(acking=Acking(self, claim), deliveries=claim.deliveries)
+        if errors := self._group.errors.get(claim.entry.position):
+            message.locals[ERRORS] = attempts.read(errors)
+        return message
 
     def renew(self, messages: Sequence[Message[Any]]) -> None:
         with self._log.changed:
@@ -255,7 +259,10 @@ class LogSource:
             for claim, error in nacked:
                 counts = not isinstance(error, Blameless)
                 due = self._log.clock() + error.seconds if isinstance(error, TryLater) else None
-                self.late += not self._group.nack(claim, counts=counts, due=due)
+                is_late = not self._group.nack(claim, counts=counts, due=due)
+                self.late += is_late
+                if due is not None and not is_late:
+                    self._group.keep_error(claim, error, self._log.calendar())
             # An ack matters to other sources too: in an ordered group it frees its key.
             self._log.changed.notify_all()
 
@@ -348,6 +355,8 @@ class Group:
         self._places: list[int] = []  # heap: positions that wait, in their original order
         self._tried: dict[int, int] = {}  # counted deliveries of unsettled entries
         self._later: dict[int, float] = {}  # when waiting positions are due, if not at once
+        self.errors: dict[int, str] = {}
+        """The errors of messages that have waited for a later try, by position."""
         self.delays_hold_keys = False
         """Whether messages of its key wait for one that is tried later."""
         self.next_expiry = math.inf
@@ -402,6 +411,7 @@ class Group:
         if not self._take_back(claim):
             return False
         del self._tried[claim.entry.position]
+        self.errors.pop(claim.entry.position, None)
         return True
 
     def nack(self, claim: Claim, *, counts: bool, due: float | None = None) -> bool:
@@ -420,6 +430,12 @@ class Group:
             self._later[claim.entry.position] = due
             self.next_expiry = min(self.next_expiry, due)
         return True
+
+    def keep_error(self, claim: Claim, error: Error, time: float) -> None:
+        """Keep the error of an attempt for the next delivery."""
+        position = claim.entry.position
+        before, behind = attempts.append(self.errors.get(position), claim.deliveries, error)
+        self.errors[position] = f"{before}{time}{behind}"
 
     def release(self, owner: object) -> None:
         """Give back all entries of `owner`, without counting the delivery."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import time
 import traceback
 from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from conquiet import bridge
+from conquiet import attempts, bridge
 from conquiet.acking import settle_after_commit
 from conquiet.codec import encode_data
 from conquiet.errors import (
@@ -40,10 +41,12 @@ ATTEMPTS = "deadattempts"
 TRACEBACK = "deadtraceback"
 TIME = "deadtime"
 TOPIC = "deadtopic"
+ERRORS = "deaderrors"
+"""The errors of all attempts as JSON, if there was an earlier one (`conquiet.attempts`)."""
 ATTRIBUTES = "deadattributes"
 STREAM, ENTRY = "deadstream", "deadentry"
 """Where a dead letter of a Redis stream came from; its source adds them."""
-_NAMES = frozenset((REASON, HANDLER, ATTEMPTS, TRACEBACK, TIME, TOPIC, ATTRIBUTES))
+_NAMES = frozenset((REASON, HANDLER, ATTEMPTS, TRACEBACK, TIME, TOPIC, ERRORS, ATTRIBUTES))
 
 IS_DEAD = "conquiet.dead"
 """Set in a message's locals when it was published as a dead letter."""
@@ -63,6 +66,9 @@ class DeadLetter:
     deliveries; with a `Blameless` one, or while `Retry(delays=…)` tries it again later, never. A
     message with several handlers is dead when none of those that failed can be retried. If the sink
     fails, the message is nacked, and its next delivery tries again.
+
+    `topic` is that of dead letters in the sink; of a traceback the last `max_traceback_chars`
+    characters are kept.
     """
 
     stage = Stage.DEAD_LETTER
@@ -163,6 +169,9 @@ def to_letter(
         about[HANDLER] = _printable(message.handler.name)
     if message.topic is not None:
         about[TOPIC] = message.topic
+    if message.errors:
+        last = attempts.append(attempts.dump(message.errors), message.deliveries, error)
+        about[ERRORS] = _printable(f"{time.time():.3f}".join(last))
     if max_traceback_chars:
         about[TRACEBACK] = _printable(_traceback(error)[-max_traceback_chars:])
     if not is_exact:

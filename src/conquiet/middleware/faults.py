@@ -22,6 +22,9 @@ class Duplicate:
 
     Put it first, outside the inbox, in the place of a broker. Without an inbox, the second
     delivery may add outputs.
+
+    `probability` is that of each message; `dice` replaces the random numbers, for the same faults
+    in every run.
     """
 
     def __init__(self, probability: float = 0.5, dice: random.Random | None = None) -> None:
@@ -54,6 +57,9 @@ class FailAtRandom:
     """Fails some of the messages, before they run or after their effects.
 
     `error` is an exception class, or a function that creates the error from a text.
+
+    `probability` is that of each message; `dice` replaces the random numbers, for the same faults
+    in every run.
     """
 
     def __init__(

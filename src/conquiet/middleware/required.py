@@ -17,6 +17,8 @@ class Required:
     ...
     conquiet.errors.InvalidMessage: t id=1 source=-: lacks subject, correlationid; let the \
 producer set them
+
+    `names` are those of the attributes.
     """
 
     def __init__(self, *names: str) -> None:

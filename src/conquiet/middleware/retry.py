@@ -55,6 +55,8 @@ class Retry:
     back to its group. After the last one it is a dead letter. Other messages flow; in an ordered
     worker, those of its key wait for it. Its source must be able to keep it: a Redis stream, the
     log of a database or of `conquiet.memory`.
+
+    `dice` replaces the random numbers of the jitter, for tests.
     """
 
     stage = Stage.RETRY

@@ -33,6 +33,8 @@ class Tracing:
     batch handler has a span of its own, linked to those of its messages.
 
     Put it first, or right after Metrics: it then sees the final outcome of each message.
+
+    `provider` replaces OpenTelemetry's global tracer provider.
     """
 
     def __init__(self, provider: TracerProvider | None = None) -> None:

@@ -1,7 +1,8 @@
 """Processes: a worker in each of N child processes, supervised, and stopped together.
 
     supervisor ──stdin──▶ child    its settings, then orders; the end of it: the supervisor died
-    supervisor ◀──ready── child    one byte, when its worker starts
+    supervisor ◀──ready── child    a line when its worker starts, then one per second: why it is
+                                   not ready, or nothing
 
     starting ──ready──▶ running ──stop──▶ stopping ──▶ exit 0 (all finished) or 1
         │                  └ died or stuck ──backoff──▶ replaced
@@ -14,6 +15,6 @@ signal every process of a group: a child would count that and ours as two, and h
 from __future__ import annotations
 
 from conquiet.processes.child import exclude_loaded_objects, resolve
-from conquiet.processes.supervisor import run_processes
+from conquiet.processes.supervisor import Presence, run_processes
 
-__all__ = ["exclude_loaded_objects", "resolve", "run_processes"]
+__all__ = ["Presence", "exclude_loaded_objects", "resolve", "run_processes"]

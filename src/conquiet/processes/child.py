@@ -32,6 +32,8 @@ FINISHED, FAILED, CANNOT_WORK = 0, 1, 2
 """Exit codes of a child and of the supervisor."""
 
 _LOOK_SECONDS = 0.05
+_REPORT_SECONDS = 1.0
+_REPORT_CHARS = 300
 _WATCH_SECONDS = 5.0
 """How often a child resets its watchdog."""
 
@@ -106,11 +108,28 @@ async def _work_async(
 
 
 def _report_ready(worker: Worker, ready: int) -> None:
-    os.write(ready, b"!")
-    os.close(ready)
+    os.write(ready, b"\n")
+    threading.Thread(
+        target=_report, args=(worker, ready), name="conquiet-report", daemon=True
+    ).start()
     threading.Thread(
         target=_watch, args=(worker.stuck_after,), name="conquiet-watch", daemon=True
     ).start()
+
+
+def _report(worker: Worker, ready: int) -> None:
+    """Tell the supervisor, every second, in a line why the worker is not ready; empty if it is."""
+    os.set_blocking(ready, False)  # a supervisor that does not read must not stop this thread
+    pause = threading.Event()
+    while True:
+        try:
+            worker.health().look()
+            line = b"\n"
+        except ConquietError as error:
+            line = " ".join(str(error)[:_REPORT_CHARS].split()).encode(errors="replace") + b"\n"
+        with contextlib.suppress(OSError):
+            os.write(ready, line)
+        pause.wait(_REPORT_SECONDS)
 
 
 class _Orders:

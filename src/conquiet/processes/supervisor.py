@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from conquiet.backoff import Backoff
-from conquiet.errors import ConfigError
+from conquiet.errors import ConfigError, ConquietError
 from conquiet.processes.child import CANNOT_WORK, FAILED, FINISHED, in_child, name_of
 from conquiet.shutdown import Signals
 from conquiet.worker import Worker
@@ -40,13 +40,15 @@ def run_processes(
     grace: float = 30.0,
     *,
     arguments: Mapping[str, Any] | None = None,
+    presence: Presence | None = None,
 ) -> int:
     """Run `count` workers, each in a process of its own, until SIGTERM or SIGINT; an exit code.
 
     `target` builds the worker in the child: a function at the top of a module, or its name as
     `module:function`; `arguments`, as JSON, are passed to it. A child that dies, or whose
     handler exceeds `Worker.stuck_after`, is replaced; one whose source has ended is not. The
-    first signal lets messages in flight finish, a second one ends the grace time.
+    first signal lets messages in flight finish, a second one ends the grace time. `presence` is
+    kept up to date, for a health server.
 
     Returns 0 if everything in flight was finished, 1 if a message was abandoned or a child killed,
     2 if no worker could be built.
@@ -62,7 +64,27 @@ def run_processes(
         raise ConfigError(f"grace={grace!r}: must be 0 seconds or more")
     name = target if isinstance(target, str) else name_of(target)
     settings = {"target": name, "arguments": dict(arguments or {}), "grace": grace}
-    return _Supervisor(name, json.dumps(settings).encode() + b"\n", count, grace).run()
+    presence = presence or Presence()
+    return _Supervisor(name, json.dumps(settings).encode() + b"\n", count, grace, presence).run()
+
+
+class Presence:
+    """Holds which processes of a supervisor are ready, and why others are not."""
+
+    def __init__(self, on_end: Callable[[int], object] = lambda pid: None) -> None:
+        self.troubles: tuple[str, ...] = ("no process has started",)
+        """For each process that should run, why it is not ready; empty if it is."""
+        self.is_stopping = False
+        self.on_end = on_end
+        """Called with the id of a process that has ended."""
+
+    def look(self) -> dict[str, int]:
+        """Return counts, for `/readyz`; raise if a process is not ready."""
+        ready = sum(not trouble for trouble in self.troubles)
+        if ready < len(self.troubles):
+            why = next(filter(None, self.troubles))
+            raise ConquietError(f"{ready} of {len(self.troubles)} processes are ready; {why}")
+        return {"processes": ready}
 
 
 class _Child:
@@ -86,6 +108,8 @@ class _Child:
             os.close(theirs)
         self.born = time.monotonic()
         self.ran = False
+        self.trouble = "its worker has not started"
+        self._heard = b""
         self.send(settings)
 
     def send(self, words: bytes) -> None:
@@ -95,9 +119,14 @@ class _Child:
             self.process.stdin.flush()
 
     def listen(self) -> None:
-        if not self.ran:
-            with contextlib.suppress(BlockingIOError):
-                self.ran = bool(os.read(self._ready, 1))
+        """Read what the worker reports: a line per second, empty if it is ready."""
+        with contextlib.suppress(BlockingIOError):
+            while heard := os.read(self._ready, 65536):
+                self.ran = True
+                self._heard = (self._heard + heard)[-65536:]
+        *lines, self._heard = self._heard.split(b"\n")
+        if lines:
+            self.trouble = lines[-1].decode(errors="replace")
 
     def kill(self) -> None:
         """Kill it and the processes of its handlers."""
@@ -123,6 +152,10 @@ class _Slot:
     @property
     def is_busy(self) -> bool:
         return self.child is not None or self._next_start is not None
+
+    @property
+    def trouble(self) -> str:
+        return "a process has ended" if self.child is None else self.child.trouble
 
     def is_due(self, now: float) -> bool:
         return self._next_start is not None and now >= self._next_start
@@ -154,7 +187,10 @@ class _Slot:
 
 
 class _Supervisor:
-    def __init__(self, name: str, settings: bytes, count: int, grace: float) -> None:
+    def __init__(
+        self, name: str, settings: bytes, count: int, grace: float, presence: Presence
+    ) -> None:
+        self._presence = presence
         self._name = name
         self._settings = settings
         self._grace = grace
@@ -172,6 +208,7 @@ class _Supervisor:
                     self._obey(signals.count, now)
                     for slot in self._slots:
                         self._look_after(slot, now)
+                    self._presence.troubles = tuple(slot.trouble for slot in self._slots)
                     time.sleep(_LOOK_SECONDS)
             finally:
                 for slot in self._slots:
@@ -194,6 +231,7 @@ class _Supervisor:
             self._send_all(b"hurry\n")
 
     def _stop(self, now: float) -> None:
+        self._presence.is_stopping = True
         self._deadline = now + self._grace + _SLACK_SECONDS
         for slot in self._slots:
             slot.start_no_more()
@@ -218,6 +256,7 @@ class _Supervisor:
         code = child.process.poll()
         if code is not None:
             slot.end_child()
+            self._presence.on_end(child.process.pid)
             self._note_end(slot, child, code, now)
 
     def _may_start(self) -> bool:

@@ -18,6 +18,10 @@ class QueueConfig:
 
     >>> QueueConfig("orders", "billing", "billing-1").block_ms
     5000
+
+    Consumers of one `consumer_group` share the messages of the stream `stream_key`. `QueueConsumer`
+    waits `block_ms` in one read, and needs a `max_read_count` of 1; `claim_idle_ms` is for your own
+    calls of `claim_stale`.
     """
 
     stream_key: str

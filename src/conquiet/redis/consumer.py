@@ -24,7 +24,16 @@ import redis
 from conquiet import bridge
 from conquiet.errors import StoreError
 from conquiet.message import printable
-from conquiet.redis.group import ATTEMPTS, ENTRY, IDLE_SECONDS, GroupStream, Pending, Start
+from conquiet.redis.group import (
+    ATTEMPTS,
+    ENTRY,
+    ERRORS,
+    IDLE_SECONDS,
+    TURN,
+    GroupStream,
+    Pending,
+    Start,
+)
 from conquiet.redis.ids import FIRST, LAST, MIN, next_after, parse
 from conquiet.redis.wire import Argument, Command, Wire, entries_by_stream, may_pass
 
@@ -74,9 +83,20 @@ class Delivery:
         return int(self._field(ATTEMPTS) or 0)
 
     @property
+    def errors(self) -> str | None:
+        """The errors of attempts before it waited, as `conquiet.attempts` writes them."""
+        stored = self._field(ERRORS)
+        return None if stored is None else stored.decode(errors="replace")
+
+    @property
     def origin(self) -> tuple[str, str]:
         """The stream that the message came from, and the id of its entry there."""
         return self.stream.origin, (self._field(ENTRY) or self.id).decode()
+
+    @property
+    def turn(self) -> bytes | None:
+        """The turn of an entry that has waited in an ordered worker (`delay`)."""
+        return self._field(TURN)
 
     def _field(self, name: bytes) -> bytes | None:
         if self.stream.origin == self.stream.name:
@@ -385,7 +405,7 @@ class Consumer:
         by_stream: dict[GroupStream, list[bytes]] = {}
         for delivery in deliveries:
             stream = delivery.stream
-            if delivery.is_acked and not stream.deletes:
+            if delivery.is_acked:
                 self._held[stream].pop(delivery.id, None)
                 continue
             ids = by_stream.get(stream)

@@ -6,17 +6,21 @@ stream and the id of the entry. An entry that could not be decoded is kept field
 
 from __future__ import annotations
 
+import time
 import traceback
 from base64 import b64encode
 from collections.abc import Sequence
 
 import msgspec
 
-from conquiet.errors import InvalidMessage
+from conquiet import attempts
+from conquiet.errors import InvalidMessage, PermanentError, handler_of
 from conquiet.message import Attributes, Message, new_id, now_text
 from conquiet.middleware.dead_letter import (
     ATTEMPTS,
     ENTRY,
+    ERRORS,
+    HANDLER,
     MAX_REASON_CHARS,
     MAX_TRACEBACK_CHARS,
     REASON,
@@ -40,7 +44,15 @@ def to_dead_letter(delivery: Delivery, deliveries: int, error: Exception | None)
         TOPIC: delivery.stream.topic,
     }
     about[STREAM], about[ENTRY] = delivery.origin
+    if errors := delivery.errors:
+        about[ERRORS] = errors
+        if deliveries > 0:
+            why = error or PermanentError(about[REASON])
+            last = attempts.append(errors, delivery.attempts_before + deliveries, why)
+            about[ERRORS] = f"{time.time():.3f}".join(last)
     if error is not None:
+        if handler := handler_of(error):
+            about[HANDLER] = handler
         lines = "".join(traceback.format_exception(error))
         about[TRACEBACK] = lines[-MAX_TRACEBACK_CHARS:].encode(errors="replace").decode()
     about[REASON] = about[REASON].encode(errors="replace").decode()

@@ -27,7 +27,8 @@ IDLE_SECONDS = 86_400.0
 _AT_ONCE = 100
 """Consumers that one script removes, so that other clients get their turn."""
 ATTEMPTS, ERROR, TRACEBACK = b":attempts", b":error", b":traceback"
-STREAM, ENTRY = b":stream", b":entry"
+STREAM, ENTRY, TURN = b":stream", b":entry", b":turn"
+ERRORS = b":errors"
 """The fields of an entry that has waited for a later try (`delay`)."""
 _BEHIND_ALL = b"18446744073709551615-0"
 
@@ -306,7 +307,10 @@ class GroupStream:
 def remove_idle_consumers(
     client: Any, stream: str, group: str, *, idle: float = IDLE_SECONDS
 ) -> list[str]:
-    """Remove consumers that were idle for `idle` seconds and hold nothing; return their names."""
+    """Remove consumers that were idle for `idle` seconds and hold nothing; return their names.
+
+    `client` is a Redis, `stream` and `group` name the group.
+    """
     wire = client if isinstance(client, Wire) else Wire(client)
     place = GroupStream(wire, stream, stream, group, "")
     removed = place.remove_consumers(place.idle_consumers(idle))

@@ -56,6 +56,9 @@ class Inbox(inbox.Inbox):
     `mode="setnx"` writes `done` before the handler runs, and deletes it if the handler fails. It
     works outside the transaction and needs the `client`. **It loses messages**: after a crash in
     between, the next delivery is taken for a duplicate and acked.
+
+    `subscriber` names the consumer: what one has handled is new to another. Keys begin with
+    `prefix`.
     """
 
     def __init__(

@@ -15,7 +15,9 @@ from datetime import datetime, timedelta
 from typing import Any, TypeAlias
 
 from redis.asyncio.client import Pipeline as AsyncPipeline
+from redis.asyncio.cluster import ClusterPipeline as AsyncClusterPipeline
 from redis.client import Pipeline
+from redis.cluster import ClusterPipeline
 
 from conquiet import outbox
 from conquiet.delay import delay_all, due_of, is_delayed
@@ -43,6 +45,8 @@ class Outbox(outbox.Outbox):
     to conquiet. In a cluster, `stream` needs the hash tag of the other keys.
 
     Without a router, use `add` in a pipeline of your own.
+
+    `topic` is where a relay publishes the events; `source` is the source of events that name none.
     """
 
     def __init__(
@@ -82,8 +86,9 @@ class Outbox(outbox.Outbox):
         """Queue events in the caller's MULTI … EXEC; return their ids, in order.
 
         `pipeline` is `client.pipeline()`, also of redis-py's asyncio, or `commands(client)` inside
-        a transaction. `events` are messages, or instances of event classes, whose `source` is then
-        needed here or in the constructor.
+        a transaction; of a RedisCluster it is `client.pipeline(transaction=True)`, and the stream
+        has the hash tag of the other keys. `events` are messages, or instances of event classes,
+        whose `source` is then needed here or in the constructor.
 
         `at`, a datetime with a time zone, or `after`, seconds or a timedelta, is when they are
         published at the earliest, by the clock of Redis; `Message.notbefore` comes first.
@@ -138,15 +143,24 @@ def _check_queues(pipeline: Any) -> None:
     """Refuse a pipeline that would send an entry outside the MULTI of the other writes."""
     if isinstance(pipeline, Commands):
         return
-    if not isinstance(pipeline, (Pipeline, AsyncPipeline)):
+    if isinstance(pipeline, (ClusterPipeline, AsyncClusterPipeline)):
+        # A cluster's pipeline keeps this state in its strategy, under private names.
+        settings = vars(pipeline._execution_strategy)
+        watches = settings.get("_watching")
+        is_transaction = "_explicit_transaction" in settings
+        calls_multi = settings.get("_explicit_transaction")
+    elif isinstance(pipeline, (Pipeline, AsyncPipeline)):
+        settings = vars(pipeline)  # `transaction` is also a method; asyncio names it differently
+        watches, calls_multi = pipeline.watching, pipeline.explicit_transaction
+        is_transaction = calls_multi or any(map(settings.get, ("transaction", "is_transaction")))
+    else:
         raise ConfigError(
             f"an outbox cannot write by {type(pipeline).__name__}; give a pipeline, to execute"
             " after add(): client.pipeline()"
         )
-    if pipeline.watching and not pipeline.explicit_transaction:
+    if watches and not calls_multi:
         raise ConfigError("a pipeline that watches sends at once; call its multi() before add()")
-    settings = vars(pipeline)  # `transaction` is also a method; asyncio names it differently
-    if not any(map(settings.get, ("transaction", "is_transaction", "explicit_transaction"))):
+    if not is_transaction:
         raise ConfigError(
             "an event must be committed with the writes that it reports:"
             " client.pipeline(transaction=True)"
@@ -175,6 +189,9 @@ class OutboxSource(StreamSource):
     `unmarshal` is the reverse of `Outbox(marshal=…)`: from the fields, as bytes by their names, to
     a message, whose `topic` is that of the outbox unless it sets one. An entry for which it raises
     is tried again, then goes to the dead letters.
+
+    `client`, `stream`, `group`, `consumer`, `batch_size`, `block`, `claim_interval`, `lease`,
+    `max_attempts` and `dead_letters` are those of `StreamSource`, with defaults for a relay.
     """
 
     def __init__(

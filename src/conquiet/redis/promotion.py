@@ -3,6 +3,8 @@
     conquiet:delayed:{stream}          sorted set: when it is due in µs, of a running number + id
     conquiet:delayed-entries:{stream}  hash: the running number + the fields as MessagePack, by id;
                                        the field with the empty name counts
+    conquiet:delayed-done:{stream}     sorted set: when it became due in µs, by id; the last 10,000,
+                                       so that a cancel that comes too late is told from a wrong id
 
 The number keeps events of the same time in the order in which they came. Time is that of Redis.
 One script writes both keys, in the MULTI … EXEC of the effects; one moves what is due to the
@@ -15,7 +17,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
 import redis
@@ -35,6 +37,7 @@ SHORTEST_SECONDS = 0.005
 """The least time between two promotions, unless more are due than one of them moves."""
 BATCH_SIZE = 200
 """The events that one promotion moves at least, if so many are due."""
+_EPOCH, _MICROSECOND = datetime(1970, 1, 1, tzinfo=UTC), timedelta(microseconds=1)
 _REFUSED_SECONDS = 60.0
 """How long to wait after Redis has refused it, such as for want of a right."""
 
@@ -56,7 +59,7 @@ redis.call('ZADD', KEYS[1], string.format('%.0f', due), number .. field)
 return due
 """
 
-# KEYS: sorted set, hash, stream. ARGV: the most events to move.
+# KEYS: sorted set, hash, stream, what became due. ARGV: the most events to move.
 _PROMOTE = b"""
 local time = redis.call('TIME')
 local now = string.format('%.0f', time[1] * 1000000 + time[2])
@@ -65,11 +68,13 @@ for _, member in ipairs(due) do
     local field = string.sub(member, 17)
     local stored = redis.call('HGET', KEYS[2], field)
     if stored then
+        redis.call('ZADD', KEYS[4], now, string.match(field, '^[^%z]*'))
         redis.call('XADD', KEYS[3], '*', unpack(cmsgpack.unpack(string.sub(stored, 17))))
     end
     redis.call('HDEL', KEYS[2], field)
     redis.call('ZREM', KEYS[1], member)
 end
+if #due > 0 then redis.call('ZREMRANGEBYRANK', KEYS[4], 0, -10001) end
 local next = redis.call('ZRANGE', KEYS[1], 0, 0, 'WITHSCORES')
 if not next[2] then
     redis.call('DEL', KEYS[2])
@@ -124,19 +129,20 @@ class Delayed:
         self.stream = stream.encode()
         self.times = beside(stream, "conquiet:delayed:").encode()
         self.entries = beside(stream, "conquiet:delayed-entries:").encode()
+        self.done = beside(stream, "conquiet:delayed-done:").encode()
 
     def hold(self, id: str, due: Due, fields: Sequence[Any]) -> tuple[Any, ...]:
         """Return the command that holds an entry until it is due."""
         at: int | str = ""
         after = 0
         if isinstance(due, datetime):
-            at = math.ceil(due.astimezone(UTC).timestamp() * 1_000_000)
+            at = (due - _EPOCH) // _MICROSECOND
         else:
             after = math.ceil(due.total_seconds() * 1_000_000)
         return (b"EVAL", _HOLD, 2, self.times, self.entries, id, at, after, _pack(fields))
 
     def promote(self, limit: int) -> tuple[Any, ...]:
-        return (b"EVAL", _PROMOTE, 3, self.times, self.entries, self.stream, limit)
+        return (b"EVAL", _PROMOTE, 4, self.times, self.entries, self.stream, self.done, limit)
 
     def cancel(self, id: str) -> tuple[Any, ...]:
         return (b"EVAL", _CANCEL, 2, self.times, self.entries, id)
@@ -149,15 +155,30 @@ class Delayed:
         return [
             Waiting(
                 field.partition(b"\0")[0].decode(errors="replace"),
-                datetime.fromtimestamp(float(due) / 1_000_000, UTC),
+                _moment(due),
                 (float(due) - int(now)) / 1_000_000,
                 _unpack(stored),
             )
             for field, due, stored in found
         ]
 
+    def find_promoted(self, wire: Wire, id: str) -> datetime | None:
+        """Return when an event was moved to the stream; None if it is not among the last 10,000."""
+        moment = wire.call(self.times, b"ZSCORE", self.done, id)
+        return None if moment is None else _moment(moment)
+
     def count(self, wire: Wire) -> int:
         return int(wire.call(self.times, b"ZCARD", self.times))
+
+
+def _moment(score: bytes) -> datetime:
+    """Return the time of a score; a score of far away is rounded, and so may be of the year 10000.
+
+    >>> _moment(b"2.534023008e+17").year
+    9999
+    """
+    since = timedelta(microseconds=int(float(score)))
+    return _EPOCH + min(since, datetime.max.replace(tzinfo=UTC) - _EPOCH)
 
 
 def _pack(fields: Sequence[Any]) -> bytes:

@@ -11,24 +11,30 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import redis
 
 from conquiet import bridge
 from conquiet.acking import Error
-from conquiet.errors import Blameless, GivenBack, InvalidMessage, PermanentError, TryLater
+from conquiet.errors import (
+    Blameless,
+    GivenBack,
+    InvalidMessage,
+    PermanentError,
+    TryLater,
+    handler_of,
+)
 from conquiet.message import Message, printable
 from conquiet.redis.consumer import Consumer, Delivery
 from conquiet.redis.dead_letter import to_dead_letter
-from conquiet.redis.delay import Delays
+from conquiet.redis.delay import Delays, KeyOf
 from conquiet.redis.entry import UndecodableEntry
 from conquiet.redis.wire import Wire
 
 logger = logging.getLogger("conquiet.redis")
-
-KeyOf = Callable[[Message[Any]], str]
 
 _UNDECODABLE_ATTEMPTS = 3
 _POLL_SECONDS = 0.01
@@ -75,8 +81,8 @@ class Redelivery:
         dead_letters: str | None,
         delays: Delays | None = None,
     ) -> None:
-        self.dead = 0
-        """Entries that went to the dead letters."""
+        self.dead_by_handler: Counter[str] = Counter()
+        """Dead letters by the handler that failed last; `""` for what reached none."""
         self._wire = wire
         self._consumer = consumer
         self._pauses = pauses
@@ -265,6 +271,6 @@ class Redelivery:
             )
             self._add(delivery, deliveries + 1)
             return
-        self.dead += 1
+        self.dead_by_handler[handler_of(error)] += 1
         why = error or "delivered too often"
         logger.error("dead letter in %r: %r: %s", place.decode(), delivery, printable(str(why)))

@@ -93,7 +93,7 @@ def trim_stream(
     With `keep_seconds`, only those that are older, by their ids and the server's clock. A stream
     without groups and readers is not trimmed, since its first reader will need all of it. Without
     `exact`, Redis deletes whole blocks and keeps up to one block more, which is much cheaper. A
-    dry run counts exactly, by reading.
+    `dry_run` counts exactly, by reading.
     """
     if keep_seconds is not None and not keep_seconds >= 0:
         raise ConfigError(f"keep_seconds={keep_seconds}: must be 0 seconds or more")

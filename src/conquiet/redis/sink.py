@@ -45,6 +45,8 @@ class StreamSink(Sink):
     message fails: later ones of its key, or of its stream if Redis refused it, fail too.
 
     A client of `redis.asyncio` is for the sink of an async worker.
+
+    `mode` is `binary`, a field per attribute, or `structured`, JSON in one field.
     """
 
     def __init__(
@@ -67,6 +69,11 @@ class StreamSink(Sink):
         self._topics: dict[str, Topic] = {
             name: to if isinstance(to, Topic) else Topic(to) for name, to in (streams or {}).items()
         }
+
+    @property
+    def client(self) -> Any:
+        """Return the client that was given."""
+        return self._wire.given
 
     def publish_each(self, messages: Sequence[Message[Any]]) -> Sequence[Error]:
         """Add messages; return None or an error for each, in order.

@@ -12,20 +12,22 @@ import logging
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias, get_args
 
 import redis
 
+from conquiet import attempts
 from conquiet.acking import Acking, Error
 from conquiet.errors import ConfigError, InvalidMessage, StoreError
-from conquiet.message import Message, new_id, printable
+from conquiet.message import ERRORS, Message, new_id, printable
 from conquiet.redis.consumer import Consumer, Delivery
-from conquiet.redis.delay import DelayKeys, Delays
+from conquiet.redis.delay import DelayKeys, Delays, KeyOf
 from conquiet.redis.entry import UndecodableEntry, Unmarshal, decoder
 from conquiet.redis.group import GroupStream, Start
 from conquiet.redis.ids import FIRST, LAST, next_after, parse
-from conquiet.redis.redelivery import KeyOf, Pauses, Redelivery
+from conquiet.redis.redelivery import Pauses, Redelivery
 from conquiet.redis.topic import Streams, streams_of
 from conquiet.redis.wire import Wire, may_pass
 
@@ -65,6 +67,9 @@ class StreamSource:
 
     A nacked message pauses `backoff` seconds, then twice as long, up to `max_backoff`. Later
     messages of its `key` (`Message.key`, unless you pass a function) wait behind it.
+
+    `start` says where a new group begins: at the `beginning` of the stream, or `now`. Entries of
+    dead consumers are looked for every `claim_interval` seconds, by default half the lease.
     """
 
     def __init__(
@@ -112,10 +117,21 @@ class StreamSource:
         self._claim_interval = claim_interval or lease / 2
         self._terms = (Pauses(backoff, max_backoff), key, max_attempts, dead_letters)
         self._delays: Delays | None = None
+        self._orders_delays = False
         self._set_up(self._streams)
         self._closed = False
         if not self.is_async:  # else the first read prepares it, on its event loop
             self._prepare()
+
+    @property
+    def client(self) -> Any:
+        """Return the client that was given."""
+        return self._wire.given
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of its streams."""
+        return tuple(stream.name for stream in self._streams)
 
     def _set_up(self, streams: Sequence[GroupStream]) -> None:
         self._consumer = Consumer(
@@ -130,29 +146,15 @@ class StreamSource:
 
     def allow_delays(self, attempts: int, *, ordered: bool) -> None:
         """Let failed entries wait beside their stream; see `conquiet.source.Delaying`."""
-        if ordered:
-            raise ConfigError(
-                "Retry(delays=…) in an ordered worker: the consumers of a Redis group share the"
-                " messages of a key, and none can make the others wait for hours; use the log of a"
-                " database, or Retry(max_attempts=…), which waits within a delivery"
-            )
-        if self._delays is None:
+        if self._delays is None or self._orders_delays != ordered:
+            self._orders_delays = ordered
             self._read_delayed()
 
     def _read_delayed(self) -> None:
         """Read what has waited for a later try, too."""
-        again = {
-            stream: GroupStream(
-                *(self._wire, DelayKeys.of(stream.name, self.group).again, stream.topic),
-                *(self.group, self.consumer),
-                deletes=True,
-                decode=stream.decode,
-                origin=stream.name,
-            )
-            for stream in self._streams
-        }
-        self._delays = Delays(self._wire, again)
-        self._set_up([*self._streams, *again.values()])
+        key = self._terms[1] or (lambda message: message.key)
+        self._delays = Delays(self._wire, self._streams, key if self._orders_delays else None)
+        self._set_up([*self._streams, *self._delays.streams])
 
     def _has_delayed(self) -> bool:
         """Return whether entries wait for a later try, from a worker that had `Retry(delays=…)`."""
@@ -176,9 +178,14 @@ class StreamSource:
             logger.warning("%r could not create its group, retrying later: %r", self, error)
 
     @property
+    def dead_by_handler(self) -> Counter[str]:
+        """Return the dead letters by the handler that failed last; `""` for what reached none."""
+        return self._redelivery.dead_by_handler
+
+    @property
     def dead(self) -> int:
         """Return how many entries went to the dead letters."""
-        return self._redelivery.dead
+        return self.dead_by_handler.total()
 
     @property
     def claimed(self) -> int:
@@ -229,10 +236,30 @@ class StreamSource:
         except BaseException:  # a cancelled task: Redis may have delivered entries
             self._consumer.rescan()
             raise
+        if self._delays is not None:
+            again, found = self._without_waiting(self._delays, again, found)
         messages = self._decode(again) if again else []
         if found:
             messages += self._redelivery.hold_back(self._decode(found))
         return messages
+
+    def _without_waiting(
+        self, delays: Delays, again: list[Delivery], found: list[Delivery]
+    ) -> tuple[list[Delivery], list[Delivery]]:
+        """Leave out entries that wait for an earlier one of their key."""
+        try:
+            gone = delays.hold_back([*again, *found])
+        except (redis.RedisError, OSError) as error:  # they pause here, so that the order is kept
+            logger.warning("%r: could not look who waits for whom, retrying: %r", self, error)
+            why = StoreError("it is not known who waits for whom")
+            self._redelivery.nack([(delivery, why) for delivery in (*again, *found)])
+            return [], []
+        for delivery in gone:
+            self._consumer.forget(delivery)
+        return (
+            [delivery for delivery in again if delivery not in gone],
+            [delivery for delivery in found if delivery not in gone],
+        )
 
     def _recover(self, error: Exception, *, has_some: bool) -> None:
         """Create deleted groups again; raise unless the failed read returned some entries."""
@@ -278,15 +305,16 @@ class StreamSource:
             except InvalidMessage as error:
                 self._redelivery.refuse(delivery, error)
                 continue
-            messages.append(
-                Message(
-                    data,
-                    attributes,
-                    acking=Acking(self, delivery),
-                    topic=topic or delivery.stream.topic,
-                    deliveries=delivery.attempts_before + delivery.deliveries,
-                )
+            message = Message(
+                data,
+                attributes,
+                acking=Acking(self, delivery),
+                topic=topic or delivery.stream.topic,
+                deliveries=delivery.attempts_before + delivery.deliveries,
             )
+            if errors := delivery.errors:
+                message.locals[ERRORS] = attempts.read(errors)
+            messages.append(message)
         return messages
 
     # --- settling ---------------------------------------------------------------------------

@@ -319,12 +319,13 @@ class Unit:
 
         Only for messages that are in the inbox: it says `done` from the same EXEC on, so a later
         delivery could have no effect but this ack, however the router acks. A message that several
-        handlers take has a share of an acking here, and no delivery.
+        handlers take has a share of an acking here, and no delivery. Not for streams whose acked
+        entries are deleted: a crash before the deletion would leave them there for ever.
         """
         by_stream: dict[GroupStream, list[Delivery]] = {}
         for message in messages:
             delivery = message.acking.token if message.acking is not None else None
-            if type(delivery) is Delivery:
+            if type(delivery) is Delivery and not delivery.stream.deletes:
                 by_stream.setdefault(delivery.stream, []).append(delivery)
         for stream, deliveries in by_stream.items():
             if self.database.serves(stream.client) and self._shares_slot(stream.key):

@@ -23,9 +23,9 @@ from conquiet.acking import Error
 from conquiet.backoff import Backoff
 from conquiet.config import Url, has_events_layout, is_loopback, missing_extra, require
 from conquiet.errors import Blameless, ConfigError, StoreError
+from conquiet.health import Check, Health, HealthServer
 from conquiet.message import Message
 from conquiet.registry import SinkOptions, connect_sink, open_database, sink_scheme
-from conquiet.relay.health import Check, Health, HealthServer
 from conquiet.relay.relay import Outcome, Relay, log_fields
 from conquiet.relay.settings import Settings
 from conquiet.shutdown import Signals
@@ -120,16 +120,18 @@ class WatchedRelay(Relay):
         seconds: float,
     ) -> None:
         self._metrics.publish_seconds.observe(seconds)
-        for message, answer in zip(messages, answers, strict=True):
-            if answer is None:
-                self._count_published(message)
-            elif outage is None and not isinstance(answer, Blameless):
-                self._metrics.failed.labels(type(answer).__name__).inc()
+        confirmed = [m for m, answer in zip(messages, answers, strict=True) if answer is None]
+        self._confirmed += confirmed
+        self._metrics.count_published([message.deliveries for message in confirmed])
+        if self._unmarked or logger.isEnabledFor(logging.INFO):
+            for message in confirmed:
+                self._log_published(message)
+        if outage is None and len(confirmed) < len(messages):
+            for answer in answers:
+                if answer is not None and not isinstance(answer, Blameless):
+                    self._metrics.failed.labels(type(answer).__name__).inc()
 
-    def _count_published(self, message: Message[Any]) -> None:
-        self._confirmed.append(message)
-        self._metrics.published.inc()
-        self._metrics.attempts.observe(message.deliveries)
+    def _log_published(self, message: Message[Any]) -> None:
         if message.id in self._unmarked:
             del self._unmarked[message.id]
             self._metrics.duplicates.inc()
@@ -155,9 +157,10 @@ class RelayProcess:
     def __init__(self, settings: Settings) -> None:
         try:
             from conquiet.relay.inspection import Inspection
-            from conquiet.relay.metrics import RelayMetrics
         except ModuleNotFoundError as error:
-            raise missing_extra(error, "postgres,redis") from error
+            raise missing_extra(error, "sql") from error
+        from conquiet.relay.metrics import RelayMetrics
+
         self.settings = settings
         self._open = ExitStack()
         with ExitStack() as undo:
@@ -340,7 +343,7 @@ class ChosenSource:
 
     def __init__(self, settings: Settings, engine: Engine, *, cloudevents: bool) -> None:
         self._settings = settings
-        self._engine = engine
+        self.engine = engine
         self._cloudevents = cloudevents
         self._stopping = threading.Event()
         self._lock = threading.Lock()
@@ -364,7 +367,7 @@ class ChosenSource:
             self._source.close()
 
     def _choose(self) -> Any:
-        kind, why = choose_kind(self._settings, self._engine)
+        kind, why = choose_kind(self._settings, self.engine)
         if kind == "claim" and not has_events_layout(self._settings.table):
             self._leave_log()
         with self._lock:
@@ -379,8 +382,8 @@ class ChosenSource:
         from conquiet.sql import dialect
         from conquiet.sql.wal import WalOutbox
 
-        if dialect.uses_psycopg(self._engine.dialect):
-            outbox = WalOutbox(self._engine, self._settings.table)
+        if dialect.uses_psycopg(self.engine.dialect):
+            outbox = WalOutbox(self.engine, self._settings.table)
             if outbox.is_entered():
                 outbox.leave(lambda seconds: not self._stopping.wait(seconds))
 
@@ -393,16 +396,16 @@ class ChosenSource:
         if kind == "wal":
             from conquiet.sql import WalSource
 
-            return WalSource(self._engine, settings.table, **options, poll=settings.poll_ms / 1000)
+            return WalSource(self.engine, settings.table, **options, poll=settings.poll_ms / 1000)
         # The relay lets a read take as long as it pauses; within it, there is no need to poll.
         options |= {"poll": _IDLE_FACTOR * settings.poll_ms / 1000, "wakeup": settings.wakeup}
         if not has_events_layout(settings.table):
             from conquiet.sql import OutboxSource
 
-            return OutboxSource(self._engine, settings.table, **options)
+            return OutboxSource(self.engine, settings.table, **options)
         events: Any = require("conquiet.events.source", "sql")
         return events.EventSource(
-            self._engine,
+            self.engine,
             settings.table,
             topic=default_topic(settings),
             cloudevents=self._cloudevents,

@@ -57,6 +57,10 @@ class Relay:
     `publish_seconds` are left for the next batch, so that published ones are marked in time.
 
     `conquiet relay run` runs it as a process, with settings, health and signals.
+
+    A batch is `batch_size` messages at most, fewer after an outage. Pauses in an outage double up
+    to `longest_pause` seconds. `observe` is called after each batch with its messages, their
+    errors, the outage if there was one, and the seconds that the sink took.
     """
 
     def __init__(

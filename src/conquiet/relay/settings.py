@@ -5,10 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from urllib.parse import urlsplit
 
 from conquiet import config
-from conquiet.config import Setting, choice, read_boolean, read_text, seconds, whole
+from conquiet.config import (
+    Setting,
+    choice,
+    read_address,
+    read_boolean,
+    read_text,
+    seconds,
+    whole,
+)
 from conquiet.errors import ConfigError
 from conquiet.events.ttl import MAX_TTL_HOURS, TTL_HOURS, TTL_VARIABLE
 from conquiet.registry import SINK_SCHEMES, sink_scheme
@@ -17,16 +24,6 @@ from conquiet.registry import SINK_SCHEMES, sink_scheme
 def _read_sink(text: str) -> str:
     sink_scheme(text)
     return text
-
-
-def read_address(text: str) -> tuple[str, int] | None:
-    """Read HOST:PORT; None for `off`."""
-    if text == "off":
-        return None
-    parts = urlsplit(f"//{text}")
-    if not parts.hostname or parts.port is None or parts.path or "@" in text:
-        raise ValueError
-    return parts.hostname, parts.port
 
 
 STUCK_FACTOR = 4
@@ -101,6 +98,7 @@ SETTINGS: tuple[Setting, ...] = (
         "health_details", "CONQUIET_OUTBOX_HEALTH_DETAILS", "false", read_boolean, "true or false",
         "let /readyz name counts and errors also where it listens beyond loopback",
     ),
+    config.HISTORY,
     config.LOG_FORMAT,
     config.LOG_LEVEL,
 )  # fmt: skip
@@ -121,6 +119,7 @@ class Settings:
     max_attempts: int
     idempotency_ttl_hours: int
     ordered: bool
+    history: bool
     wakeup: bool
     publish_timeout_seconds: float
     longest_pause_seconds: float
@@ -144,12 +143,7 @@ class Settings:
 
     def list_lines(self) -> list[str]:
         """Return the lines that are logged at the start, one per setting."""
-        width = max(len(setting.variable) for setting in SETTINGS)
-        return [
-            f"{setting.variable:<{width}} = {self.texts[setting.name]}"
-            f"  ({self.origins[setting.name]})"
-            for setting in SETTINGS
-        ]
+        return config.list_lines(SETTINGS, self.texts, self.origins)
 
 
 def load(

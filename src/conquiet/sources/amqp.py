@@ -23,7 +23,7 @@ from conquiet.errors import ConfigError, InvalidMessage, StoreError
 from conquiet.lease import LeaseKeeper
 from conquiet.message import Attributes
 from conquiet.relay.sinks.envelope import plain_value, unpack
-from conquiet.relay.sinks.kombu import KombuSink, connect, open_connection
+from conquiet.relay.sinks.kombu import KombuSink, connect, look_for_queue, open_connection
 from conquiet.sink import Sink
 from conquiet.sources.broker import MAX_ATTEMPTS, BrokerSource, Delivery, Redelivery, logger
 
@@ -35,7 +35,6 @@ _FRAME_SECONDS = 5.0
 _FRAME_HEAD = Struct(">BHI")
 _FRAME_END = 0xCE
 _PIECE_BYTES = 65_536
-_NOT_FOUND = 404
 _MAX_PREFETCH = 65_535
 _MAX_HEARTBEAT_SECONDS = 65_535
 
@@ -55,6 +54,10 @@ class AmqpSource(BrokerSource):
     A quorum queue counts deliveries that were not acked, also across processes; a classic queue
     does not. When the connection is lost, the broker delivers unacked messages again, and acks that
     come too late are dropped: an inbox skips the duplicates.
+
+    `url` is an AMQP URL. Without a frame for `heartbeat` seconds the connection counts as lost;
+    connecting and publishing a dead letter may take `timeout` seconds. `tls` takes the settings of
+    Python's ssl.
     """
 
     def __init__(
@@ -99,10 +102,10 @@ class AmqpSource(BrokerSource):
         Also `topic=NAME,NAME`, `prefetch=`, `declare=false`, `queue_type=classic`,
         `dead_letters=NAME`, `heartbeat=` and `timeout=` in seconds.
         """
-        given = Url(url, "--source")
+        given = Url(url, "the source")
         queues = given.names("queue")
         if not queues:
-            raise ConfigError("--source amqp://…: say which queue, as in ?queue=orders")
+            raise ConfigError("the source amqp://…: say which queue, as in ?queue=orders")
         settings: dict[str, Any] = {
             "topics": given.names("topic"),
             "prefetch": given.count("prefetch", 1_000),
@@ -134,7 +137,7 @@ class _AmqpClient:
         timeout: float,
         tls: Mapping[str, Any] | None,
     ) -> None:
-        require("kombu", "kombu")
+        require("kombu", "amqp")
         self._url = url
         self._queues = queues
         self._topics = topics
@@ -156,7 +159,7 @@ class _AmqpClient:
             OSError,
             AttributeError,  # py-amqp raises it when its connection is gone
             _Cancelled,
-            require("kombu", "kombu").exceptions.OperationalError,
+            require("kombu", "amqp").exceptions.OperationalError,
             *self._link.connection_errors,
             *self._link.channel_errors,
         )
@@ -190,7 +193,7 @@ class _AmqpClient:
             if taken or left <= 0:
                 return taken
             with suppress(OSError, ValueError):  # another thread closed it; the next round sees it
-                frames.is_readable(left)
+                frames.wait(left)
         return []
 
     def _drain(self, limit: int) -> None:
@@ -201,7 +204,7 @@ class _AmqpClient:
                 frame = frames.take()
                 if frame is not None:
                     handle(frame)
-                elif frames.is_readable(0):
+                elif frames.is_readable():
                     frames.receive()
                 else:
                     break
@@ -302,13 +305,11 @@ class _AmqpClient:
 
     def _prepare(self, queue: str) -> None:
         """Create a queue unless it exists, of whatever type; bind it."""
+        missing = look_for_queue(self._link, queue)
+        if missing is not None and self._queue_type is None:
+            raise missing
         channel = self._connection.channel()
-        try:
-            channel.queue_declare(queue, passive=True)
-        except self._link.channel_errors as error:
-            if getattr(error, "reply_code", 0) != _NOT_FOUND or self._queue_type is None:
-                raise
-            channel = self._connection.channel()
+        if missing is not None:
             arguments = {"x-queue-type": self._queue_type}
             channel.queue_declare(queue, durable=True, auto_delete=False, arguments=arguments)
         if self._queue_type is not None:
@@ -369,18 +370,23 @@ class _Frames:
 
     def __init__(self, sock: Any) -> None:
         self._sock = sock
-        self._poll = select.poll()  # not select.select, which refuses descriptors above 1023
-        self._poll.register(sock, select.POLLIN)
+        # Two, since one that waits in a thread refuses another thread. And not select.select, which
+        # refuses descriptors above 1023.
+        self._now, self._wait = select.poll(), select.poll()
+        for poll in (self._now, self._wait):
+            poll.register(sock, select.POLLIN)
         self._pending = getattr(sock, "pending", None)
         """What TLS has decrypted, which poll cannot see."""
         self._buffer = b""
         self._at = 0
 
-    def is_readable(self, timeout: float) -> bool:
-        """Wait for bytes; any thread may write meanwhile."""
-        if self._pending is not None and self._pending():
-            return True
-        return bool(self._poll.poll(timeout * 1000))
+    def is_readable(self) -> bool:
+        """Return whether bytes have come; other threads may wait meanwhile."""
+        return bool(self._pending is not None and self._pending()) or bool(self._now.poll(0))
+
+    def wait(self, seconds: float) -> None:
+        """Wait for bytes after all were read; other threads may read or write meanwhile."""
+        self._wait.poll(seconds * 1000)
 
     def take(self) -> tuple[int, int, bytes] | None:
         """Return type, channel and payload of the next frame; None until it has arrived."""

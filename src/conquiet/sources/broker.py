@@ -17,6 +17,7 @@ import logging
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypedDict
 
@@ -28,6 +29,7 @@ from conquiet.errors import (
     GivenBack,
     InvalidMessage,
     PermanentError,
+    handler_of,
 )
 from conquiet.message import Attributes, Message, describe, printable
 from conquiet.middleware.dead_letter import to_letter
@@ -160,8 +162,8 @@ class BrokerSource:
         for setting, value in (("backoff", backoff), ("max_backoff", max_backoff)):
             if not value >= 0:
                 raise ConfigError(f"{setting}={value}: must be 0 seconds or more")
-        self.dead = 0
-        """How many messages became dead letters."""
+        self.dead_by_handler: Counter[str] = Counter()
+        """Dead letters by the handler that failed last; `""` for what reached none."""
         self._broker = broker
         self._name = name
         self._max_attempts = max_attempts
@@ -177,6 +179,11 @@ class BrokerSource:
         self._closed = False
 
     # --- reading ----------------------------------------------------------------------------
+
+    @property
+    def dead(self) -> int:
+        """Return how many messages became dead letters."""
+        return self.dead_by_handler.total()
 
     def read(self, limit: int, timeout: float) -> Sequence[Message[Any]]:
         """Read up to `limit` messages; those that are redelivered come first."""
@@ -342,7 +349,7 @@ class BrokerSource:
             self._wait(delivery)
             return
         self._broker.ack([delivery])
-        self.dead += 1
+        self.dead_by_handler[handler_of(error)] += 1
         why = printable(f"{type(error).__name__}: {error}")
         logger.error("dead letter in %r: %r: %s", topic, delivery, why)
 

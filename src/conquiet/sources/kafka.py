@@ -21,7 +21,7 @@ from conquiet.errors import ConfigError, InvalidMessage, StoreError
 from conquiet.lease import LeaseKeeper
 from conquiet.message import Attributes
 from conquiet.relay.sinks.envelope import plain_value, unpack
-from conquiet.relay.sinks.kafka import KafkaSink, quiet
+from conquiet.relay.sinks.kafka import KafkaSink, explain_kafka, quiet
 from conquiet.sink import Sink
 from conquiet.sources.broker import MAX_ATTEMPTS, BrokerSource, Delivery, Redelivery, logger
 
@@ -75,6 +75,9 @@ class KafkaSource(BrokerSource):
     `exactly_once="position"` lets a worker add a `PositionInbox` to the chain, which moves them in
     the transaction of the effects, in place of an inbox; `producers_repeat=False` says that no
     event is written to the topic twice.
+
+    `servers` are librdkafka's bootstrap servers. Requests, and publishing a dead letter, may take
+    `timeout` seconds.
     """
 
     delivery_type = Delivery
@@ -135,13 +138,13 @@ class KafkaSource(BrokerSource):
         `producers_repeat=false`, `max_in_flight=`, `dead_letters=NAME` and `timeout=` in seconds;
         others are librdkafka's.
         """
-        given = Url(url, "--source")
+        given = Url(url, "the source")
         topics = given.names("topic") or [name for name in [given.path] if name]
         group = given.text("group")
         for name, value in (("topic", topics), ("group", group)):
             if not value:
                 raise ConfigError(
-                    f"--source kafka://…: say which {name}, as in ?topic=orders&group=billing"
+                    f"the source kafka://…: say which {name}, as in ?topic=orders&group=billing"
                 )
         settings: dict[str, Any] = {
             "start": given.text("start") or "beginning",
@@ -283,7 +286,9 @@ class _KafkaClient:
         try:
             self._consumer = self._kafka.Consumer({**defaults, **settings, **own}, logger=quiet)
         except (self._kafka.KafkaException, TypeError, ValueError) as error:
-            raise ConfigError(f"the settings of the Kafka source: {_explain(error)}") from error
+            raise ConfigError(
+                f"the settings of the Kafka source: {explain_kafka(error)}"
+            ) from error
         self._consumer.subscribe(
             list(topics),
             on_assign=self._on_assign,
@@ -593,12 +598,6 @@ class _KafkaClient:
 
 
 REPEATED = "these messages may be delivered again"
-
-
-def _explain(error: Exception) -> str:
-    """Return the words of librdkafka alone, without its codes."""
-    found: Any = error.args[0] if error.args else None
-    return f"{found.str() if hasattr(found, 'str') else error:.300}"
 
 
 def _place(partition: Any) -> Place:

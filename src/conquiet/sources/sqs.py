@@ -40,6 +40,9 @@ class SqsSource(BrokerSource):
     `dead_letters`, by default the name of its queue and `-dead`, which is created if it is missing;
     a `Sink` may be given instead. `endpoint` is for servers that speak like SQS; credentials are
     those that boto3 finds.
+
+    `region` is that of AWS; else boto3 finds one. `max_in_flight` bounds the messages that are
+    received and not settled. A request may take `timeout` seconds.
     """
 
     _letters_suffix = "-dead"
@@ -74,9 +77,11 @@ class SqsSource(BrokerSource):
 
         Also `max_in_flight=` and `timeout=` in seconds.
         """
-        given = Url(url, "--source")
+        given = Url(url, "the source")
         if not given.path:
-            raise ConfigError("--source sqs://…: say which queue, as in sqs://eu-central-1/orders")
+            raise ConfigError(
+                "the source sqs://…: say which queue, as in sqs://eu-central-1/orders"
+            )
         settings: dict[str, Any] = {
             "region": given.place or None,
             "endpoint": given.text("endpoint"),

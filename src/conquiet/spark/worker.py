@@ -66,6 +66,9 @@ class SparkWorker:
     messages that failed `max_attempts` times; a `DeadLetter` of the router works as well.
     `batch_size` messages share one commit. `patience` is how many seconds to wait for a store that
     is away. `by_key` keeps the order of each key, at the price of a shuffle.
+
+    A stream needs a `checkpoint`, a directory of its own; `trigger` is Spark's. Counts go to
+    `registry`, by default that of prometheus_client.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -89,6 +89,8 @@ class Layout:
     """Rows with this many attempts are parked; None: rows with `parked_at` are."""
     sorts: bool = True
     """Whether PostgreSQL may sort for a claim, where it could go by the order of an index."""
+    reads_uuids_as_text: bool = False
+    """Whether psycopg gives UUIDs as `str`, which costs a fifth of `UUID`s that become text."""
     only: str = ""
     """A further condition of claimable rows, if the others are not for claims."""
 
@@ -348,7 +350,7 @@ def relay_lock(engine: Engine, table: Table) -> RelayLock:
 _LOCK_KEYS = """
 WITH RECURSIVE waiting (key) AS (
     (SELECT {key} FROM {table}
-      WHERE {keyed} AND {key} {beyond} CAST(CAST(:after AS text) AS {type})
+      WHERE {keyed}{guard} AND {key} {beyond} CAST(CAST({after} AS text) AS {type})
       ORDER BY {key}, {order} LIMIT 1)
     UNION ALL
     SELECT following.key FROM waiting CROSS JOIN LATERAL (
@@ -358,12 +360,12 @@ WITH RECURSIVE waiting (key) AS (
 )
 SELECT CAST(key AS text) FROM waiting
 WHERE CASE
-    WHEN key = ANY(CAST(CAST(:held AS text[]) AS {type}[])) THEN false
+    WHEN key = ANY(CAST(CAST({held} AS text[]) AS {type}[])) THEN false
     WHEN {stuck} THEN false
     ELSE pg_try_advisory_xact_lock(
-        hashtextextended(CAST(key AS text), CAST(CAST(CAST(:name AS text) AS regclass) AS bigint)))
+        hashtextextended(CAST(key AS text), CAST(CAST(CAST({name} AS text) AS regclass) AS bigint)))
     END
-LIMIT :count
+LIMIT {count}
 """
 
 # A separate statement, so that it sees what the last holder of the key has committed: its marks,
@@ -385,10 +387,25 @@ WHERE o.id = mine.ids[o.place]
 """
 
 
-def lock_keys(layout: Layout, table: str, dialect: Dialect, *, beyond: str) -> str:
-    """Build the query that locks free keys until the transaction ends; `beyond` is `>` or `>=`."""
+def lock_keys(
+    layout: Layout,
+    table: str,
+    dialect: Dialect,
+    *,
+    beyond: str,
+    placeholder: str = ":{}",
+    guard: str = "",
+) -> str:
+    """Build the query that locks free keys until the transaction ends; `beyond` is `>` or `>=`.
+
+    Its parameters are `after`, `held`, `name` and `count`; without `guard`, no key is found.
+    """
     return _LOCK_KEYS.format(
-        **_parts(layout, table, dialect), stuck=layout.stuck(table, "waiting.key"), beyond=beyond
+        **_parts(layout, table, dialect),
+        **{name: placeholder.format(name) for name in ("after", "held", "name", "count")},
+        stuck=layout.stuck(table, "waiting.key"),
+        beyond=beyond,
+        guard=f" AND {guard}" if guard else "",
     )
 
 
@@ -511,9 +528,10 @@ class Claimer:
             # Slow behind a long backlog of keyed rows: after an empty result, skip half a second.
             rows = self._any(connection, (limit + 1) // 2, backoff.ids(), unkeyed=True)
             self._unkeyed_at = 0.0 if rows else now + 0.5
-        keys = self._lock_keys(connection, limit - len(rows), backoff.keys())
+        wanted = limit - len(rows)
+        keys = self._lock_keys(connection, wanted, backoff.keys())
         if keys:
-            each = max(1, (limit - len(rows)) // len(keys))
+            each = max(1, wanted // len(keys))
             rows.extend(self._of_keys(connection, keys, each))
             self.layout.sort(rows)
         return self.layout.not_overtaking(rows)
@@ -525,21 +543,21 @@ class Claimer:
         found: list[str] = []
         first, start = self.layout.first_key, self._after
         for after in (start, first) if start != first else (first,):
-            sql = lock_keys(
-                self.layout,
-                self.name,
-                self.engine.dialect,
-                beyond=">=" if after == first else ">",
-            )
             missing = count - len(found)
             given = {"after": after, "held": list(held), "count": missing, "name": self.name}
-            new = [key for (key,) in connection.execute(text(sql), given)]
+            new = self._lock_some(connection, ">=" if after == first else ">", given)
             found.extend(key for key in new if key not in found)
             self._after = new[-1] if new else first
             if len(new) >= missing:
                 break
             self._after = first
         return found
+
+    def _lock_some(
+        self, connection: Connection, beyond: str, given: Mapping[str, Any]
+    ) -> list[str]:
+        sql = lock_keys(self.layout, self.name, self.engine.dialect, beyond=beyond)
+        return list(connection.execute(text(sql), given).scalars())
 
     def _any(
         self, connection: Connection, limit: int, held: Sequence[Any], unkeyed: bool
@@ -653,21 +671,31 @@ class Claimer:
 
 
 _START_OVER_SECONDS = 1.0
+_UNSET = "conquiet claim"
+"""Marks a connection whose transaction is not prepared for a claim yet."""
 
 
 class PsycopgClaimer(Claimer):
-    """Sends the statements of a claim directly to psycopg, in two round trips."""
+    """Sends the statements of a claim directly to psycopg: two round trips, three if ordered.
+
+    The first statement of a claim finds nothing while the outbox is published from the log.
+    """
 
     def __init__(self, engine: Engine, layout: Layout, ordered: bool) -> None:
         super().__init__(engine, layout, ordered)
         self._can_pipeline: bool = engine.dialect.loaded_dbapi.Pipeline.is_supported()
+        from psycopg.types.string import TextLoader
+
+        self._text_loader = TextLoader
         self._behind: tuple[Any, ...] = layout.start
         self._start_over_at = 0.0
         types = [layout.type_of(name, engine.dialect) for name in layout.order]
         order = ", ".join(layout.order)
+        free = f"NOT {wal.entered(self.name)}" if layout.is_guarded else ""
+        guard = f" AND {free}" if free else ""
         query = (
             f"SELECT {layout.select_list()} FROM {self.name} WHERE {layout.claimable}"
-            f" AND ({order}) > ({', '.join(f'%s::{type_}' for type_ in types)}){{}}{{}}"
+            f" AND ({order}) > ({', '.join(f'%s::{type_}' for type_ in types)}){guard}{{}}{{}}"
             f" ORDER BY {order} LIMIT %s FOR UPDATE SKIP LOCKED"
         )
         ids = types[-1]
@@ -695,14 +723,32 @@ class PsycopgClaimer(Claimer):
         self._of_keys_sql = of_keys(
             layout, self.name, engine.dialect, keys="%s", each="%s::integer"
         )
+        self._lock_sql = {
+            beyond: lock_keys(
+                layout,
+                self.name,
+                engine.dialect,
+                beyond=beyond,
+                placeholder="%({})s",
+                guard=free,
+            )
+            for beyond in (">", ">=")
+        }
 
     def _pipeline(self, driver: Any) -> contextlib.AbstractContextManager[object]:
         return driver.pipeline() if self._can_pipeline else contextlib.nullcontext()
 
     def _set(self, connection: Connection) -> None:
-        """Prepare an ordered claim; `_fetch` prepares others in the claim's own round trip."""
-        if self.ordered:
-            super()._set(connection)
+        """Leave it to `_fetch`, for the round trip of the first statement."""
+        connection.info[_UNSET] = True
+
+    def _select(self, connection: Connection, limit: int, backoff: RowBackoff) -> list[ClaimedRow]:
+        rows = super()._select(connection, limit, backoff)
+        if not rows and self.layout.is_guarded:
+            refused = dialect.driver_connection(connection).execute(self._guard).fetchone()
+            if refused is not None and refused[0]:
+                raise wal.refusal(self.name)
+        return rows
 
     def _any(
         self, connection: Connection, limit: int, held: Sequence[Any], unkeyed: bool
@@ -716,28 +762,34 @@ class PsycopgClaimer(Claimer):
         if behind == start:
             self._start_over_at = now + _START_OVER_SECONDS
         sql = self._queries[unkeyed, bool(held)]
-        rows = self._fetch(connection, sql, (*behind, *((held,) if held else ()), limit))
+        more = (held,) if held else ()
+        rows = self.layout.rows(self._fetch(connection, sql, (*behind, *more, limit)))
         if not rows and behind != start:
-            rows = self._fetch(connection, sql, (*start, *((held,) if held else ()), limit))
+            rows = self.layout.rows(self._fetch(connection, sql, (*start, *more, limit)))
         self._behind = self.layout.position(rows[-1]) if len(rows) == limit else start
         return rows
 
-    def _of_keys(self, connection: Connection, keys: Sequence[str], each: int) -> list[ClaimedRow]:
-        return self._fetch(connection, self._of_keys_sql, (each, keys, each))
+    def _lock_some(
+        self, connection: Connection, beyond: str, given: Mapping[str, Any]
+    ) -> list[str]:
+        return [key for (key,) in self._fetch(connection, self._lock_sql[beyond], given)]
 
-    def _fetch(self, connection: Connection, sql: str, given: Sequence[Any]) -> list[ClaimedRow]:
+    def _of_keys(self, connection: Connection, keys: Sequence[str], each: int) -> list[ClaimedRow]:
+        return self.layout.rows(self._fetch(connection, self._of_keys_sql, (each, keys, each)))
+
+    def _fetch(
+        self, connection: Connection, sql: str, given: Sequence[Any] | Mapping[str, Any]
+    ) -> list[Any]:
         driver = dialect.driver_connection(connection)
-        # One round trip for BEGIN, which psycopg sends first, and the statement.
-        with self._pipeline(driver), driver.cursor(binary=True) as cursor:
-            guard = None
-            if not self.ordered:
+        as_text = self.layout.reads_uuids_as_text
+        # One round trip for BEGIN, which psycopg sends first, and the statements.
+        with self._pipeline(driver), driver.cursor(binary=not as_text) as cursor:
+            if connection.info.pop(_UNSET, False):
                 driver.execute(self._setting)
-                guard = driver.execute(self._guard) if self.layout.is_guarded else None
+            if as_text:
+                cursor.adapters.register_loader("uuid", self._text_loader)
             cursor.execute(sql, given)
-            rows = self.layout.rows(cursor.fetchall())
-            if guard is not None and guard.fetchone()[0]:
-                raise wal.refusal(self.name)
-            return rows
+            return list(cursor.fetchall())
 
     def _mark(
         self, connection: Connection, published: Sequence[Any], failures: Sequence[Failure]

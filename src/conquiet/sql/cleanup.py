@@ -56,6 +56,9 @@ class Cleanup:
     group of their topic has passed them. Rows of a topic without a group stay.
 
     `inbox=None` or `outbox=None` leaves that table out.
+
+    `engine` is one of SQLAlchemy's, or a URL. As a context manager it runs every `interval`
+    seconds, in batches of `batch_size` rows.
     """
 
     def __init__(

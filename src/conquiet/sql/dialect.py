@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import ssl
@@ -21,6 +22,7 @@ from sqlalchemy import (
     event,
     inspect,
     make_url,
+    text,
 )
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
@@ -272,11 +274,15 @@ def uses_asyncpg(dialect: Dialect) -> bool:
 
 
 def connect_errors(dialect: Dialect) -> tuple[type[Exception], ...]:
-    """Return the errors of a server that refuses a connection, if SQLAlchemy passes them on."""
+    """Return the errors of a server that refuses or closes a connection while it is opened.
+
+    Those of asyncpg, if SQLAlchemy passes them on. Errors of settings are among them, and are also
+    a ValueError.
+    """
     if not uses_asyncpg(dialect):
         return ()
     asyncpg: Any = dialect.loaded_dbapi.asyncpg  # of its adapter
-    return (asyncpg.PostgresError,)
+    return (asyncpg.PostgresError, asyncpg.InterfaceError)
 
 
 def can_queue(dialect: Dialect) -> bool:
@@ -295,7 +301,8 @@ def driver_connection(connection: Connection) -> Any:
 
 def is_in_autocommit(connection: Connection) -> bool:
     """Return whether PostgreSQL commits each statement by itself."""
-    return bool(getattr(connection.connection.dbapi_connection, "autocommit", False))
+    # sqlite3 of Python 3.12 has -1 there, which means that BEGIN and COMMIT are as before.
+    return getattr(connection.connection.dbapi_connection, "autocommit", False) is True
 
 
 def execute(connection: Connection, statement: str, parameters: Any = None) -> Sequence[Any]:
@@ -431,11 +438,7 @@ class AsyncpgTransaction:
         await self._send(statement)
 
     async def _send(self, text: str) -> str:
-        try:
-            return await self._driver.execute(text)  # type: ignore[no-any-return]
-        except Exception as error:
-            self._adapted._handle_exception(error)  # raises it as one of SQLAlchemy's adapter
-            raise
+        return await _send(self._adapted, text)
 
     async def commit(self) -> None:
         self._driver._top_xact = None
@@ -452,6 +455,23 @@ class AsyncpgTransaction:
     async def rollback(self) -> None:
         self._driver._top_xact = None
         await self._driver.execute("ROLLBACK")
+
+
+async def execute_alone(connection: Connection, text: str) -> None:
+    """Execute statements without parameters by asyncpg, which commits them, in one round trip."""
+    try:
+        await _send(connection.connection.dbapi_connection, text)
+    except asyncio.CancelledError:
+        connection.invalidate()  # the statement may be under way
+        raise
+
+
+async def _send(adapted: Any, text: str) -> str:
+    try:
+        return await adapted.driver_connection.execute(text)  # type: ignore[no-any-return]
+    except Exception as error:
+        adapted._handle_exception(error)  # raises it as one of SQLAlchemy's adapter
+        raise
 
 
 @lru_cache(100)
@@ -555,6 +575,20 @@ def has_table(connection: Connection, name: str) -> bool:
     """Return whether a table exists; its name may have a schema."""
     schema, _, table = name.rpartition(".")
     return inspect(connection).has_table(table, schema=schema or None)
+
+
+def has_column(connection: Connection, table: str, column: str) -> bool:
+    """Return whether a table has a column; the table's name may have a schema."""
+    if is_sqlite(connection.dialect):
+        query = "SELECT count(*) FROM pragma_table_info(:table) WHERE name = :column"
+        table = table.rpartition(".")[2]
+    else:
+        query = (
+            "SELECT count(*) FROM pg_attribute WHERE attrelid = to_regclass(:table)"
+            " AND attname = :column AND NOT attisdropped"
+        )
+    found = connection.execute(text(query), {"table": table, "column": column})
+    return bool(found.scalar_one())
 
 
 def is_missing_table(error: BaseException) -> bool:

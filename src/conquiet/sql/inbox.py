@@ -26,6 +26,9 @@ class Inbox(inbox.Inbox):
     Executes one statement per batch. A concurrent delivery of the same message waits for the
     first to end; then it is skipped as a duplicate, or handled if the first rolled back. Under
     REPEATABLE READ and SERIALIZABLE it fails with a `StoreError` instead, and is retried.
+
+    `subscriber` names the consumer: what one has handled is new to another. `table` is that of the
+    inbox, if need be with its schema.
     """
 
     def __init__(self, subscriber: str, table: str = INBOX_TABLE) -> None:

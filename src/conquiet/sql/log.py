@@ -68,6 +68,8 @@ class OutboxLog:
 
     For readers that keep their own position: replay, audit, export. Rows that cleanup has removed
     are gone.
+
+    `engine` is one of SQLAlchemy's, or a URL; `table` is that of the outbox.
     """
 
     def __init__(self, engine: Engine | str | URL, table: str = OUTBOX_TABLE) -> None:

@@ -25,6 +25,7 @@ from typing import Any, Literal, NamedTuple, Protocol, Self
 
 from sqlalchemy import Connection, Engine, TextClause, text
 
+from conquiet import attempts
 from conquiet.acking import Error
 from conquiet.errors import ConfigError
 from conquiet.sql import dialect
@@ -63,6 +64,8 @@ class Delivery:
     row: LogRow
     position: Position
     attempts: int = 1
+    errors: str | None = None
+    """Those of earlier attempts, as the table has them."""
     is_retry: bool = False
     is_out: bool = False
     """Whether a worker has it."""
@@ -189,6 +192,13 @@ class Park:
         return None if self.attempts == 0 else error_text(self.error)
 
     @property
+    def errors(self) -> tuple[str, str] | tuple[None, None]:
+        """Return the errors of all attempts, up to the time of the last one, and behind it."""
+        if self.attempts == 0:
+            return None, None
+        return attempts.append(self.delivery.errors, self.attempts, self.error)
+
+    @property
     def traceback(self) -> str | None:
         if self.error is None:
             return None
@@ -276,6 +286,8 @@ class GroupTables:
             "positions": quote(positions_table(outbox)),
             "retries": quote(retries_table(outbox)),
         }
+        self._retries = retries_table(outbox).fullname
+        self._keeps_errors = False
         self._group = {"topic": topic, "group": group}
         self._statements: dict[str, TextClause] = {}
         self._drivers: dict[str, str] = {}
@@ -516,17 +528,30 @@ class GroupTables:
 
     # --- retries ----------------------------------------------------------------------------
 
+    def _with_errors(self, connection: Connection, template: str) -> str:
+        """Leave out the column `errors` where the table is of an older conquiet."""
+        if not self._keeps_errors:
+            self._keeps_errors = dialect.has_column(connection, self._retries, "errors")
+        for marker, there, missing in _ERRORS:
+            template = template.replace(marker, there if self._keeps_errors else missing)
+        return template
+
     def park(self, connection: Connection, parks: Sequence[Park]) -> None:
         if parks:
-            self._run(connection, _PARK, [self._parameters(park) for park in parks])
+            template = self._with_errors(connection, _PARK)
+            self._run(connection, template, [self._parameters(park) for park in parks])
 
     def fail(self, connection: Connection, parks: Sequence[Park]) -> None:
         if parks:
-            self._run(connection, _FAIL, [self._parameters(park) for park in parks])
+            template = self._with_errors(connection, _FAIL)
+            self._run(connection, template, [self._parameters(park) for park in parks])
 
     def _parameters(self, park: Park) -> Mapping[str, Any]:
         row = park.delivery.row
+        before, behind = park.errors
         return {
+            "errors_before": before,
+            "errors_behind": behind,
             "id": row.id,
             "xid": row.xid,
             "partition": row.partition,
@@ -545,8 +570,11 @@ class GroupTables:
         out: Sequence[int],
         until: Position,
         limit: int,
-    ) -> dict[int, int]:
-        """Count an attempt of retries up to `until` that are due; return their attempts by id."""
+    ) -> dict[int, Any]:
+        """Count an attempt of retries up to `until` that are due.
+
+        Return their rows by id, with `attempts` and `errors`.
+        """
         given = {
             "partitions": self._list(partitions),
             "out": self._list(out),
@@ -554,7 +582,8 @@ class GroupTables:
             "until_id": until.id,
             "limit": limit,
         }
-        return {row.id: row.attempts for row in self._run(connection, _CLAIM, given)}
+        template = self._with_errors(connection, _CLAIM)
+        return {row.id: row for row in self._run(connection, template, given)}
 
     def waiting(
         self, connection: Connection, partitions: Sequence[int], out: Sequence[int]
@@ -597,12 +626,13 @@ class GroupTables:
     def dead_letters(self, connection: Connection, after: int, limit: int) -> Sequence[Any]:
         """Return dead letters with ids behind `after`."""
         text_of = "o.attributes::text" if self._is_postgresql else "o.attributes"
-        template = _DEAD_LETTERS.replace("<attributes>", text_of)
+        template = self._with_errors(connection, _DEAD_LETTERS).replace("<attributes>", text_of)
         return list(self._run(connection, template, {"after": after, "limit": limit}))
 
     def list_waiting(self, connection: Connection, limit: int) -> Sequence[Any]:
         """Return messages that wait for a retry, the next one first."""
-        return list(self._run(connection, _WAITING, {"limit": limit}))
+        template = self._with_errors(connection, _WAITING)
+        return list(self._run(connection, template, {"limit": limit}))
 
     def hurry(self, connection: Connection, ids: Sequence[int] | None = None) -> set[int]:
         """Make messages due that wait for a retry, by default all; return their ids."""
@@ -620,7 +650,8 @@ class GroupTables:
 
     def revive(self, connection: Connection, id_: int) -> bool:
         """Let a dead letter be tried again; return False if it is gone."""
-        return bool(self._run(connection, _REVIVE, {"id": id_}).rowcount)
+        template = self._with_errors(connection, _REVIVE)
+        return bool(self._run(connection, template, {"id": id_}).rowcount)
 
     def remove(self, connection: Connection) -> int:
         """Remove the group; return how many partitions it had."""
@@ -727,16 +758,27 @@ _RELEASE = f"""
 UPDATE <positions> SET owner = NULL, claimant = NULL, version = :version, lease_until = 0
  WHERE {_OURS} AND owner = :member
 """
+_ALL_ERRORS = """CAST(:errors_before AS text) || CAST(<now> AS text)
+        || CAST(:errors_behind AS text)"""
+# What a template says, what it means, and where the table has no such column.
+_ERRORS = (
+    ("<errors name>", ", errors", ""),
+    ("<errors value>", f", {_ALL_ERRORS}", ""),
+    ("<errors set>", f", errors = {_ALL_ERRORS}", ""),
+    ("<errors forget>", ", errors = NULL", ""),
+    ("<errors of>", "r.errors", "NULL AS errors"),
+    ("<errors>", "errors", "NULL AS errors"),
+)
 _PARK = """
 INSERT INTO <retries> (id, consumer_group, topic, partition, xid, key, attempts, next_try,
-                       last_error, traceback, dead_at)
+                       last_error, traceback, dead_at<errors name>)
 VALUES (:id, :group, :topic, :partition, :xid, :key, :attempts, <now> + :seconds, :reason,
-        :traceback, CASE WHEN :is_dead = 1 THEN CURRENT_TIMESTAMP END)
+        :traceback, CASE WHEN :is_dead = 1 THEN CURRENT_TIMESTAMP END<errors value>)
 ON CONFLICT DO NOTHING
 """
 _FAIL = """
 UPDATE <retries> SET attempts = :attempts, next_try = <now> + :seconds, last_error = :reason,
-       traceback = :traceback, key = :key,
+       traceback = :traceback, key = :key<errors set>,
        dead_at = CASE WHEN :is_dead = 1 THEN CURRENT_TIMESTAMP END
  WHERE id = :id AND consumer_group = :group
 """
@@ -751,7 +793,7 @@ UPDATE <retries> SET attempts = attempts + 1 WHERE consumer_group = :group AND i
      WHERE {_ALIVE} AND r.next_try <= <now> AND NOT r.id <in out> AND NOT {_BLOCKED}
        AND (r.xid, r.id) <= (:until_xid, :until_id)
      ORDER BY r.xid, r.id LIMIT :limit)
-RETURNING id, attempts
+RETURNING id, attempts, <errors>
 """
 _KEYS = f"SELECT DISTINCT key FROM <retries> WHERE {_ALIVE} AND key IS NOT NULL"
 _NEXT = f"""
@@ -779,14 +821,15 @@ SELECT count(*), (julianday('now') - julianday(min(o.created_at))) * 86400.0
 """
 _COUNT_RETRIES = f"SELECT count(*), count(dead_at) FROM <retries> WHERE {_OURS}"
 _DEAD_LETTERS = """
-SELECT r.xid, r.id, r.attempts, r.last_error, r.traceback, r.dead_at, o.event_type, o.event_id,
-       o.key, o.content_type, o.data, <attributes> AS attributes
+SELECT r.xid, r.id, r.attempts, r.last_error, r.traceback, r.dead_at, <errors of>, o.event_type,
+       o.event_id, o.key, o.content_type, o.data, <attributes> AS attributes
   FROM <retries> AS r JOIN <outbox> AS o ON o.id = r.id
  WHERE r.consumer_group = :group AND r.topic = :topic AND r.dead_at IS NOT NULL AND r.id > :after
  ORDER BY r.id LIMIT :limit
 """
 _WAITING = """
-SELECT r.xid, r.id, r.attempts, r.next_try, r.last_error, o.event_type, o.event_id, o.key
+SELECT r.xid, r.id, r.attempts, r.next_try, r.last_error, <errors of>, o.event_type, o.event_id,
+       o.key
   FROM <retries> AS r JOIN <outbox> AS o ON o.id = r.id
  WHERE r.consumer_group = :group AND r.topic = :topic AND r.dead_at IS NULL
  ORDER BY r.next_try, r.id LIMIT :limit
@@ -801,7 +844,7 @@ UPDATE <retries> SET dead_at = CURRENT_TIMESTAMP
  WHERE {_OURS} AND dead_at IS NULL AND next_try > <now> <only> RETURNING id
 """
 _REVIVE = f"""
-UPDATE <retries> SET dead_at = NULL, attempts = 0, next_try = 0
+UPDATE <retries> SET dead_at = NULL, attempts = 0, next_try = 0<errors forget>
  WHERE {_OURS} AND id = :id AND dead_at IS NOT NULL
 """
 _REMOVE_RETRIES = f"DELETE FROM <retries> WHERE {_OURS}"

@@ -19,6 +19,7 @@ import socket
 import threading
 import time
 from bisect import insort
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, Protocol, get_args
@@ -26,7 +27,7 @@ from typing import Any, Literal, Protocol, get_args
 from sqlalchemy import URL, Connection, Engine, make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
-from conquiet import inbox
+from conquiet import attempts, inbox
 from conquiet.acking import Acking, Error
 from conquiet.errors import (
     Blameless,
@@ -36,9 +37,10 @@ from conquiet.errors import (
     PermanentError,
     StoreError,
     TryLater,
+    handler_of,
 )
 from conquiet.handler import SKIPPED, Process, Result
-from conquiet.message import Message, describe, new_id, printable
+from conquiet.message import ERRORS, Message, describe, new_id, printable
 from conquiet.registry import open_database
 from conquiet.secret import mask
 from conquiet.sql import dialect
@@ -109,6 +111,10 @@ class LogSource:
     An event is delivered at least once: use an `Inbox` in the router. If the effects are in this
     database, `exactly_once="position"` lets a worker add a `PositionInbox` to the chain instead;
     `producers_repeat=False` says that no event is written to the log twice.
+
+    `engine` is one of SQLAlchemy's, or a URL; `table` is that of the outbox. `start` says where a
+    new group begins: at the `beginning` of what is kept, or `now`. An idle `read` polls every
+    `poll` seconds, and at once when a writer notifies it (`wakeup`).
     """
 
     delivery_type = Delivery
@@ -154,8 +160,8 @@ class LogSource:
         self.member = f"{socket.gethostname()}-{os.getpid()}-{new_id()[-12:]}"
         self.late = 0
         """How many settlements came after the partition was lost, and were ignored."""
-        self.dead = 0
-        """How many messages became dead letters."""
+        self.dead_by_handler: Counter[str] = Counter()
+        """Dead letters by the handler that failed last; `""` for what reached none."""
         self.tables = GroupTables(self.engine, table, topic, group)
         self.inbox: PositionInbox | None = None
         """The middleware that a worker adds to its router."""
@@ -202,6 +208,11 @@ class LogSource:
             raise
         source._owns_engine = True
         return source
+
+    @property
+    def dead(self) -> int:
+        """Return how many messages became dead letters."""
+        return self.dead_by_handler.total()
 
     @property
     def positions(self) -> str:
@@ -375,7 +386,10 @@ class LogSource:
             for row in rows:
                 tenure = held[row.partition]
                 position = Position(row.xid, row.id)
-                delivery = Delivery(tenure, row, position, due[row.id], is_retry=True)
+                tried = due[row.id]
+                delivery = Delivery(
+                    tenure, row, position, tried.attempts, tried.errors, is_retry=True
+                )
                 tenure.retries[row.id] = delivery
                 if delivery.attempts > self.max_attempts:
                     why = f"delivered {delivery.attempts - 1} times and never settled"
@@ -415,6 +429,8 @@ class LogSource:
                 broken.append((delivery, error))
                 continue
             message.topic = self.topic
+            if delivery.errors is not None:
+                message.locals[ERRORS] = attempts.read(delivery.errors)
             messages.append(message)
         with self._memory:
             for delivery in taken:
@@ -514,7 +530,7 @@ class LogSource:
     def _note_parked(self, park: Park) -> None:
         delivery = park.delivery
         if park.is_dead:
-            self.dead += 1
+            self.dead_by_handler[handler_of(park.error)] += 1
             logger.error(
                 "dead letter of group %s attempts=%d row=%s: %s",
                 *(self.group, park.attempts, delivery.position),
@@ -693,15 +709,19 @@ class LogSource:
             self.tables.ask(connection, self.member, free)
 
     def _write_idle(self, connection: Connection) -> None:
-        """Write positions that moved past rows of other topics, where nothing is in flight."""
+        """Write positions that moved past rows of other topics, or past rows that an earlier member
+        had settled, where nothing is in flight."""
         with self._memory:
+            idle = [tenure for tenure in self._held.values() if not tenure.order]
             moves = [
                 Move.of(tenure, ())
-                for tenure in self._held.values()
-                if not tenure.order and tenure.cursor > tenure.written
+                for tenure in idle
+                if tenure.cursor > tenure.written or (tenure.settled and tenure.has_caught_up)
             ]
             for move in moves:
                 move.tenure.written = move.position
+                if move.tenure.has_caught_up:
+                    move.tenure.settled = ()
         if moves:
             self.tables.move(connection, self.member, moves)
 

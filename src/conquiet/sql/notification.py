@@ -19,16 +19,18 @@ import select
 import socket
 import threading
 import time
+from collections.abc import Iterable
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-from sqlalchemy import Connection, Engine, Pool, text
+from sqlalchemy import Connection, Engine, Pool
 from sqlalchemy import event as hooks
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from conquiet import bridge
 from conquiet.backoff import Backoff
+from conquiet.errors import HandlerError
 from conquiet.sql import dialect
 from conquiet.sql.schema import OUTBOX_TABLE, delayed_table, split_name
 
@@ -308,21 +310,32 @@ def _begin_to_notify(loop: asyncio.AbstractEventLoop, engine: Engine) -> None:
 
 
 async def _notify(engine: Engine, pool: Pool) -> None:
-    from sqlalchemy.ext.asyncio import AsyncEngine
-
     try:
         await asyncio.sleep(NOTIFY_INTERVAL_SECONDS)
     finally:  # also if the loop ends: the next commit starts a new task
         tables = _waiting.pop(engine, set())
+    # The last: the pool belongs to another loop.
+    errors: tuple[type[Exception], ...] = dialect.connect_errors(engine.dialect)
+    errors += (SQLAlchemyError, OSError, HandlerError)
     try:
-        async with AsyncEngine(engine).connect() as connection:
-            for table in tables:
-                await connection.execute(text(notify_statement(table)))
-            await connection.commit()
-            if engine.pool is not pool:  # disposed of since: the new pool would not close this one
-                await connection.invalidate()
-    except (SQLAlchemyError, OSError) as error:
+        await bridge.run(_send, engine, pool, tables)
+    except errors as error:
         logger.warning("could not notify relays; they will find the rows by polling: %s", error)
+
+
+def _send(engine: Engine, pool: Pool, tables: Iterable[str]) -> None:
+    channels = [f"pg_notify('{channel(table)}', '')" for table in sorted(tables)]
+    # A hint needs no durable commit.
+    statement = f"SELECT set_config('synchronous_commit', 'off', true), {', '.join(channels)}"
+    with engine.connect() as connection:
+        if dialect.drives_asyncpg(connection):
+            with dialect.translate_errors(connection):
+                bridge.wait_for(dialect.execute_alone(connection, statement))
+        else:
+            connection.exec_driver_sql(statement)
+            connection.commit()
+        if engine.pool is not pool:  # disposed of since: the new pool would not close this one
+            connection.invalidate()
 
 
 class Notifier:

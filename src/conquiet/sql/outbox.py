@@ -68,6 +68,10 @@ class Outbox(outbox.Outbox):
 
     Without a router, in a transaction of your own: `add`. `statement` gives the INSERT for whatever
     executes SQLAlchemy's statements.
+
+    `topic` is where the events go, `table` that of the outbox, if need be with its schema. `source`
+    is the source of events that name none. With `notify=False` commits wake no relay, and rows wait
+    for its next poll.
     """
 
     def __init__(

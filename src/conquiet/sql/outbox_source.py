@@ -326,6 +326,8 @@ class OutboxSource(TableSource):
     An idle `read` polls every `poll` seconds, and at once when a writer notifies it (`wakeup`). A
     claim that is not settled within `hold` seconds is released, so that a forgotten message
     cannot keep a transaction open for ever.
+
+    `engine` is one of SQLAlchemy's, or a URL; `table` is that of the outbox.
     """
 
     def __init__(

@@ -5,7 +5,7 @@
 
 An outbox has more tables: `outbox_delayed` holds events until they are due, `outbox_positions` and
 `outbox_retries` are for groups that read it as a log, `outbox_schedules` for the schedules of an
-app.
+app, `outbox_history` for the charts of the dashboard.
 
 Constructors never create tables: call `init` or `migrate`, or run `ddl` in your own migrations. In
 an Alembic project of your own, `include_object` keeps autogenerate from dropping the tables, or
@@ -274,6 +274,8 @@ def retries_table(outbox: str = OUTBOX_TABLE, metadata: MetaData | None = None) 
         Column("last_error", Text),
         Column("traceback", Text),
         dead_at,
+        # The errors of its attempts, as `conquiet.attempts` writes them.
+        Column("errors", Text),
         PrimaryKeyConstraint("id", "consumer_group", name=f"{table}_retries_pkey"),
         Index(
             f"{table}_retries_due",
@@ -313,6 +315,26 @@ def schedules_table(outbox: str = OUTBOX_TABLE, metadata: MetaData | None = None
     )
 
 
+def history_table(outbox: str = OUTBOX_TABLE, metadata: MetaData | None = None) -> Table:
+    """Define what handlers and relays did in each minute of the last day, for the dashboard."""
+    schema, table = split_name(outbox)
+    return Table(
+        f"{table}_history",
+        metadata if metadata is not None else MetaData(),
+        Column("minute", BigInteger, nullable=False),
+        Column("kind", Text, nullable=False),
+        Column("name", Text, nullable=False),
+        Column("type", Text, nullable=False),
+        Column("figure", Text, nullable=False),
+        Column("value", Double, nullable=False),
+        # The minute first: readers take the last minutes, and the oldest are deleted.
+        PrimaryKeyConstraint(
+            "minute", "kind", "name", "type", "figure", name=f"{table}_history_pkey"
+        ),
+        schema=schema,
+    )
+
+
 VERSION_TABLE = "conquiet_alembic_version"
 OWN_TABLES = (
     INBOX_TABLE,
@@ -322,7 +344,7 @@ OWN_TABLES = (
     "conquiet_events_alembic_version",
 )
 """The tables that `include_object` leaves alone: those of `conquiet.events` too."""
-_SUFFIXES = ("_delayed", "_positions", "_retries", "_schedules", "_wal")
+_SUFFIXES = ("_delayed", "_history", "_positions", "_retries", "_schedules", "_wal")
 """Of the tables beside an outbox."""
 DIALECTS = ("postgresql", "sqlite")
 LOCK = 0x636F6E71  # "conq": the advisory lock for changes of the tables
@@ -433,6 +455,7 @@ def add_tables(
             positions_table,
             retries_table,
             schedules_table,
+            history_table,
         ):
             define(outbox, metadata)
 

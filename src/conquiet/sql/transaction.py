@@ -233,6 +233,8 @@ class TransactionConnection(Connection):
         # connection was lost, and then SQLAlchemy raises the right error.
         if self.unit.ended:
             raise _ended_error("connection")
+        if self.unit.was_cancelled:
+            raise _cancelled_error(self.unit)
         return super()._revalidate_connection()
 
 
@@ -261,6 +263,11 @@ class Unit:
         self.queue: StatementQueue | None = None
         self._sessions: list[Session] = []
         self._async_connection: AsyncConnection | None = None
+
+    @property
+    def was_cancelled(self) -> bool:
+        """Return whether a statement was cancelled, and the connection closed with it."""
+        return self.connection.invalidated and isinstance(self.failure, asyncio.CancelledError)
 
     def use_table(self, name: str) -> None:
         """Note a table of inbox or outbox, before it is used."""
@@ -557,6 +564,9 @@ class Transaction(transaction.Transaction):
 
     An async engine is for an async worker, `await worker.run_async()`; adapters find its
     transaction by `conquiet.sql.async_connection(engine)` or `conquiet.sql.async_session(factory)`.
+
+    `engine` is one of SQLAlchemy's, or a URL. `isolation_level` and `read_only` are set in BEGIN;
+    without them the server's defaults hold.
     """
 
     def __init__(
@@ -648,9 +658,13 @@ class Transaction(transaction.Transaction):
         }
         self._check_loop()
         try:
-            with connection(self.engine) as found:
+            with connection(self._engine) as found:
+                if dialect.is_in_autocommit(found):
+                    raise _autocommit_error()
                 missing = [name for name in tables if name and not dialect.has_table(found, name)]
         except self._connect_errors as error:
+            if isinstance(error, ValueError):
+                raise
             logger.warning(
                 "could not look for the tables of inbox and outbox at start: %s",
                 self._store_error(error),
@@ -677,6 +691,8 @@ class Transaction(transaction.Transaction):
             with bridge.shield():  # asyncpg would leave a future behind that has failed
                 return TransactionConnection(self._engine)
         except self._connect_errors as error:
+            if isinstance(error, ValueError):  # asyncpg's error of a wrong setting
+                raise
             raise self._store_error(error) from error
 
     @contextmanager
@@ -718,10 +734,7 @@ class Transaction(transaction.Transaction):
             else:
                 dialect.begin_immediate(connection)
         elif dialect.is_in_autocommit(connection):
-            raise ConfigError(
-                "the engine is in AUTOCOMMIT, where nothing can be rolled back; give Transaction"
-                " an engine without isolation_level='AUTOCOMMIT'"
-            )
+            raise _autocommit_error()
         return root
 
     def _flush(self, unit: Unit, began: DatabaseTransaction) -> None:
@@ -732,6 +745,8 @@ class Transaction(transaction.Transaction):
         connection = unit.connection
         if began.is_active and not connection.invalidated:
             unit.finish_queueing()
+        if connection.unit.was_cancelled:
+            raise _cancelled_error(connection.unit)
         if not began.is_active or connection.invalidated:
             raise _rolled_back_error(
                 unit, "was rolled back inside, by session.rollback() or an error"
@@ -924,6 +939,23 @@ def _alone_error() -> transaction.RunAlone:
     )
 
 
+def _autocommit_error() -> ConfigError:
+    return ConfigError(
+        "the engine is in AUTOCOMMIT, where nothing can be rolled back; give Transaction an engine"
+        " without isolation_level='AUTOCOMMIT'"
+    )
+
+
+def _cancelled_error(unit: Unit) -> TransactionEnded:
+    error = TransactionEnded(
+        "the transaction ended inside, since one of its statements was cancelled, as by"
+        " asyncio.timeout() around it: that closes the connection. Use SET LOCAL statement_timeout,"
+        " or Deadline for the whole handler"
+    )
+    error.__cause__ = unit.failure
+    return error
+
+
 def _rolled_back_error(unit: Unit, how: str) -> HandlerError:
     cause = f": {unit.failure}" if unit.failure is not None else ""
     error = HandlerError(
@@ -1028,8 +1060,9 @@ def _refuse_other_loop(connection: Connection) -> None:
         Connection.close(connection)  # back to its pool, unused
         raise HandlerError(
             f"{dialect.display_url(connection.engine.url)}: a connection of the pool belongs to"
-            " another event loop; a worker of threads has a loop of its own for async handlers. Run"
-            " it on the loop of the engine: await worker.run_async(), or async with worker"
+            " another event loop. If that has ended, as of an earlier asyncio.run(), let it end by"
+            " await engine.dispose(). A worker of threads has a loop of its own for async handlers:"
+            " run it on the loop of the engine, by await worker.run_async() or async with worker"
         )
 
 

@@ -428,6 +428,8 @@ class Decoder:
         self._places: tuple[int, ...] = ()
         self._read = 0
         """How many columns of a row are read: up to the last that is wanted."""
+        self.types: tuple[tuple[str, int], ...] = ()
+        """Name and type of each column, as the last description of the table has them."""
 
     def decode(self, data: bytes) -> tuple[Any, ...] | Begin | Commit | None:
         """Return a row, of bytes and None; or begin or commit; or None for anything else."""
@@ -447,7 +449,7 @@ class Decoder:
         values: list[bytes | None] = []
         at = 8  # behind the kind, the table and the number of columns
         for _ in range(self._read):
-            if data[at] == 116:  # t
+            if data[at] in (116, 98):  # t: as text, b: in binary
                 start = at + 5
                 at = start + _length(data, at + 1)[0]
                 values.append(data[start:at])
@@ -462,13 +464,15 @@ class Decoder:
         at = data.index(0, at) + 2
         (count,) = _count(data, at)
         at += 2
-        names = []
+        types = []
         for _ in range(count):
             end = data.index(0, at + 1)
-            names.append(data[at + 1 : end].decode())
+            types.append((data[at + 1 : end].decode(), _length(data, end + 1)[0]))
             at = end + 9
+        names = [name for name, _ in types]
         try:
             self._places = tuple(names.index(column) for column in self._columns)
         except ValueError as error:
             raise ConfigError(f"the published table lacks a column: {error}") from error
         self._read = max(self._places) + 1
+        self.types = tuple(types)

@@ -22,8 +22,9 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
+import msgspec
 from sqlalchemy import URL, Engine
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -36,7 +37,7 @@ from conquiet.errors import (
     PermanentError,
     StoreError,
 )
-from conquiet.message import Message
+from conquiet.message import Attributes, Message
 from conquiet.sql import dialect
 from conquiet.sql.claim import error_text
 from conquiet.sql.outbox_source import (
@@ -63,6 +64,8 @@ _MOST_REST = 10_000
 _REST_SECONDS = 1.0
 _2000 = 946_684_800_000_000
 _IN_USE = "55006"
+Values: TypeAlias = tuple[int, bytes, bytes, bytes, bytes | None, bytes, bytes, bytes, int]
+"""The columns of a row, in the order of `OutboxRow`; texts are not decoded yet."""
 _WAITS_TO_READ, _WAITS_TO_WRITE = 1, 2  # of psycopg.waiting.Wait
 
 
@@ -76,6 +79,9 @@ class WalSource:
 
     `ordered` lets later rows of a key wait while one of it has failed or is parked. A failed row is
     retried after a second, then after twice as long each time; it is parked at `max_attempts`.
+
+    `engine` and `table` are as with `OutboxSource`. Rows that failed are looked for every `poll`
+    seconds; one that is claimed again and not settled within `hold` seconds is released.
     """
 
     def __init__(
@@ -140,33 +146,31 @@ class WalSource:
         """Describe the slot: its lag, and whether PostgreSQL still has what it needs."""
         return self.outbox.slot()
 
-    def settle(
-        self,
-        acked: Sequence[tuple[Place, OutboxRow]],
-        nacked: Sequence[tuple[tuple[Place, OutboxRow], Error]],
-    ) -> None:
-        again: list[tuple[Place, OutboxRow]] = []
-        failed: list[tuple[Place, OutboxRow, Error]] = []
-        for (place, row), error in nacked:
-            if place.stream is not self._stream:
+    def settle(self, acked: Sequence[Ticket], nacked: Sequence[tuple[Ticket, Error]]) -> None:
+        again: list[Ticket] = []
+        failed: list[tuple[Ticket, Error]] = []
+        for ticket, error in nacked:
+            if ticket[0].stream is not self._stream:
                 self.late += 1
             elif isinstance(error, Blameless):
-                again.append((place, row))
+                again.append(ticket)
             else:
-                failed.append((place, row, error))
+                failed.append((ticket, error))
         if again:
             again[0][0].stream.give_back(again)
         if failed:
+            tickets = [ticket for ticket, _ in failed]
             try:
-                self._defer([(row, error) for _, row, error in failed])
+                self._defer([(place.row(id_), error) for (place, id_), error in failed])
             except BaseException:
-                failed[0][0].stream.give_back([(place, row) for place, row, _ in failed])
+                tickets[0][0].stream.give_back(tickets)
                 raise
-        for place, row in (*acked, *((place, row) for place, row, _ in failed)):
-            if place.stream is not self._stream:
-                self.late += 1
-            else:
-                place.stream.pass_row(place, row.id)
+            acked = [*acked, *tickets]
+        stream = self._stream
+        current = [ticket for ticket in acked if ticket[0].stream is stream]
+        self.late += len(acked) - len(current)
+        if stream is not None and current:
+            stream.pass_rows(current)
 
     def stop(self) -> None:
         """End a waiting `read` and read no more; messages in flight can still be settled."""
@@ -187,9 +191,8 @@ class WalSource:
                 try:
                     rest = stream.collect_rest()
                     if rest:
-                        self._defer([(row, GivenBack(_STOPPED)) for _, row in rest])
-                        for place, row in rest:
-                            stream.pass_row(place, row.id)
+                        self._defer([(place.row(id_), GivenBack(_STOPPED)) for place, id_ in rest])
+                        stream.pass_rows(rest)
                 except (StoreError, SQLAlchemyError, OSError, self._driver_error) as error:
                     logger.warning("could not end at a commit; its rows come again: %s", error)
                 self._stream = None
@@ -224,28 +227,34 @@ class WalSource:
             self._lose(stream)
             raise dialect.store_error(self.engine, error) from error
 
-    def _messages(self, rows: Sequence[tuple[Place, OutboxRow]]) -> list[Message[bytes]]:
+    def _messages(self, rows: Sequence[tuple[Place, Values]]) -> list[Message[bytes]]:
         messages: list[Message[bytes]] = []
-        aside: list[tuple[Place, OutboxRow, Error]] = []
-        for place, row in rows:
-            if row.key in self._blocked:
-                aside.append((place, row, GivenBack(_BEHIND)))
+        aside: list[tuple[Ticket, Error]] = []
+        blocked = self._blocked
+        for place, values in rows:
+            ticket = (place, values[0])
+            if blocked and values[4] is not None and values[4].decode() in blocked:
+                aside.append((ticket, GivenBack(_BEHIND)))
                 continue
             try:
-                messages.append(self._deferred.build(row, Acking(self, (place, row))))
+                message = _message(values, Acking(self, ticket))
+                if message is None:
+                    message = self._deferred.build(_row(values), Acking(self, ticket))
+                messages.append(message)
             except Exception as error:  # noqa: BLE001 - the other rows go on
                 reason = InvalidMessage(f"the row cannot be read: {error}")
-                aside.append((place, row, reason))
-                if self.ordered and row.key is not None:
-                    self._blocked.add(row.key)
+                aside.append((ticket, reason))
+                if self.ordered and values[4] is not None:
+                    blocked.add(values[4].decode())
         if aside:
+            tickets = [ticket for ticket, _ in aside]
+            stream = tickets[0][0].stream
             try:
-                self._defer([(row, error) for _, row, error in aside])
+                self._defer([(place.row(id_), error) for (place, id_), error in aside])
             except BaseException:
-                rows[0][0].stream.give_back(rows)
+                stream.give_back([(place, values[0]) for place, values in rows])
                 raise
-            for place, row, _ in aside:
-                place.stream.pass_row(place, row.id)
+            stream.pass_rows(tickets)
         return messages
 
     def _defer(self, failed: Sequence[tuple[OutboxRow, Error]]) -> None:
@@ -388,12 +397,19 @@ class Place:
     def __init__(self, stream: Stream, number: int) -> None:
         self.stream = stream
         self.number = number
-        self.unsettled: dict[int, OutboxRow] = {}
+        self.unsettled: dict[int, Values] = {}
         """The rows that have come and are not settled, by id."""
         self.is_begun = False
         """Whether a row of it was settled."""
         self.end: int | None = None
         """The position behind the transaction; None until its last row has come."""
+
+    def row(self, id_: int) -> OutboxRow:
+        return _row(self.unsettled[id_])
+
+
+Ticket: TypeAlias = tuple[Place, int]
+"""Names a row by its transaction and its id."""
 
 
 class Stream:
@@ -408,51 +424,70 @@ class Stream:
         self._decoder = Decoder(OutboxRow._fields)
         self._places: deque[Place] = deque()
         self._open: Place | None = None
-        self._given_back: list[tuple[Place, OutboxRow]] = []
-        self._received: deque[tuple[Place, OutboxRow]] = deque()
+        self._given_back: list[Ticket] = []
+        self._received: deque[tuple[Place, Values]] = deque()
+        self._ahead = 0
+        """How many rows the other thread shall receive while a batch is published."""
+        self._failure: Exception | None = None
+        """What it met, for the next reader."""
+        self._is_plain = False
+        """Whether the columns are those of a table that `schema` has made, in its order."""
         self._transactions = 0
         self._position = 0
         self._seen = 0
         self._told = -1
         self._told_at = 0.0
         self._asked = False
-        self._ended = threading.Event()
-        options = f"(proto_version '1', publication_names '{publication}')"
+        self._ended = False
+        self._woken = threading.Event()
+        self._is_binary = connection.info.server_version >= _BINARY_SINCE
+        options = f"(proto_version '1', publication_names '{publication}'"
+        options += ", binary 'true')" if self._is_binary else ")"
         command = f"START_REPLICATION SLOT {slot} LOGICAL 0/0 {options}"
         connection.wait(_start(connection, command.encode()))
         self.file: int = self._pgconn.socket
-        threading.Thread(target=self._keep_alive, name="conquiet-wal", daemon=True).start()
+        self._poller = select.poll()
+        self._poller.register(self.file, select.POLLIN)
+        threading.Thread(target=self._assist, name="conquiet-wal", daemon=True).start()
 
-    def take(self, limit: int) -> list[tuple[Place, OutboxRow]]:
+    def take(self, limit: int) -> list[tuple[Place, Values]]:
         """Return up to `limit` rows that have come; those that were given back come first."""
-        with self._counting:
-            given = self._given_back
-        if given:
+        if self._given_back:
             with self._counting:
-                given.sort(key=lambda item: (item[0].number, item[1].id))
+                given = self._given_back
+                given.sort(key=lambda ticket: (ticket[0].number, ticket[1]))
                 taken, self._given_back = given[:limit], given[limit:]
-            return taken
+            return [(place, place.unsettled[id_]) for place, id_ in taken]
         received = self._received
         if len(received) < limit:
-            self._receive(limit)
-        return [received.popleft() for _ in range(min(limit, len(received)))]
+            with self._lock:
+                self._ahead = 0  # else it could take rows whose arrival this thread waits for
+                self._receive(limit)
+        rows = [received.popleft() for _ in range(min(limit, len(received)))]
+        if len(rows) == limit:
+            self._ahead = limit
+            self._woken.set()
+        return rows
 
-    def give_back(self, rows: Iterable[tuple[Place, OutboxRow]]) -> None:
+    def give_back(self, tickets: Iterable[Ticket]) -> None:
         with self._counting:
-            self._given_back.extend(rows)
+            self._given_back.extend(tickets)
 
-    def pass_row(self, place: Place, id_: int) -> None:
-        """Note that a row is settled; the position moves over transactions that are whole."""
+    def pass_rows(self, tickets: Iterable[Ticket]) -> None:
+        """Note that rows are settled; the position moves over transactions that are whole."""
         with self._counting:
-            place.unsettled.pop(id_, None)
-            place.is_begun = True
+            for place, id_ in tickets:
+                place.unsettled.pop(id_, None)
+                place.is_begun = True
             self._advance()
 
-    def collect_rest(self) -> list[tuple[Place, OutboxRow]]:
+    def collect_rest(self) -> list[Ticket]:
         """Return the unsettled rows of transactions of which other rows are settled.
 
         Waits a moment for the rest of one that has not come to its end, unless it is very long.
         """
+        with self._lock:
+            self._ahead = 0
         deadline = time.monotonic() + _REST_SECONDS
         while (
             (place := self._open) is not None
@@ -460,11 +495,12 @@ class Stream:
             and len(place.unsettled) < _MOST_REST
             and time.monotonic() < deadline
         ):
-            self._receive(len(self._received) + 1)
+            with self._lock:
+                self._receive(len(self._received) + 1)
             time.sleep(0.001)
         with self._counting:
             begun = [one for one in self._places if one.is_begun and one.end is not None]
-            return [(one, row) for one in begun for row in one.unsettled.values()]
+            return [(one, id_) for one in begun for id_ in one.unsettled]
 
     def confirm(self) -> None:
         """Send the position, if it has moved or PostgreSQL has asked."""
@@ -473,7 +509,8 @@ class Stream:
                 self._tell()
 
     def close(self, *, confirms: bool) -> None:
-        self._ended.set()
+        self._ended = True
+        self._woken.set()
         with self._lock:
             with contextlib.suppress(Exception):  # what is not confirmed comes again
                 if confirms:
@@ -488,30 +525,44 @@ class Stream:
             self._position = max(self._position, self._seen)
 
     def _receive(self, limit: int) -> None:
-        with self._lock:
-            pgconn = self._pgconn
-            is_fresh = False
-            # Beyond the last row, up to the commit: it lets the position move.
-            while len(self._received) < limit or (
-                self._open is not None and len(self._received) == limit
-            ):
-                count, data = pgconn.get_copy_data(1)
-                if count > 0:
-                    self._take_message(bytes(data))
-                elif count < 0:
-                    self._connection.wait(_finish(self._connection))
-                elif is_fresh:
-                    return
+        """Receive until `limit` rows wait, or no more have come; the lock is held."""
+        if self._failure is not None:
+            raise self._failure
+        receive, add = self._pgconn.get_copy_data, self._received.append
+        is_fresh = False
+        # Beyond the last row, up to the commit: it lets the position move.
+        while len(self._received) < limit or (
+            self._open is not None and len(self._received) == limit
+        ):
+            count, view = receive(1)
+            if count > 0:
+                data = bytes(view)
+                if data[0] == 119 and data[25] == 73:  # w, I: a row
+                    place, values = self._open, self._values(data)
+                    assert place is not None
+                    place.unsettled[values[0]] = values
+                    add((place, values))
                 else:
-                    is_fresh = self._read()
+                    self._take_message(data)
+            elif count < 0:
+                self._connection.wait(_finish(self._connection))
+            elif is_fresh:
+                return
+            else:
+                is_fresh = self._read()
+
+    def _values(self, data: bytes) -> Values:
+        values = _plain_values(data) if self._is_plain else None
+        if values is None:
+            found: Any = self._decoder.decode(data[25:])
+            values = _values_from_binary(*found) if self._is_binary else _values_from_text(*found)
+        return values
 
     def _read(self) -> bool:
         """Read from the socket; return whether there was nothing to read."""
-        poller = select.poll()
-        poller.register(self.file, select.POLLIN)
-        if not poller.poll(0):
+        if not self._poller.poll(0):
             return True
-        self._connection.wait(_read(self._pgconn))
+        self._pgconn.consume_input()  # which does not block, like all of psycopg's connections
         return False
 
     def _take_message(self, data: bytes) -> None:
@@ -527,12 +578,8 @@ class Stream:
         if kind != 119:  # w: a message of pgoutput
             return
         found = self._decoder.decode(data[25:])
-        if isinstance(found, tuple):
-            place = self._open
-            assert place is not None
-            row = _row(found)
-            place.unsettled[row.id] = row
-            self._received.append((place, row))
+        if found is None:
+            self._is_plain = self._is_binary and self._decoder.types[: len(_PLAIN)] == _PLAIN
         elif isinstance(found, Begin):
             self._transactions += 1
             self._open = Place(self, self._transactions)
@@ -553,34 +600,139 @@ class Stream:
         self._connection.wait(_send(self._pgconn, data))
         self._told, self._told_at, self._asked = position, time.monotonic(), False
 
-    def _keep_alive(self) -> None:
-        while not self._ended.wait(_KEEPALIVE_SECONDS):
+    def _assist(self) -> None:
+        """Receive rows while a batch is published, and keep the connection alive."""
+        while not self._ended:
+            self._woken.wait(_KEEPALIVE_SECONDS)
+            self._woken.clear()
             with self._lock:
-                if self._ended.is_set():
+                if self._ended:
                     return
-                if time.monotonic() - self._told_at >= _KEEPALIVE_SECONDS:
-                    try:
+                try:
+                    if self._ahead:
+                        limit, self._ahead = self._ahead, 0
+                        self._receive(limit)
+                    if time.monotonic() - self._told_at >= _KEEPALIVE_SECONDS:
                         self._tell()
-                    except Exception:  # noqa: BLE001 - the reader will meet it, and connect again
-                        return
+                except Exception as error:  # noqa: BLE001 - the reader raises it
+                    self._failure = error
+                    return
 
 
 _keepalive = struct.Struct("!QqB").unpack_from
 _status = struct.Struct("!cQQQqB").pack
 
+# --- rows -----------------------------------------------------------------------------------------
 
-def _row(values: tuple[Any, ...]) -> OutboxRow:
+_BINARY_SINCE = 140_000
+_PLAIN = (
+    *(("id", 20), ("created_at", 1184), ("topic", 25), ("event_type", 25), ("event_id", 25)),
+    *(("key", 25), ("content_type", 25), ("data", 17), ("attributes", 3802), ("attempts", 23)),
+)
+"""The columns of an outbox up to the last that is read, and their types."""
+_first = struct.Struct("!33xBIqBIqBI").unpack_from
+_head = struct.Struct("!BI").unpack_from
+_end = struct.Struct("!BIi").unpack_from
+
+
+def _plain_values(data: bytes) -> Values | None:
+    """Read the columns `_PLAIN` in binary, quicker than any columns; None if one is NULL."""
+    try:
+        k1, _, id_, k2, _, _, k3, size = _first(data)
+        at = 64 + size
+        topic = data[64:at]
+        k4, size = _head(data, at)
+        start, at = at + 5, at + 5 + size
+        event_type = data[start:at]
+        k5, size = _head(data, at)
+        start, at = at + 5, at + 5 + size
+        event_id = data[start:at]
+        key = None
+        if data[at] == 110:  # n: NULL
+            at += 1
+        else:
+            size = _head(data, at)[1]
+            start, at = at + 5, at + 5 + size
+            key = data[start:at]
+        k6, size = _head(data, at)
+        start, at = at + 5, at + 5 + size
+        content_type = data[start:at]
+        k7, size = _head(data, at)
+        start, at = at + 5, at + 5 + size
+        body = data[start:at]
+        k8, size = _head(data, at)
+        start, at = at + 6, at + 5 + size  # behind the version of jsonb
+        attributes = data[start:at]
+        k9, _, attempts = _end(data, at)
+    except (struct.error, IndexError):
+        return None
+    if not k1 == k2 == k3 == k4 == k5 == k6 == k7 == k8 == k9 == 98:  # b: in binary
+        return None
+    return id_, topic, event_type, event_id, key, content_type, body, attributes, attempts
+
+
+def _values_from_binary(
+    id_: bytes,
+    topic: bytes,
+    event_type: bytes,
+    event_id: bytes,
+    key: bytes | None,
+    content_type: bytes,
+    data: bytes,
+    attributes: bytes,
+    attempts: bytes,
+) -> Values:
+    numbers = int.from_bytes(id_), int.from_bytes(attempts)
+    attributes = attributes.removeprefix(b"\x01")  # the version of jsonb
+    return numbers[0], topic, event_type, event_id, key, content_type, data, attributes, numbers[1]
+
+
+def _values_from_text(
+    id_: bytes,
+    topic: bytes,
+    event_type: bytes,
+    event_id: bytes,
+    key: bytes | None,
+    content_type: bytes,
+    data: bytes,
+    attributes: bytes,
+    attempts: bytes,
+) -> Values:
+    body = bytes.fromhex(data[2:].decode())
+    numbers = int(id_), int(attempts)
+    return numbers[0], topic, event_type, event_id, key, content_type, body, attributes, numbers[1]
+
+
+def _message(values: Values, acking: Acking) -> Message[bytes] | None:
+    """Build the message of a row whose attributes are all in their column; None if they are not."""
+    _, topic, _, _, key, content_type, data, stored, attempts = values
+    attributes: Attributes = _attributes(stored)
+    if "id" not in attributes or "type" not in attributes:
+        return None
+    if content_type != b"application/json" and "datacontenttype" not in attributes:
+        return None
+    if key is not None:
+        own = attributes.get("partitionkey") or attributes.get("subject")
+        if own != key.decode():
+            return None
+    return Message(data, attributes, acking=acking, topic=topic.decode(), deliveries=attempts + 1)
+
+
+_attributes = msgspec.json.Decoder(dict[str, Any]).decode
+
+
+def _row(values: Values) -> OutboxRow:
     id_, topic, event_type, event_id, key, content_type, data, attributes, attempts = values
     return OutboxRow(
-        int(id_),
+        id_,
         topic.decode(),
         event_type.decode(),
         event_id.decode(),
         None if key is None else key.decode(),
         content_type.decode(),
-        bytes.fromhex(data[2:].decode()),
-        attributes,
-        int(attempts),
+        data,
+        attributes.decode(),
+        attempts,
     )
 
 
@@ -638,11 +790,6 @@ def _check(connection: Any, result: Any) -> None:
 
     if result is not None and result.status == pq.ExecStatus.FATAL_ERROR:
         raise errors.error_from_result(result, encoding=connection.info.encoding)
-
-
-def _read(pgconn: Any) -> Generator[int, int, None]:
-    yield _WAITS_TO_READ
-    pgconn.consume_input()
 
 
 def _send(pgconn: Any, data: bytes) -> Generator[int, int, None]:

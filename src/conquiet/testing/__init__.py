@@ -100,6 +100,8 @@ def eventually(
     """Call `condition` until it returns something true, and return that.
 
     A condition that raises AssertionError counts as not yet true; the last one explains a failure.
+
+    It looks every `interval` seconds; after `timeout` seconds it fails, with `message`.
     """
     deadline = time.monotonic() + timeout
     last_error: AssertionError | None = None

@@ -207,7 +207,7 @@ def test_dead_letters_are_listed_and_shown(bury, told, said) -> None:
     assert "no dead letters" in said("dead-letters", "list", "dead", "--until", "2000-01-01")[0]
     out, _ = said("dead-letters", "show", "dead", "m-1")
     assert "ValueError: no such customer" in out
-    assert '{"n": 1}' in out
+    assert '  {\n    "n": 1\n  }\n' in out
     assert told("dead-letters", "show", "dead", "m-1")["attempts"] == 1
 
 

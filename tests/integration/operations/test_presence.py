@@ -10,8 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from conquiet.health import Check, Health, HealthServer
 from conquiet.operations.presence import check_relays, list_sessions, list_workers
-from conquiet.relay.health import Check, Health, HealthServer
 from conquiet.sql import engine as make_engine
 
 

@@ -41,7 +41,7 @@ KNOWN_TO_6_0 = [
     rf"EVAL .* 1 {KEY} \S+ (new|known) {ID}",  # counts trimmed entries
     r"XGROUP DELCONSUMER \S+ \S+ \S+",  # in the script
     rf"EXISTS( {KEY})+",
-    rf"EVAL .* 3( {KEY}){{3}} \d+",  # moves delayed events that are due, by these:
+    rf"EVAL .* 4( {KEY}){{4}} \d+",  # moves delayed events that are due, by these:
     r"ZRANGEBYSCORE conquiet:delayed:\S+ -inf \d+ LIMIT 0 \d+",
     r"ZRANGE conquiet:delayed:\S+ 0 0 WITHSCORES",
     r"DEL conquiet:delayed-entries:\S+",

@@ -9,6 +9,7 @@ import redis
 from tests.integration.redis.conftest import ids, numbered
 from tests.waiting import eventually
 
+from conquiet.errors import ConfigError
 from conquiet.message import Message
 from conquiet.redis import (
     CrossSlot,
@@ -59,6 +60,31 @@ def test_keys_with_the_tag_of_the_inbox_commit_together(client, router):
         assert len(deliver(made, *numbered(5)).acked) == 5
     assert client.xlen("outbox:{billing}") == 5
     assert client.hget("order:{billing}:m-3", "status") == b"billed"
+
+
+def test_events_are_added_in_a_transaction_of_the_caller(client):
+    outbox, event = (
+        Outbox("sales", "outbox:{billing}", source="/billing"),
+        Message(b"", {"type": "sold"}),
+    )
+    with client.pipeline(transaction=True) as pipeline:
+        pipeline.set("order:{billing}:1", "paid")
+        assert len(outbox.add(pipeline, [event])) == 1
+        outbox.add(pipeline, [Message(b"", {"type": "late"})], after=3600)
+        pipeline.execute()
+    assert client.xlen("outbox:{billing}") == client.zcard(outbox.delayed.times) == 1
+    with client.pipeline(transaction=True) as pipeline:
+        pipeline.watch("order:{billing}:1")
+        with pytest.raises(ConfigError, match="call its multi"):
+            outbox.add(pipeline, [event])
+        pipeline.multi()
+        outbox.add(pipeline, [event])
+        client.set("order:{billing}:1", "refunded")
+        with pytest.raises(redis.WatchError):
+            pipeline.execute()
+    with client.pipeline() as pipeline, pytest.raises(ConfigError, match="transaction=True"):
+        outbox.add(pipeline, [event])
+    assert client.xlen("outbox:{billing}") == 1
 
 
 def test_delayed_events_wait_on_the_node_of_their_outbox(client):

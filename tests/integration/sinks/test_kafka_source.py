@@ -7,6 +7,8 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -16,7 +18,7 @@ from sqlalchemy import Engine, text
 from sqlalchemy.ext.asyncio import create_async_engine
 from tests.integration.sinks.kafka_cluster import Cluster
 
-from conquiet import Router, Worker
+from conquiet import App, Router, Worker
 from conquiet.cli import main
 from conquiet.codec import to_json
 from conquiet.errors import ConfigError, PermanentError, StoreError
@@ -587,6 +589,43 @@ def test_an_async_worker_moves_the_offsets_in_its_async_transaction(
     assert effects(made) == each_once(make_messages(6))
     assert list(open_source(positions=made).read(1, 0.5)) == []
     made.dispose()
+
+
+@dataclass
+class PlaceOrder:
+    id: str
+
+
+@dataclass
+class OrderPlaced:
+    id: str
+
+
+def test_an_async_app_works_by_kafka(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.create("shop", 2)
+    settings = "session.timeout.ms=3000&heartbeat.interval.ms=50&log_level=0&max_in_flight=100"
+    broker = f"kafka://{cluster.servers}?{settings}&dead_letters=lost"
+    app = App("shop", f"sqlite+aiosqlite:///{tmp_path}/shop.db", broker)
+    seen: list[str] = []
+
+    @app.on
+    async def place_order(order: PlaceOrder) -> OrderPlaced:
+        return OrderPlaced(order.id)
+
+    @app.on
+    async def note(placed: OrderPlaced) -> None:
+        seen.append(placed.id)
+
+    async def serve() -> None:
+        async with app:
+            for _ in range(2):  # as after an answer that was lost
+                await app.send_async(PlaceOrder("o-1"), id="c-1")
+            await app.send_async(PlaceOrder("o-2"), id="c-2")
+            await asyncio.to_thread(eventually, lambda: len(seen) >= 2, timeout=30)
+
+    app.create_tables()
+    asyncio.run(serve())
+    assert sorted(seen) == ["o-1", "o-2"]
 
 
 # --- for operators ------------------------------------------------------------------------------

@@ -270,6 +270,22 @@ def test_rabbitmqs_own_delivery_limit_and_dead_letter_exchange_work_beside_it(
     assert waiting(rabbitmq, "more") == 0
 
 
+def test_dead_letters_and_a_sink_take_a_queue_of_another_type_as_it_is(
+    rabbitmq: RabbitMQ, open_source: Callable[..., AmqpSource]
+) -> None:
+    for name in ("events", "events.dead"):
+        first = open_source(name, queue_type="quorum")
+        first.read(1, 0.0)
+        first.close()
+    sink = KombuSink(rabbitmq.url, "orders", queues=["events"])
+    sink.publish(make_messages(1))
+    sink.close()
+    source = open_source()
+    take(source, 1)[0].nack(PermanentError("never"))
+    assert source.dead == 1
+    assert take(open_source("events.dead"), 1)[0].attributes["deadreason"].endswith("never")
+
+
 def test_a_queue_without_room_for_dead_letters_keeps_the_message(
     rabbitmq: RabbitMQ, open_source: Callable[..., AmqpSource]
 ) -> None:
@@ -365,6 +381,20 @@ def test_heartbeats_go_on_while_a_handler_works(
     message.ack()
     source.close()
     assert waiting(rabbitmq) == 0
+
+
+@pytest.mark.slow
+def test_heartbeats_go_on_while_a_reader_waits(
+    rabbitmq: RabbitMQ, open_source: Callable[..., AmqpSource], caplog: pytest.LogCaptureFixture
+) -> None:
+    source = open_source(heartbeat=1)
+    source.read(1, 0.0)
+    generation = source._broker._generation  # type: ignore[attr-defined]
+    until = time.monotonic() + 6  # the broker closes a connection after two that it missed
+    while time.monotonic() < until:
+        assert list(source.read(1, 0.5)) == []
+    assert source._broker._generation == generation  # type: ignore[attr-defined]
+    assert not caplog.records
 
 
 @pytest.mark.slow
@@ -562,7 +592,8 @@ class OrderPlaced:
 
 
 def test_an_app_sends_handles_and_publishes_by_rabbitmq(server: RabbitMQ, tmp_path: Path) -> None:
-    app = App("shop", f"sqlite:///{tmp_path}/shop.db", server.url)
+    settings = "prefetch=10&queue_type=classic&dead_letters=lost&timeout=5&mandatory=true"
+    app = App("shop", f"sqlite:///{tmp_path}/shop.db", f"{server.url}?{settings}")
     seen: list[str] = []
 
     @app.on

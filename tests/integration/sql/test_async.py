@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import types
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator
@@ -10,9 +11,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import asyncpg as driver
 import msgspec
 import pytest
-from sqlalchemy import Engine, event, text
+from sqlalchemy import Engine, NullPool, event, text
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import sessionmaker
@@ -20,7 +22,7 @@ from tests.integration.sql.orders import SAVE, Order, remembered, saved
 
 from conquiet import Message, Router, Worker, bridge, worker
 from conquiet.backoff import Backoff
-from conquiet.errors import ConfigError
+from conquiet.errors import ConfigError, HandlerError
 from conquiet.memory import Log
 from conquiet.message import new_id
 from conquiet.middleware import Deadline
@@ -639,11 +641,88 @@ def test_an_engine_that_commits_by_itself_is_refused(server: Database) -> None:
 
             async def place(order: Place) -> None: ...
 
-            shop.publish("a")
-            worker = await shop.work(shop.router(place), lambda health: health.failed)
-            assert "AUTOCOMMIT" in worker.health().last_error
+            with pytest.raises(ConfigError, match="AUTOCOMMIT"):
+                await shop.work(shop.router(place))
 
     asyncio.run(main())
+
+
+def test_a_connection_that_is_closed_while_it_is_opened_costs_no_attempt(
+    asyncpg: Database,
+) -> None:
+    """asyncpg raises an error of its own then, which SQLAlchemy passes on."""
+    url = asyncpg.engine.url.set(drivername="postgresql").render_as_string(hide_password=False)
+    opened = 0
+
+    async def connect() -> Any:
+        nonlocal opened
+        made = await driver.connect(url)
+        opened += 1
+        if 1 < opened < 6:  # the first looks for the tables
+            made.terminate()
+        return made
+
+    async def main() -> None:
+        async with asyncpg.open(async_creator=connect, poolclass=NullPool) as engine:
+            shop = Shop(engine)
+
+            async def place(order: Place) -> Placed:
+                return Placed(order.id)
+
+            shop.publish("a")
+            health = (await shop.work(shop.router(place))).health()
+            assert (health.failed, health.given_back) == (1, 1), health.last_error
+
+    asyncio.run(main())
+    assert opened >= 6
+    assert asyncpg.events() == ["a"]
+
+
+def test_a_pool_of_an_earlier_loop_is_refused_at_start(asyncpg: Database) -> None:
+    made = create_async_engine(asyncpg.engine.url.set(drivername=asyncpg.driver))
+
+    async def use() -> None:
+        async with made.connect() as found:
+            await found.execute(text("SELECT 1"))
+
+    async def work() -> None:
+        async def place(order: Place) -> None: ...
+
+        with pytest.raises(HandlerError, match=r"another event loop.*engine.dispose"):
+            await Shop(made).work(Shop(made).router(place))
+
+    with asyncio.Runner() as earlier:
+        earlier.run(use())
+        asyncio.run(work())
+        earlier.run(made.dispose())
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_statement_that_was_cancelled_is_named(server: Database, goes_on: bool) -> None:
+    """It closes the connection, also if the handler catches the error."""
+
+    async def main() -> None:
+        async with server.open() as engine:
+            shop = Shop(engine)
+
+            async def place(order: Place) -> Placed:
+                async with async_connection(engine) as found:
+                    await found.execute(SAVE, {"id": order.id})
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(0.1):
+                            await found.execute(text("SELECT pg_sleep(30)"))
+                    if goes_on:
+                        await found.execute(SAVE, {"id": f"{order.id}-2"})
+                return Placed(order.id)
+
+            shop.publish("a")
+            worker = await shop.work(shop.router(place), lambda health: health.failed)
+            health = worker.health()
+            assert "asyncio.timeout()" in health.last_error
+            assert health.given_back == 0, "the handler is to blame"
+
+    asyncio.run(main())
+    assert saved(server.engine) == server.events() == []
 
 
 def test_a_deadline_in_a_statement_rolls_back(server: Database) -> None:

@@ -283,6 +283,26 @@ def test_what_an_earlier_member_settled_out_of_order_stays_settled(log: Engine) 
     assert ids(read_some(member(log))) == ["m-1", "m-3", "m-4"]
 
 
+def test_the_position_passes_what_an_earlier_member_settled_also_if_nothing_new_comes(
+    log: Engine,
+) -> None:
+    publish(log, make_messages(2))
+    first = member(log, partitions=1)
+    read_some(first)[1].ack()
+    first.close()
+    second = member(log, lease=0.3)
+    second.read(1, 1.0)[0].ack()  # then it reads the other, which is settled
+
+    def lag() -> int:
+        assert second.read(1, 0.05) == []
+        with log.connect() as opened:
+            return second.tables.lag(opened, 1)[0]
+
+    eventually(lambda: lag() == 0)
+    with log.connect() as opened:
+        assert [row.settled for row in second.tables.survey(opened)] == ["[]"]
+
+
 # --- members ----------------------------------------------------------------------------------
 
 
@@ -788,6 +808,8 @@ def test_lag_is_shown_and_a_group_is_removed(log: Engine, capsys: Any) -> None:
         *("orders", "billing"),
         *(3, 1),
     )
+    assert main(["outbox", "status", *database]) == 0
+    assert "group    billing of orders: 3 behind, 1 to retry, 0 dead" in capsys.readouterr().out
     url = url_of(log, "topic=orders&group=")
     assert main(["streams", "lag", f"{url}billing", "--max", "2", "--json"]) == 1
     [same] = json.loads(capsys.readouterr().out)["lags"]

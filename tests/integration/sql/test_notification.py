@@ -9,10 +9,11 @@ import threading
 import time
 
 import pytest
-from sqlalchemy import StaticPool, event, text
+from sqlalchemy import StaticPool, event, make_url, text
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session, sessionmaker
 from tests.integration.sql.claiming import fill
+from tests.round_trips import PostgresCounter
 from tests.waiting import eventually
 
 from conquiet import sql
@@ -98,6 +99,27 @@ def test_the_commit_of_a_session_that_events_were_added_to_wakes(postgres, liste
             outbox.add(session, [event_])
             assert not listener.wait(0.1)
             session.commit()
+    assert listener.wait(5)
+
+
+def test_a_notification_by_asyncpg_costs_one_round_trip(postgres, listener):
+    url = postgres.url.set(drivername="postgresql").render_as_string(hide_password=False)
+
+    async def notify(counter):
+        made = create_async_engine(make_url(counter.url).set(drivername="postgresql+asyncpg"))
+        trips = []
+        for _ in range(2):  # the first one opens the connection
+            before = counter.count.copy()
+            notify_relays(made.sync_engine)
+            await asyncio.sleep(0)  # the task begins
+            await asyncio.gather(*notification._tasks)
+            trips.append(counter.count.since(before))
+        await made.dispose()
+        return trips[1]
+
+    with PostgresCounter(url) as counter:
+        count = asyncio.run(notify(counter))
+    assert (count.asked, count.trips) == (1, 1)
     assert listener.wait(5)
 
 

@@ -18,7 +18,7 @@ from conquiet.relay import Outcome, Relay
 from conquiet.relay.inspection import Inspection
 from conquiet.sql import Cleanup, Outbox, OutboxSource, Transaction, WalSource, schema
 from conquiet.sql import engine as make_engine
-from conquiet.sql.wal import WalOutbox
+from conquiet.sql.wal import Slot, WalOutbox
 from conquiet.testing.contracts import SourceContract
 
 
@@ -108,6 +108,46 @@ def test_rows_come_in_the_order_of_their_commits_and_are_not_marked(outbox: Engi
     source.close()
     assert sink.ids == ["e-2", "e-1"]
     assert [one.published_at for one in rows(outbox)] == [None, None]
+
+
+@pytest.mark.parametrize("how", ["in binary", "columns of another order", "as text"])
+def test_a_row_becomes_the_message_that_a_claim_makes_of_it(
+    outbox: Engine, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if how == "as text":  # as PostgreSQL 13 sends them
+        monkeypatch.setattr("conquiet.sql.wal_source._BINARY_SINCE", 1_000_000)
+    plain = {"id": "e-3", "type": "order.placed", "source": "/shop"}
+    with outbox.begin() as connection:
+        if how == "columns of another order":
+            connection.execute(text("ALTER TABLE outbox RENAME COLUMN data TO former"))
+            connection.execute(text("ALTER TABLE outbox ALTER COLUMN former DROP NOT NULL"))
+            connection.execute(text("ALTER TABLE outbox ADD COLUMN data bytea NOT NULL"))
+    source = WalSource(outbox)
+    source.read(1, 0)
+    store(
+        outbox,
+        row(1, data=bytes(range(256)), key="k"),
+        row(2, data=b"", attributes={"source": "/ä", "number": 2**40, "flag": True}),
+        row(3, content_type="text/xml", topic="öde", attributes=plain | {"subject": "s"}, key="s"),
+        row(4, attributes=plain | {"subject": "s"}, key="another", attempts=70_000),
+        row(5, key=""),
+    )
+    with outbox.begin() as connection:  # a description of the table comes amid the rows
+        connection.execute(text("ALTER TABLE outbox ADD COLUMN more text"))
+        connection.execute(text("ALTER TABLE outbox ALTER COLUMN created_at DROP NOT NULL"))
+    store(outbox, row(6, data=b"x" * 100_000, created_at=None))
+    found: list[Message[bytes]] = []
+    eventually(lambda: len(found.extend(source.read(10, 0.1)) or found) == 6, timeout=30)
+    source.close()
+    leave(outbox)
+    claims = OutboxSource(outbox)
+    wanted = claims.read(10, 0)
+    assert [seen(one) for one in found] == [seen(one) for one in wanted]
+    claims.close()
+
+
+def seen(message: Message[bytes]) -> tuple[object, ...]:
+    return message.data, message.attributes, message.topic, message.deliveries
 
 
 def test_a_new_relay_goes_on_where_the_last_one_stopped(outbox: Engine) -> None:
@@ -368,6 +408,69 @@ def test_it_works_across_a_restart_of_postgresql(private_postgres) -> None:
     made.dispose()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("relay_is", ["away", "reading, and its sink is away"])
+def test_an_invalidated_slot_is_replaced_and_no_row_is_lost(
+    private_postgres, relay_is: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By more log than `max_slot_wal_keep_size`; the slot is a failover slot from 17 on."""
+    made = make_engine(private_postgres.url)
+    schema.init(made)
+    source, sink = WalSource(made), ListSink()
+    relay = Relay(source, sink, longest_pause=0.2)
+    drain(relay)
+    fill(made, 10)
+    drain(relay)
+    sink.out = True
+    fill(made, 10, first=11)
+    if relay_is == "away":
+        source.close()
+    else:
+        assert relay.run_once(10).outage is not None
+    former = invalidate(source)
+    fill(made, 10, first=21)
+    sink.out = False
+    with caplog.at_level("ERROR", "conquiet.relay"):
+        again = source if relay_is != "away" else WalSource(made)
+        with running([Relay(again, sink, longest_pause=0.2)]):
+            eventually(lambda: len(set(sink.ids)) == 30, timeout=60)
+            assert f"slot {former.name} is lost" in caplog.text
+            assert "are claimed" in caplog.text
+            slot = again.slot()
+            assert slot is not None
+            assert not slot.is_lost
+            fill(made, 10, first=31)
+            eventually(lambda: len(set(sink.ids)) == 40, timeout=60)
+    assert set(sink.ids) == {f"e-{number}" for number in range(1, 41)}
+    # What was published or received by then may come again, and nothing later.
+    again_at_most = {f"e-{number}" for number in range(1, 21 if relay_is != "away" else 11)}
+    assert {name for name, count in Counter(sink.ids).items() if count > 1} <= again_at_most
+    made.dispose()
+
+
+def invalidate(source: WalSource) -> Slot:
+    """Let PostgreSQL give the slot up: too much log was written behind its position."""
+    with source.engine.connect() as plain:
+        connection = plain.execution_options(isolation_level="AUTOCOMMIT")
+        connection.execute(text("ALTER SYSTEM SET max_slot_wal_keep_size = '1MB'"))
+        connection.execute(text("SELECT pg_reload_conf()"))
+
+        def is_lost() -> bool:
+            connection.execute(text("SELECT pg_logical_emit_message(true, 'filler', 'x')"))
+            connection.execute(text("SELECT pg_switch_wal()"))
+            connection.execute(text("CHECKPOINT"))
+            slot = source.slot()
+            return slot is not None and slot.is_lost
+
+        eventually(is_lost, timeout=60)
+        if connection.dialect.server_version_info >= (17,):
+            why = text("SELECT failover, invalidation_reason FROM pg_replication_slots")
+            assert tuple(connection.execute(why).one()) == (True, "wal_removed")
+    slot = source.slot()
+    assert slot is not None
+    return slot
+
+
 def test_pgbouncer_is_named_as_what_does_not_pass_the_log(bounced_url: str) -> None:
     made = make_engine(bounced_url, connect_args={"prepare_threshold": None})
     schema.init(made)
@@ -394,6 +497,4 @@ def test_delayed_events_come_when_they_are_due(outbox: Engine) -> None:
             add(connection, [event], after=seconds)
     with running([relay]):
         eventually(lambda: len(sink.ids) == 2)
-    drain(relay)
-    source.close()
     assert sink.ids == ["later-1", "later-0"]

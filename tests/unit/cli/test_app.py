@@ -103,8 +103,8 @@ def test_a_target_that_is_no_app_and_options_that_do_not_fit_are_refused(
     if module.endswith("aiosqlite"):
         assert main(["run", f"{module}:app", "--threads", "2"]) == 2
         assert "--concurrency" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["run", f"{module}:app", "--health", "nowhere"])
+    assert main(["run", f"{module}:app", "--health", "nowhere"]) == 2
+    assert "--health: 'nowhere' is not HOST:PORT or off" in capsys.readouterr().err
 
 
 def test_probes_are_answered_while_it_runs(module: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,6 +62,7 @@ def test_migrate_makes_tables_that_verify_and_can_be_run_again(sqlite_url, capsy
     tables = (
         "outbox",
         "outbox_delayed",
+        "outbox_history",
         "outbox_positions",
         "outbox_retries",
         "outbox_schedules",

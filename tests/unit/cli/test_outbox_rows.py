@@ -200,6 +200,11 @@ def test_a_delayed_event_is_listed_and_cancelled_once(sqlite_url, monkeypatch, c
     assert json.loads(capsys.readouterr().out)["state"] == "delayed"
     assert main(["trace", "e-1", "--database", sqlite_url]) == 0
     assert "outbox   outbox: delayed, remind, written" in capsys.readouterr().out
+    with made.begin() as connection:
+        last = Message(b"{}", {"id": "e-2", "type": "remind", "source": "/s"})
+        Outbox("orders").add(connection, [last], at=datetime.max.replace(tzinfo=UTC))
+    assert main(["outbox", "list", "--delayed"]) == 0
+    assert "e-2  9999-12-31T23:59:59.999Z" in capsys.readouterr().out
     assert main(["outbox", "cancel", "e-1", "--yes"]) == 0
     assert capsys.readouterr().out == "e-1 is cancelled\n"
     assert main(["outbox", "cancel", "e-1", "--yes"]) == 1

@@ -12,12 +12,13 @@ import msgspec
 import pyarrow as pa
 import pytest
 from tests import zygote
-from tests.unit.lake.payments import CATALOG, Captured, entries, entry, pipeline
+from tests.unit.lake.payments import CATALOG, START, Captured, entries, entry, pipeline
 
 from conquiet.errors import ConfigError
 from conquiet.lake import ExpectationFailed, Pipeline, facts, journal, silver
 from conquiet.lake.facts import FactFailed
 from conquiet.lake.pipeline import Driver
+from conquiet.lake.report import report
 from conquiet.lake.tables import Files
 from conquiet.lake.tasks import Here
 from conquiet.testing import eventually
@@ -615,6 +616,46 @@ def test_a_batch_of_a_day_between_the_days_of_a_file(lake):
     lake.take([made[1], made[2]])
     lake.take([made[3]])  # a driver of its own, which knows no day yet
     assert len(lake.read("events")) == 3
+
+
+def test_reconciliation_reads_no_file_of_other_days(lake):
+    """Files of days that a batch does not touch may be unreadable but for their statistics."""
+    paid = {"payment_id": "p1", "shop": "a", "cents": 1}
+    old, new = (
+        entry("payment_authorized", paid, hour=hour, number=number)
+        for number, hour in enumerate((0, 96), 1)
+    )
+    lake.take([old])
+    lake.refresh()
+    for table in ("raw_events", "events"):
+        [file] = Path(lake.lake, table).glob("*.parquet")
+        whole = file.read_bytes()
+        footer = int.from_bytes(whole[-8:-4], "little") + 8
+        file.write_bytes(b"PAR1" + bytes(len(whole) - footer - 4) + whole[-footer:])
+    lake.take([new])
+    lake.refresh()
+    hours = {
+        row["hour"]: row["silver_count"] for row in lake.read("recon_completeness").to_pylist()
+    }
+    assert hours == {START: 1, START + timedelta(hours=96): 1}
+    with pytest.raises(Exception, match="Invalid data"):
+        lake.reconcile(all=True)  # it counts all hours again
+
+
+def test_the_report_takes_the_age_of_imported_events_for_no_lag(lake):
+    paid = {"payment_id": "p1", "shop": "a", "cents": 1}
+    title = "Lag from outbox to log"
+    lake.take([entry("payment_authorized", paid, hour=0, number=1, delivered=24 * 200)])
+    lake.refresh()
+    with lake.database() as database:
+        assert title not in report(database, "payments")
+    lake.take([entry("payment_authorized", paid, hour=48, number=2, delivered=2)])
+    lake.refresh()
+    with lake.database() as database:
+        page = report(database, "payments")
+    assert title in page
+    assert "2026-03-03: 7,201" in page
+    assert "2026-03-01: 17" not in page
 
 
 def amended(folder: Path, **parts: bool) -> Pipeline:

@@ -49,3 +49,12 @@ def placed(number: int = 1, **attributes: Any) -> Message[Any]:
 
 def nothing(_: Message[Any]) -> None:
     """A handler that is content."""
+
+
+def sum_of(registry, name, **labels):
+    return sum(
+        sample.value
+        for metric in registry.collect()
+        for sample in metric.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    )

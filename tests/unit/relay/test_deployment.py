@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from conquiet.cli import build_parser
+from conquiet.cli.settings import SETTINGS as OF_WORKER
 from conquiet.relay.settings import SETTINGS
 from conquiet.web import settings as web_settings
 
 ROOT = Path(__file__).resolve().parents[3]
-VARIABLES = {setting.variable for setting in (*SETTINGS, *web_settings.SETTINGS)} | {
+VARIABLES = {setting.variable for setting in (*SETTINGS, *OF_WORKER, *web_settings.SETTINGS)} | {
     "CONQUIET_CONFIG",
     "CONQUIET_OUTBOX_CATALOG",
     "CONQUIET_BROKER_URL",

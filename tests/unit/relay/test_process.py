@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import sys
 import threading
 
 import pytest
@@ -195,3 +196,12 @@ def test_waiting_for_rows_is_not_being_busy_and_ends_when_told(metrics) -> None:
     relay.stop()
     thread.join(10)
     assert not thread.is_alive()
+
+
+def test_a_relay_without_prometheus_client_counts_nothing(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    metrics = RelayMetrics(lambda: None)
+    metrics.published.inc()
+    metrics.failed.labels("Refused").inc()
+    metrics.publish_seconds.observe(0.1)
+    assert metrics.exposition() == b"# for metrics: pip install 'conquiet[metrics]'\n"

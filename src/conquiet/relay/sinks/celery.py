@@ -29,6 +29,9 @@ class CelerySink(Sink):
 
     On AMQP a task counts as published when the broker has confirmed it. A message that holds no
     task is refused.
+
+    `app` is the application; a task that is not sent within `timeout` seconds counts as not
+    published.
     """
 
     takes_tasks = True

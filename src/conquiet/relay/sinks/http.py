@@ -59,6 +59,9 @@ class HttpSink(Sink):
     the whole answer of one message; messages that are not begun within `timeout` seconds are given
     back. A certificate that cannot be verified is an outage; `context` is for private
     certificate authorities.
+
+    `url` gets all messages, with `headers` in each request; `topic` is the default for messages
+    without one.
     """
 
     def __init__(

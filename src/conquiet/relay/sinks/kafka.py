@@ -33,12 +33,20 @@ class _Quiet(logging.LoggerAdapter[logging.Logger]):
 quiet = _Quiet(logging.getLogger("conquiet.relay.kafka"))
 
 
+def explain_kafka(error: Exception) -> str:
+    """Return the words of librdkafka alone, without its codes."""
+    found: Any = error.args[0] if error.args else None
+    return f"{found.str() if hasattr(found, 'str') else error:.300}"
+
+
 class KafkaSink(Sink):
     """Publishes each message to its Kafka topic, keyed by `partitionkey` or `subject`.
 
     The producer is idempotent: its own retries arrive once, in order. A message that no broker has
     confirmed within `timeout` seconds counts as not published; it may still arrive. `settings` are
     librdkafka's, such as `{"security.protocol": "SASL_SSL"}`.
+
+    `servers` are librdkafka's bootstrap servers; `topic` is the default for messages without one.
     """
 
     def __init__(
@@ -116,7 +124,9 @@ class KafkaSink(Sink):
                 # By default librdkafka logs to stderr, ten lines a second in an outage.
                 self._producer = self._kafka.Producer(self._settings, logger=quiet)
             except (self._kafka.KafkaException, TypeError, ValueError) as error:
-                raise ConfigError(f"the settings of the Kafka sink: {error}") from error
+                raise ConfigError(
+                    f"the settings of the Kafka sink: {explain_kafka(error)}"
+                ) from error
             self._broken = False
         return self._producer
 

@@ -23,7 +23,8 @@ from conquiet.sink import Sink
 
 _PERSISTENT = 2
 _MAX_SHORT_STRING_BYTES = 255
-_NOT_OF_A_MESSAGE = (403, 404)
+_NOT_FOUND = 404
+_NOT_OF_A_MESSAGE = (403, _NOT_FOUND)
 """Reply codes of AMQP: access refused, exchange not found."""
 
 _Place = tuple[int, Envelope]
@@ -38,6 +39,9 @@ class KombuSink(Sink):
     least one. Without `declare`, exchanges and queues must exist. Certificates are verified on
     amqps; `tls` takes the settings of Python's ssl, `{"ca_certs": "ca.pem"}` for a private
     authority.
+
+    `url` is Kombu's. `topic` is the default for messages without one. A batch that is not confirmed
+    within `timeout` seconds counts as not published.
     """
 
     def __init__(
@@ -51,7 +55,7 @@ class KombuSink(Sink):
         timeout: float = 10.0,
         tls: Mapping[str, Any] | None = None,
     ) -> None:
-        self._kombu = require("kombu", "kombu")
+        self._kombu = require("kombu", "amqp")
         self._url = url
         self._topic = topic
         self._queues = tuple(queues)
@@ -62,7 +66,7 @@ class KombuSink(Sink):
         try:
             connection = self._connection()
             self._confirms = connection.transport.driver_type == "amqp"
-        except (KeyError, ValueError, ImportError) as error:
+        except (KeyError, ValueError, TypeError, ImportError) as error:
             raise ConfigError(
                 f"Kombu does not understand the URL of the sink: {explain(error, url)}"
             ) from None
@@ -215,12 +219,25 @@ def open_connection(
         # By default the client does not verify the host name of a certificate.
         own = {"server_hostname": urlsplit(url).hostname, "cert_reqs": ssl.CERT_REQUIRED}
         settings["ssl"] = {**own, **(tls or {})}
-    return require("kombu", "kombu").Connection(url, connect_timeout=timeout, **settings)
+    return require("kombu", "amqp").Connection(url, connect_timeout=timeout, **settings)
 
 
 def connect(connection: Any) -> None:
     """Connect, with one immediate retry; Kombu's own `connect` would sleep in between."""
     connection.ensure_connection(max_retries=1, interval_start=0, interval_max=0.1)
+
+
+def look_for_queue(connection: Any, name: str) -> Exception | None:
+    """Return what RabbitMQ answers if a queue does not exist; None if it does, of any type."""
+    channel = connection.channel()  # its own, since a refusal closes it
+    try:
+        channel.queue_declare(name, passive=True)
+    except connection.channel_errors as error:
+        if getattr(error, "reply_code", 0) != _NOT_FOUND:
+            raise
+        return error  # type: ignore[no-any-return]
+    channel.close()
+    return None
 
 
 class _KombuBatch:
@@ -269,6 +286,9 @@ class _Link:
         exchange = self._kombu.Exchange(topic, type="topic", durable=True)
         exchange(self._channel).declare()
         for name in queues:
+            if self._confirms and look_for_queue(self._connection, name) is None:
+                self._channel.queue_bind(name, topic, "#")  # it may be of another type
+                continue
             queue = self._kombu.Queue(name, exchange, routing_key="#", durable=True)
             queue(self._channel).declare()
         self._declared.add(topic)

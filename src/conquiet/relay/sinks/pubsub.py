@@ -46,6 +46,9 @@ class PubSubSink(Sink):
     `ordered` sends `partitionkey` or `subject` as the ordering key; when a message of a key fails,
     later ones of the key are given back. Credentials are Google's defaults, unless a `client` (a
     `google.pubsub_v1.PublisherClient`) is given; with PUBSUB_EMULATOR_HOST, an emulator's.
+
+    `project` is Google's; `topic` is the default for messages without one. A message that is not
+    confirmed within `timeout` seconds counts as not published.
     """
 
     def __init__(

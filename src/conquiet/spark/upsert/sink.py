@@ -173,6 +173,9 @@ def upsert_into(
     """Write a frame into a table by key, in one transaction; `address` is `url=…` or the like.
 
     With `query` and `batch` it is written once: the same or a lower batch is ignored later.
+
+    `keys` are the columns of the key. Of rows with the same key the one that is highest in
+    `order_by` wins; without it, such a key is an error.
     """
     _ensure_registered(frame.sparkSession)
     options: dict[str, Any] = {"table": table, "keys": ",".join(keys), **address}
@@ -201,7 +204,10 @@ def _ensure_registered(spark: SparkSession) -> None:
 def upsert_batches_into(
     table: str, keys: Sequence[str], *, order_by: Sequence[str] = (), **address: str
 ) -> Callable[[DataFrame, int], None]:
-    """Return a function for `foreachBatch` that writes each micro-batch once."""
+    """Return a function for `foreachBatch` that writes each micro-batch once.
+
+    `table`, `keys`, `order_by` and `address` are those of `upsert_into`.
+    """
 
     def write(frame: DataFrame, batch: int) -> None:
         query = frame.sparkSession.sparkContext.getLocalProperty(_QUERY_ID)

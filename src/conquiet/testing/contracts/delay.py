@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 
-from conquiet.errors import ConfigError
+from conquiet import attempts
+from conquiet.attempts import FailedAttempt
 from conquiet.memory import Log
 from conquiet.message import Message
 from conquiet.middleware import DeadLetter, Retry
+from conquiet.middleware.dead_letter import replay
 from conquiet.router import Router
 from conquiet.testing import eventually
 from conquiet.testing.contracts.samples import ids
@@ -23,12 +26,7 @@ _LONG = 3_600.0
 
 
 class DelayContract(WorkerBinding):
-    """Binding: see `ConsumerContract`; and `orders_delays`."""
-
-    bindings = WorkerBinding.bindings | {"orders_delays"}
-
-    orders_delays = True
-    """False if the source refuses `Retry(delays=…)` in an ordered worker."""
+    """Binding: see `ConsumerContract`."""
 
     def try_later(
         self, run: Callable[[Message[Any]], Any], delays: list[float], **options: Any
@@ -74,7 +72,35 @@ class DelayContract(WorkerBinding):
         [letter] = self.dead()
         assert (letter.id, letter.attributes["deadattempts"]) == ("m-1", "3")
         assert "failed 3 times, at last with ValueError: never" in letter.attributes["deadreason"]
+        found = attempts.read(letter.attributes["deaderrors"])
+        assert [(one.attempt, one.error) for one in found] == [
+            (number, "ValueError: never") for number in (1, 2, 3)
+        ]
+        assert "deaderrors" not in replay(letter).attributes
         assert self.list_calls().count("m-1") == 3
+        self.expect_rest([])
+
+    def test_a_message_that_comes_back_has_the_errors_of_its_attempts(self) -> None:
+        self.send(2)
+        seen: list[tuple[FailedAttempt, ...]] = []
+        begun = datetime.now(UTC)
+
+        def fail_thrice(message: Message[Any]) -> None:
+            if message.id == "m-1":
+                seen.append(message.errors)
+                if message.deliveries <= 3:
+                    raise ValueError(f"no stock {message.deliveries}")
+
+        worker = self.try_later(fail_thrice, [_SOON, _SOON, _SOON])
+        self.until_handled(worker, 2)
+        self.stop(worker)
+        assert [[(one.attempt, one.error) for one in errors] for errors in seen] == [
+            [(number, f"ValueError: no stock {number}") for number in range(1, count)]
+            for count in range(1, 5)
+        ]
+        moments = [datetime.fromisoformat(one.time) for one in seen[-1]]
+        second = timedelta(seconds=1)
+        assert begun - second < moments[0] < moments[1] < moments[2] < datetime.now(UTC) + second
         self.expect_rest([])
 
     def test_a_message_that_waits_is_not_in_flight_and_outlives_its_worker(self) -> None:
@@ -128,10 +154,6 @@ class DelayContract(WorkerBinding):
             if message.id == "a-0" and message.deliveries == 1:
                 raise ValueError("not yet")
 
-        if not self.orders_delays:
-            with pytest.raises(ConfigError, match="ordered worker"):
-                self.try_later(fail_at_first, [_SOON], ordered=True)
-            return
         for number in range(5):
             self.publish([_keyed(f"a-{number}", "a"), _keyed(f"b-{number}", "b")])
         worker = self.try_later(fail_at_first, [1.0], ordered=True, batch_size=3)
@@ -143,6 +165,61 @@ class DelayContract(WorkerBinding):
             "a-0",
             *(f"a-{n}" for n in range(5)),
         ]
+        self.expect_rest([])
+
+    def test_in_an_ordered_worker_what_is_read_meanwhile_waits_behind_it_in_order(self) -> None:
+        def fail_thrice(message: Message[Any]) -> None:
+            if message.id == "a-0" and message.deliveries <= 3:
+                raise ValueError("not yet")
+
+        self.publish([_keyed("a-0", "a")])
+        worker = self.try_later(fail_thrice, [0.5] * 3, ordered=True, batch_size=3)
+        eventually(lambda: self.list_calls() == ["a-0"], timeout=60)
+        for number in range(1, 8):
+            self.publish([_keyed(f"a-{number}", "a"), _keyed(f"b-{number}", "b")])
+        others = [f"b-{number}" for number in range(1, 8)]
+        eventually(lambda: [id for id in self.list_calls() if id[0] == "b"] == others, timeout=60)
+        eventually(lambda: worker.health().in_flight == 0, timeout=60)
+        self.until_handled(worker, 15)
+        self.publish([_keyed("a-8", "a")])
+        self.until_handled(worker, 16)
+        self.stop(worker)
+        ours = [(name, count) for name, count in self._calls if name[0] == "a"]
+        assert ours == [
+            *(("a-0", count) for count in (1, 2, 3, 4)),
+            *((f"a-{number}", 1) for number in range(1, 9)),
+        ]
+        self.expect_rest([])
+
+    def test_in_an_ordered_worker_the_death_of_a_message_frees_its_key(self) -> None:
+        def fail(message: Message[Any]) -> None:
+            if message.id == "a-0":
+                raise ValueError("never")
+
+        self.publish([_keyed(f"a-{number}", "a") for number in range(4)])
+        worker = self.try_later(fail, [_SOON], ordered=True)
+        eventually(lambda: len(self.dead()) == 1, timeout=60)
+        eventually(lambda: len(self.list_calls()) == 5, timeout=60)
+        self.until_handled(worker, 4)
+        self.stop(worker)
+        assert self.list_calls() == ["a-0", "a-0", "a-1", "a-2", "a-3"]
+        self.expect_rest([])
+
+    def test_the_order_of_a_key_that_waits_outlives_its_worker(self) -> None:
+        def fail_at_first(message: Message[Any]) -> None:
+            if message.id == "a-0" and message.deliveries == 1:
+                raise ValueError("not yet")
+
+        self.publish([_keyed(f"a-{number}", "a") for number in range(4)])
+        first = self.try_later(fail_at_first, [2.0], ordered=True)
+        eventually(lambda: self.list_calls() == ["a-0"], timeout=60)
+        eventually(lambda: first.health().in_flight == 0, timeout=60)
+        self.stop(first)
+        self.publish([_keyed("a-4", "a")])
+        second = self.try_later(fail_at_first, [2.0], ordered=True)
+        self.until_handled(second, 5)
+        self.stop(second)
+        assert self.list_calls() == ["a-0", *(f"a-{number}" for number in range(5))]
         self.expect_rest([])
 
     def test_without_order_its_key_does_not_wait(self) -> None:

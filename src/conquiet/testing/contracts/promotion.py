@@ -7,7 +7,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import suppress
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 
 import pytest
@@ -111,6 +111,15 @@ class PromotionContract(StorageContract):
         assert self.cancel("twin") is True
         assert self.cancel("twin") is False
         assert ids(self._take(1)) == ["other"]
+
+    def test_a_moment_may_be_the_first_or_the_last_of_the_calendar_in_any_zone(self) -> None:
+        east, west = (timezone(timedelta(hours=hours)) for hours in (14, -12))
+        self._emit(
+            _event("last", datetime.max.replace(tzinfo=west)),
+            _event("first", datetime.min.replace(tzinfo=east)),
+        )
+        assert ids(self._take(1)) == ["first"]
+        assert self.cancel("last") is True
 
     def test_two_relays_publish_each_event_once_between_them(self) -> None:
         expected = [f"e-{number}" for number in range(60)]

@@ -1,4 +1,4 @@
-"""Serve `/healthz`, `/readyz` and `/metrics` while the relay works.
+"""Serve `/healthz`, `/readyz` and `/metrics` while a relay or a worker works.
 
 A check runs in a thread of its own, one at a time, and its answer is cached: many probes, or a
 dependency that hangs, do not cause more checks. Connections are bounded, and a request has one
@@ -21,7 +21,7 @@ from typing import Any
 from conquiet.errors import ConfigError
 from conquiet.exchange import ExchangeSocket
 
-logger = logging.getLogger("conquiet.relay")
+logger = logging.getLogger("conquiet.health")
 
 FRESH_SECONDS = 2.0
 _REST = 10  # a slow check is repeated after ten times its duration at the earliest
@@ -99,7 +99,7 @@ class Check:
 
 
 class Health:
-    """Answers probes; `alive` returns why the relay should be restarted, or None.
+    """Answers probes; `alive` returns why the process should be restarted, or None.
 
     `details` adds counts and errors to `/readyz`; an error may name the host and the user of a
     database.
@@ -112,16 +112,22 @@ class Health:
         alive: Callable[[], str | None],
         metrics: Callable[[], bytes],
         details: bool = False,
+        is_stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         self._checks = checks
         self._details = details
         self._alive = alive
         self._metrics = metrics
-        self._is_stopping = False
+        self._has_begun_stop = False
+        self._asks_stopping = is_stopping
+
+    @property
+    def _is_stopping(self) -> bool:
+        return self._has_begun_stop or self._asks_stopping()
 
     def begin_stop(self) -> None:
-        """Report from now on that the relay is not ready."""
-        self._is_stopping = True
+        """Report from now on that the process is not ready."""
+        self._has_begun_stop = True
 
     def respond(self, path: str) -> tuple[int, str, bytes]:
         """Return status, content type and body for a path."""

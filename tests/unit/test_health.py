@@ -17,7 +17,7 @@ import pytest
 from tests.waiting import eventually
 
 from conquiet.errors import ConfigError
-from conquiet.relay.health import Check, Health, HealthServer
+from conquiet.health import Check, Health, HealthServer
 from conquiet.relay.process import RelayProcess
 from conquiet.relay.settings import load
 
@@ -179,7 +179,7 @@ def trickle(server: HealthServer, count: int) -> Iterator[socket.socket]:
 
 
 def test_slow_clients_take_neither_threads_nor_the_place_of_a_probe(parts, monkeypatch) -> None:
-    monkeypatch.setattr("conquiet.relay.health._REQUEST_SECONDS", 60)
+    monkeypatch.setattr("conquiet.health._REQUEST_SECONDS", 60)
     *_, server = parts
     before = threading.active_count()
     slow = list(trickle(server, 300))
@@ -223,7 +223,7 @@ def test_probes_whose_checks_hang_are_bounded_as_well() -> None:
 
 def test_a_request_has_one_deadline(parts, monkeypatch) -> None:
     """A byte now and then is in time for each read, and must not keep a thread."""
-    monkeypatch.setattr("conquiet.relay.health._REQUEST_SECONDS", 0.2)
+    monkeypatch.setattr("conquiet.health._REQUEST_SECONDS", 0.2)
     *_, server = parts
     [slow] = trickle(server, 1)
 
@@ -243,7 +243,7 @@ def test_an_address_in_use_is_a_wrong_setting(parts) -> None:
 
 
 def test_a_probe_that_hangs_up_leaves_no_traceback(capfd, caplog) -> None:
-    caplog.set_level(logging.DEBUG, "conquiet.relay")
+    caplog.set_level(logging.DEBUG, "conquiet.health")
     gone = threading.Event()
     health = Health({}, alive=lambda: None, metrics=lambda: b"x" * gone.wait(20))
     server = HealthServer(health, "127.0.0.1", 0)
