@@ -19,12 +19,19 @@ from tests.web.shop import Shop, opened
 IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"
 _STEPS = 62
 _STEP_SECONDS = 0.25
+_HIDE_FOLDERS = """
+document.querySelectorAll('.frames code').forEach(one => {
+  one.textContent = one.textContent.replace(/^.*[/]tests[/]web[/]/, '/srv/');
+})
+"""
+"""A picture must not depend on where it was taken."""
 _TOO_LARGE = "SinkRefused: message of 1,204,880 bytes, the limit of the broker is 1,048,576"
 
 
 def busy(shop: Shop, app: Dashboard) -> dict[str, str]:
     """Two minutes of a shop in a quarter of a minute; ids for the pictures."""
     dice = random.Random(7)
+    shop.remember(24 * 60)
     parked = shop.write(4, "invoice.rendered")
     shop.mark(parked, "parked_at", attempts=10, error=_TOO_LARGE)
     traced = shop.write(1)
@@ -65,8 +72,11 @@ def busy(shop: Shop, app: Dashboard) -> dict[str, str]:
 def take(browser: Any, url: str, ids: dict[str, str]) -> None:
     letter = f"/dead-letters/letter?stream=dead&id={ids['traced']}"
     for name, path, scheme, size in (
-        ("dashboard", "/", "light", (1200, 820)),
-        ("dashboard-dark", "/streams", "dark", (1200, 420)),
+        ("dashboard", "/", "light", (1200, 1060)),
+        ("dashboard-handler", "/handler?name=charge_card&type=order.placed", "light", (1200, 660)),
+        ("dashboard-handlers", "/handlers", "light", (1200, 480)),
+        ("dashboard-letters", "/dead-letters", "light", (1200, 760)),
+        ("dashboard-dark", "/streams", "dark", (1200, 480)),
         ("dashboard-phone", "/", "dark", (390, 780)),
         ("dashboard-outbox", "/outbox?state=parked", "light", (1200, 480)),
         ("dashboard-letter", letter, "dark", (1200, 860)),
@@ -77,6 +87,7 @@ def take(browser: Any, url: str, ids: dict[str, str]) -> None:
         page = context.new_page()
         page.goto(url + path)
         page.wait_for_timeout(300)
+        page.evaluate(_HIDE_FOLDERS)
         page.screenshot(path=IMAGES / f"{name}.png")
         context.close()
 
@@ -93,8 +104,8 @@ def main() -> None:
             app = dashboard(database=shop.database, broker=shop.redis, auth=Open())
             ids = busy(shop, app)
             # The pictures show the same moment.
-            app.pulse._look._last = (app.pulse._last,)
-            app.pulse._look._until = float("inf")
+            app.pulse._cached._last = (app.pulse._last,)
+            app.pulse._cached._until = float("inf")
             with serving(app) as served, sync_playwright() as driver:
                 browser = driver.chromium.launch(
                     executable_path=shutil.which("chromium"), args=CHROMIUM

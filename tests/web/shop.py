@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import math
+import random
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import redis
 from sqlalchemy import Engine, text
 
 from conquiet.message import Message
+from conquiet.operations.history import Key
 from conquiet.redis import StreamSink, StreamSource
 from conquiet.sql import Outbox, engine, schema
+
+_HANDLERS = (
+    ("place_order", "order.place", 21.0, 0.005),
+    ("charge_card", "order.placed", 20.0, 0.05),
+    ("send_receipt", "payment.captured", 4.0, 0.1),
+    ("update_stock", "order.placed", 20.0, 0.001),
+    ("export_invoice_to_the_accounting_system", "invoice.rendered", 0.4, 0.5),
+)
+"""Name, type, calls per second, and usual seconds of a call."""
 
 
 @dataclass
@@ -79,6 +93,50 @@ class Shop:
         source = StreamSource(self.client, stream, group, consumer)
         self.readers.callback(source.close)
         return list(source.read(count, 1.0))
+
+    def remember(self, minutes: int = 60) -> None:
+        """A history of so many minutes, as two workers and a relay leave it."""
+        dice = random.Random(5)
+        now = int(time.time() // 60)
+        rows: list[tuple[int, Key, float]] = []
+        for minute in range(now - minutes, now + 1):
+            wave = 1 + 0.5 * math.sin(minute / 9)
+            for name, type_, rate, usual in _HANDLERS:
+                of = partial(Key, "handler", name, type_)
+                count = int(60 * rate * wave * (0.8 + 0.4 * dice.random()))
+                errors = int(count * dice.random() * 0.02) if name != "send_receipt" else count // 9
+                slow = max(1, count // 12) if count else 0
+                rows += [
+                    (minute, of("calls"), count),
+                    (minute, of("ok"), count - errors),
+                    (minute, of("errors"), errors),
+                    (minute, of("dead"), errors // 4),
+                    (minute, of("retries"), errors),
+                    (minute, of("seconds"), count * usual),
+                    (minute, of(f"<={usual:g}"), count - slow),
+                    (minute, of(f"<={5 * usual:g}"), slow),
+                ]
+            backlog = int(400 * abs(math.sin(minute / 14)) ** 3)
+            rows += [
+                (minute, Key("relay", "outbox", "", "published"), int(1_800 * wave)),
+                (minute, Key("relay", "outbox", "", "waiting"), backlog // 3),
+                (minute, Key("group", "billing", "orders", "lag"), backlog),
+            ]
+            for process, role in (("web-1-41", "worker"), ("web-2-17", "worker and relay")):
+                rows.append((minute, Key("process", process, role, "seen"), time.time()))
+                rows.append((minute, Key("process", process, role, "in_flight"), 3))
+        with self.engine.begin() as connection:
+            connection.execute(
+                text(
+                    "INSERT INTO outbox_history"
+                    " VALUES (:minute, :kind, :name, :type, :figure, :value)"
+                ),
+                [
+                    {"minute": minute, **key._asdict(), "value": value}
+                    for minute, key, value in rows
+                    if value or key.kind != "handler"
+                ],
+            )
 
     def bury(self, count: int = 1, stream: str = "orders", why: str = "no such customer") -> None:
         """Dead letters of a stream, in the stream `dead`."""

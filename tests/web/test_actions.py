@@ -10,6 +10,8 @@ from starlette.routing import Route
 
 from conquiet.errors import TryLater
 from conquiet.redis import StreamSource
+from conquiet.redis.group import GroupStream
+from conquiet.redis.wire import Wire
 from conquiet.web import Token
 from tests.web.browsing import Browser
 
@@ -78,7 +80,7 @@ def test_dead_letters_of_celery_are_shown_and_replayed_too(make, shop) -> None:
     message = '{"headers": {"id": "task-1", "task": "send_mail", "argsrepr": "(\'ann\',)"}}'
     shop.client.xadd(dead, {"m": message, "queue": "mail", "reason": "delivered 5 times"})
     client = Browser(make())
-    assert f"1 dead letter in {dead}" in client.get("/").text
+    assert dead in client.get("/").text
     assert "send_mail" in client.get("/dead-letters").text
     page = client.get("/dead-letters/letter", params={"stream": dead, "id": "task-1"})
     assert "ann" in page.text
@@ -148,6 +150,111 @@ def test_dropping_asks_first_and_tells(client, shop, ids) -> None:
     assert "No dead letter matches any more" in client.post("/dead-letters/drop", data=form).text
 
 
+def test_letters_of_one_cause_are_found_and_replayed(client, shop, ids) -> None:
+    shop.publish([f"late-{n}" for n in range(3)], stream="carts")
+    for n in range(3):
+        shop.bury(1, stream="carts", why=f"timeout of 'db-{n}' after {n}.5 s")
+    page = client.get("/dead-letters", params={"stream": "dead"}).text
+    assert "LookupError: timeout of … after … s" in page
+    said = {"stream": "dead", "cause": "LookupError: timeout of … after … s"}
+    assert client.get("/dead-letters", params=said).text.count("/dead-letters/letter?") == 3
+    asked = client.get("/dead-letters/replay", params=said)
+    assert "Replay 3 dead letters of dead?" in asked.text
+    done = client.post("/dead-letters/replay", data=form_of(asked, "/dead-letters/replay"))
+    assert "3 messages sent again." in done.text
+    assert shop.client.xlen("dead") == 3
+
+
+def test_selected_letters_are_dropped_and_nothing_else(client, shop, ids) -> None:
+    letters = [id_.decode() for id_, _ in shop.client.xrange("dead")]
+    query = {"stream": "dead", "selected": "1", "pick": letters[:2]}
+    asked = client.get("/dead-letters/drop", params=query)
+    assert "Drop 2 dead letters of dead?" in asked.text
+    done = client.post("/dead-letters/drop", data=form_of(asked, "/dead-letters/drop"))
+    assert "2 messages dropped." in done.text
+    assert [id_.decode() for id_, _ in shop.client.xrange("dead")] == letters[2:]
+
+
+@pytest.mark.parametrize("id_", ["", ",", "0-1"])
+def test_a_selection_of_nothing_is_never_all(client, shop, ids, id_) -> None:
+    query = {"stream": "dead", "selected": "1"}
+    if not id_:
+        assert "No dead letter was selected." in client.get("/dead-letters/drop", params=query).text
+    else:
+        page = client.get("/dead-letters/drop", params={**query, "pick": id_}).text
+        assert "Nothing to do" in page or "names no dead letter" in page
+        token = form_of(client.get("/outbox/row", params={"id": ids["parked"]}), "/outbox/retry")
+        form = {"csrf": token["csrf"], "stream": "dead", "id": id_}
+        client.post("/dead-letters/drop", data=form)
+    assert shop.client.xlen("dead") == 3
+
+
+def test_a_letter_shows_the_frames_of_the_users_code_first(client, shop, ids) -> None:
+    page = client.get("/dead-letters/letter", params={"stream": "dead", "id": ids["published"]})
+    assert re.search(
+        r"<code>\S+tests/web/shop.py:\d+ in bury</code><pre>raise LookupError", page.text
+    )
+    assert page.text.index("In your code") < page.text.index("All frames")
+
+
+def test_a_stream_is_trimmed_of_what_all_have_acked(client, shop, ids) -> None:
+    for message in shop.take(8):  # shipping has acked three of them
+        message.ack()
+    asked = client.get("/stream/trim", params={"stream": "orders"})
+    assert "Delete 3 entries of orders?" in asked.text
+    assert "group shipping" in asked.text
+    done = client.post("/stream/trim", data=form_of(asked, "/stream/trim"))
+    assert "3 entries of orders deleted." in done.text
+    assert shop.client.xlen("orders") == 5
+
+
+def test_a_group_with_live_consumers_is_not_removed(client, shop, ids) -> None:
+    query = {"stream": "orders", "name": "billing"}
+    asked = client.get("/group/remove", params=query)
+    assert "1 live consumer, which would fail without it" in asked.text
+    token = form_of(client.get("/outbox/row", params={"id": ids["parked"]}), "/outbox/retry")
+    form = {"csrf": token["csrf"], **query, "pending": "5", "position": "0-0"}
+    done = client.post("/group/remove", data=form)
+    assert "stop them first" in done.text
+    assert len(shop.client.xinfo_groups("orders")) == 2
+
+
+def test_a_group_is_removed_after_saying_what_it_had_unless_it_was_read_since(client, shop) -> None:
+    shop.publish([f"e-{n}" for n in range(5)])
+    shop.client.xgroup_create("orders", "old", "0")
+    shop.client.xreadgroup("old", "gone", {"orders": ">"}, count=2)
+    # Its consumer is not alive: its lease is over at once.
+    leases = "conquiet:leases:{orders}"
+    place = GroupStream(Wire(shop.client), "orders", "orders", "old", "")
+    field = place.lease_field(b"gone")
+    shop.client.hset(leases, field, 1)
+    query = {"stream": "orders", "name": "old"}
+    asked = client.get("/group/remove", params=query)
+    assert "2 entries in flight and 3 unread entries" in asked.text
+    form = form_of(asked, "/group/remove")
+    shop.client.xreadgroup("old", "gone", {"orders": ">"}, count=1)
+    assert "was read meanwhile; nothing was done" in client.post("/group/remove", data=form).text
+    form = form_of(client.get("/group/remove", params=query), "/group/remove")
+    assert "Group old of orders is removed." in client.post("/group/remove", data=form).text
+    assert shop.client.xinfo_groups("orders") == []
+    assert shop.client.hexists(leases, field) is False
+    assert shop.client.xlen("orders") == 5
+
+
+def test_a_consumer_is_removed_only_if_it_holds_nothing(client, shop, ids) -> None:
+    query = {"stream": "orders", "name": "billing", "consumer": "billing-1"}
+    asked = client.get("/consumer/remove", params=query)
+    assert "5 entries in flight, which would be lost" in asked.text
+    shop.client.xgroup_createconsumer("orders", "billing", "idle-1")
+    query["consumer"] = "idle-1"
+    form = form_of(client.get("/consumer/remove", params=query), "/consumer/remove")
+    assert "Consumer idle-1 is removed." in client.post("/consumer/remove", data=form).text
+    held = {**form, "consumer": "billing-1"}
+    assert "nothing was done" in client.post("/consumer/remove", data=held).text
+    names = [one["name"] for one in shop.client.xinfo_consumers("orders", "billing")]
+    assert names == [b"billing-1"]
+
+
 # --- who may ------------------------------------------------------------------------------------
 
 
@@ -179,7 +286,7 @@ def test_no_action_is_taken_for_another_site(make, shop, ids) -> None:
     page = client.get("/outbox/row", params={"id": ids["parked"]})
     form = {**form_of(page, "/outbox/retry"), **EVERYTHING}
     paths = actions(app)
-    assert len(paths) == 7
+    assert len(paths) == 10
     for path in paths:
         for change, headers in FOREIGN:
             answer = client.post(path, data={**form, **change}, headers=headers)

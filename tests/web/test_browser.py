@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlencode
@@ -61,7 +62,7 @@ def test_every_page_opens_without_a_complaint(window, shop, ids) -> None:
     [(entry, _)] = shop.client.xrange("orders", count=1)
     letter = {"stream": "dead", "id": ids["published"]}
     for path, query, wanted in (
-        ("/", {}, "3 dead letters in dead"),
+        ("/", {}, "3 dead letters in 1 stream"),
         ("/streams", {}, "billing"),
         ("/stream", {"name": "orders"}, ids["published"]),
         ("/group", {"stream": "orders", "name": "billing"}, "billing-1"),
@@ -90,6 +91,32 @@ def test_the_overview_is_live_and_can_be_held(window, shop) -> None:
     assert page.inner_text("#live") == "Paused"
     page.click("#live")
     page.wait_for_selector("#live[data-state=live]")
+
+
+def test_a_chart_says_what_is_under_the_pointer_also_after_a_refresh(window, shop) -> None:
+    shop.remember(70)
+    page = window.go("/")
+    page.wait_for_selector("#live[data-state=live]")
+    page.locator(".step").nth(30).hover()
+    label = page.inner_text(".tip")
+    assert re.fullmatch(r"\d\d:\d\d · handled [\d.]+, published [\d.]+ messages/s", label)
+    page.evaluate("document.querySelector('#part').firstElementChild.dataset.old = '1'")
+    page.wait_for_selector("[data-old]", state="detached")
+    page.wait_for_selector(".tip")
+    page.click("text=24 h")
+    page.wait_for_selector("#window-24h[aria-current]")
+    assert page.locator(".step").count() == 3 * 96
+
+
+def test_boxes_select_letters_of_a_page(window, shop, ids) -> None:
+    page = window.go("/dead-letters")
+    page.check(".pick-all")
+    assert page.locator("input[name=pick]:checked").count() == 3
+    page.locator("input[name=pick]").first.uncheck()
+    page.click("text=Drop selected…")
+    page.click("button:text-is('Drop 2')")
+    assert "2 messages dropped." in window.main()
+    assert shop.client.xlen("dead") == 1
 
 
 @pytest.mark.slow
@@ -221,7 +248,7 @@ def test_without_scripts_pages_still_read_and_act(chromium, served, shop, ids) -
     context = chromium.new_context(java_script_enabled=False)
     window = Watched(context.new_page(), served.url)
     page = window.go("/")
-    assert "3 dead letters in dead" in window.main()
+    assert "3 dead letters in 1 stream" in window.main()
     assert not page.is_visible("#live")
     window.go("/outbox")
     page.fill("input[name=error]", "too large")

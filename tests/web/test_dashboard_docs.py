@@ -38,7 +38,7 @@ def test_variables_and_pictures_that_the_page_names_exist() -> None:
     known = {setting.variable for setting in SETTINGS} | {TOKEN_VARIABLE, "CONQUIET_CONFIG"}
     assert set(re.findall(r"CONQUIET_[A-Z_]+[A-Z]", page)) <= known
     pictures = re.findall(r"\]\((images/[^)]+)\)", page)
-    assert len(pictures) == 6
+    assert len(pictures) == 9
     assert all((PAGE.parent / name).exists() for name in pictures)
 
 

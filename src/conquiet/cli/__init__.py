@@ -10,6 +10,7 @@ import os
 import sys
 from argparse import SUPPRESS, Action, ArgumentParser, Namespace
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from conquiet.cli import (
@@ -30,6 +31,7 @@ from conquiet.cli import (
     trace,
     worker,
 )
+from conquiet.cli.options import print_help
 from conquiet.cli.terminal import FAILED, INTERRUPTED, OK, USAGE, Parser, one_line, printable, red
 from conquiet.errors import ConfigError, ConquietError
 from conquiet.secret import mask_all
@@ -95,7 +97,8 @@ def build_parser() -> ArgumentParser:
         "--debug", action="store_true", default=SUPPRESS, help="show tracebacks and more logs"
     )
     parser.add_argument("--debug", action="store_true", default=SUPPRESS, help=SUPPRESS)
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    parser.set_defaults(run=partial(print_help, parser))
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for group in GROUPS:
         group.register(commands, common)
     return parser

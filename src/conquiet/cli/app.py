@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import sys
 import time
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, Namespace
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from conquiet.cli.options import (
-    add_group,
-    add_setting,
-    search_here,
-)
+from conquiet.cli.options import add_group, add_settings, print_settings, search_here
+from conquiet.cli.settings import OF_WORKERS, SETTINGS
 from conquiet.cli.terminal import FAILED, OK, print_json, printable
 from conquiet.cli.worker import (
-    add_log_level,
-    add_worker_options,
+    Probes,
+    count_messages,
+    load_worker_settings,
     logs_of,
     sentence_of,
     set_up_logs_of,
     stop_stuck,
 )
-from conquiet.config import LOG_FORMAT
 from conquiet.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -70,15 +67,7 @@ def register(commands: Any, common: ArgumentParser) -> None:
         "--create-tables", action="store_true", help="create missing tables before the start"
     )
     run.add_argument("--only", choices=("worker", "relay"), help="one of the two; else both")
-    add_worker_options(run)
-    run.add_argument(
-        "--health",
-        type=_address,
-        metavar="HOST:PORT",
-        help="where /healthz, /readyz and /metrics answer (off); port 0 takes a free one",
-    )
-    add_setting(run, LOG_FORMAT)
-    add_log_level(run)
+    add_settings(run, OF_WORKERS)
     run.add_argument("--json", action="store_true", help="the summary, on stderr, as JSON")
 
     _register_describe(commands, common)
@@ -149,16 +138,28 @@ def _describe(options: Namespace) -> int:
     return FAILED if breaks else OK
 
 
-_OF_WORKERS = ("batch_size", "threads", "concurrency", "ordered", "grace", "stuck_after")
+_OF_WORKERS = {
+    "batch_size": "batch_size",
+    "threads": "threads",
+    "concurrency": "concurrency",
+    "ordered": "ordered",
+    "grace_seconds": "grace",
+    "stuck_after_seconds": "stuck_after",
+}
+"""Names of settings, and of what a worker takes."""
 
 
 def _run(options: Namespace) -> int:
     from conquiet.processes import exclude_loaded_objects
 
+    found = load_worker_settings(options, SETTINGS)
+    if options.print_settings:
+        return print_settings(OF_WORKERS, found.texts, found.origins, options.json)
     app = load_app(options.target)
-    set_up_logs_of(logs_of(options))
-    given = {name: getattr(options, name) for name in _OF_WORKERS}
-    chosen = {name: value for name, value in given.items() if value is not None}
+    set_up_logs_of(logs_of(options, found))
+    probes = Probes(found)
+    given = found.given()
+    chosen = {of: given[name] for name, of in _OF_WORKERS.items() if name in given}
     if "threads" in chosen and ("concurrency" in chosen or app.is_async):
         raise ConfigError(
             "--threads: this app runs on an event loop; use --concurrency for how many transactions"
@@ -166,13 +167,18 @@ def _run(options: Namespace) -> int:
         )
     if options.create_tables:
         app.create_tables()
-    running = app.open(worker=options.only != "relay", relay=options.only != "worker", **chosen)
-    if options.stuck_after is not None:
+    running = app.open(
+        worker=options.only != "relay",
+        relay=options.only != "worker",
+        history=found.values["history"],
+        **chosen,
+    )
+    if "stuck_after" in chosen:
         for worker in running.workers:
             worker.on_stuck = partial(stop_stuck, worker)
     started = time.monotonic()
     with ExitStack() as open_:
-        where = _serve_health(app, running, options.health, open_)
+        where = _serve_health(app, running, probes, open_)
         open_.enter_context(exclude_loaded_objects())
         finished = running.run(is_async=app.is_async, ready=partial(_report, app, running, where))
     summary = _summary(running, finished, time.monotonic() - started)
@@ -195,30 +201,14 @@ def load_app(target: str) -> App:
     return found
 
 
-def _address(text: str) -> tuple[str, int] | None:
-    from conquiet.relay.settings import read_address
-
-    try:
-        return read_address(text)
-    except ValueError:
-        raise ArgumentTypeError(f"{text!r} is neither HOST:PORT nor off") from None
-
-
-def _serve_health(
-    app: App, running: Running, address: tuple[str, int] | None, open_: ExitStack
-) -> str:
-    if address is None:
+def _serve_health(app: App, running: Running, probes: Probes, open_: ExitStack) -> str:
+    if probes.address is None:
         return ""
     from conquiet.app.app import make_health
-    from conquiet.config import is_loopback
-    from conquiet.relay.health import HealthServer
 
-    health = make_health(
-        app, running.find_trouble, details=is_loopback(address[0]), relay=running.relay
-    )
-    server = HealthServer(health, *address, "--health")
-    open_.callback(server.close)
-    return f"; health is at http://{server.host}:{server.port}"
+    count_messages(running.workers)
+    health = make_health(app, running.find_trouble, details=probes.details, relay=running.relay)
+    return f"; health is at {probes.serve(health, open_)}"
 
 
 def _report(app: App, running: Running, where: str) -> None:

@@ -20,6 +20,7 @@ from conquiet.cli.terminal import (
     green,
     in_one_row,
     one_line,
+    print_errors,
     print_facts,
     print_json,
     print_table,
@@ -90,7 +91,8 @@ def _list(options: Namespace) -> int:
         return OK
     for letter in found:
         about = f"{letter.id}  {letter.time}  {letter.event_type}  {letter.event_id}"
-        print(in_one_row(f"{about}  {letter.attempts} attempts"))
+        handler = f"  {letter.handler}" if letter.handler else ""
+        print(in_one_row(f"{about}{handler}  {letter.attempts} attempts"))
         print(dim(f"    {one_line(letter.reason):.{_SHOWN}}", sys.stdout))
     if not found:
         print(green("no dead letters", sys.stdout))
@@ -123,12 +125,26 @@ def _show(options: Namespace) -> int:
         return OK
     facts = asdict(letter)
     attributes = facts.pop("attributes")
+    del facts["errors"]
     data, traceback = facts.pop("data"), facts.pop("traceback")
     print_facts(list(facts.items()))
+    print_errors(letter.errors)
     rows = [in_one_row(f"{name}: {value}") for name, value in attributes.items()]
     print_facts([("attributes", "\n".join(rows) + "\n")])
-    print_facts([("data", f"{data}\n"), ("traceback", f"{traceback}\n" if traceback else "")])
+    print_facts(
+        [("data", f"{_readable(data)}\n"), ("traceback", f"{traceback}\n" if traceback else "")]
+    )
     return OK
+
+
+def _readable(data: str) -> str:
+    """Write JSON over several lines; anything else as it is."""
+    import json
+
+    try:
+        return json.dumps(json.loads(data), indent=2, ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return data
 
 
 def _replay(options: Namespace) -> int:

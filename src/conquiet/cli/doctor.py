@@ -33,7 +33,8 @@ examples:
   conquiet doctor --need spark --need postgres
   conquiet doctor --json | jq '.checks[] | select(.status != "ok")'
 
-A notice is worth a look and does not fail the check: dead letters, parked rows, clocks that differ.
+A notice is worth a look and does not fail the check: dead letters, parked rows, clocks that differ,
+settings of a server by which a crash loses data (appendfsync, fsync, synchronous_commit, …).
 
 Servers: those of --broker and --database, else of {BROKER_VARIABLE} and {DATABASE_VARIABLE}, else
 whether something listens on this machine at the usual port.
@@ -50,7 +51,7 @@ _CLOCK_SECONDS = 5.0
 """A clock that differs by more distorts ages, leases of other consumers and searches by time."""
 _SLOT_SHARE = 0.5
 """A slot that uses more of what PostgreSQL keeps for it is worth a look."""
-_HIDDEN_EXTRAS = ("all", "dev", "docs")
+_HIDDEN_EXTRAS = ("all",)
 _requirement = re.compile(r"([\w.-]+)\s*(?:\[([\w,\s-]*)\])?.*?(?:;(.*))?")
 _extra_marker = re.compile(r"""extra\s*==\s*['"]([\w-]+)['"]""")
 
@@ -274,6 +275,7 @@ def _check_redis(url: str) -> Iterator[Check]:
             yield _check_redis_version(url, info)
             yield _check_redis_clock(client)
             yield from _check_eviction(info)
+            yield from _check_redis_durability(client, info)
             with join_cluster(client, url, **waits) as whole:
                 yield _check_dead_letters(whole)
     except (redis.RedisError, OSError, ValueError, ConquietError) as error:
@@ -298,10 +300,47 @@ def _check_redis_clock(client: Any) -> Check:
 
 def _check_eviction(info: dict[str, Any]) -> Iterator[Check]:
     policy = str(info.get("maxmemory_policy", "noeviction"))
-    if info.get("maxmemory") and policy.startswith("allkeys"):
-        detail = f"maxmemory-policy {policy} deletes streams and inbox keys when memory is short"
-        fix = "redis-cli CONFIG SET maxmemory-policy noeviction, and in its file"
-        yield Check("servers", "redis memory", "notice", detail, fix)
+    if not info.get("maxmemory") or policy == "noeviction":
+        return
+    what = (
+        "streams and inbox keys: events are lost"
+        if policy.startswith("allkeys")
+        else "inbox keys before they expire: a redelivery would take effect twice"
+    )
+    detail = f"maxmemory-policy {policy} deletes {what} when memory is short"
+    fix = "redis-cli CONFIG SET maxmemory-policy noeviction, and in its file"
+    yield Check("servers", "redis memory", "notice", detail, fix)
+
+
+def _check_redis_durability(client: Any, info: dict[str, Any]) -> Iterator[Check]:
+    """Say what a crash of the server loses, by the settings of its files."""
+    import redis
+
+    try:
+        settings: dict[str, str] = client.config_get("append*") | client.config_get("save")
+    except redis.RedisError:  # managed servers and ACLs often forbid CONFIG
+        settings = {}
+    name = "redis durability"
+    if not info.get("aof_enabled"):
+        kept = "the last snapshot" if settings.get("save") else "nothing"
+        kept = kept if settings else "the last snapshot, if any"
+        detail = f"appendonly no: after a crash {kept} is left, and acked messages since are lost"
+        fix = "redis-cli CONFIG SET appendonly yes, and in its file"
+        yield Check("servers", name, "notice", detail, fix)
+        return
+    lost: dict[str, tuple[Status, str]] = {
+        "always": ("ok", "appendfsync always: a crash loses nothing that was answered"),
+        "everysec": (
+            "ok",
+            "appendfsync everysec: a crash of the machine loses up to two seconds; of Redis alone,"
+            " nothing",
+        ),
+        "no": ("notice", "appendfsync no: a crash of the machine loses up to half a minute"),
+    }
+    unknown: tuple[Status, str] = ("ok", "appendonly yes; appendfsync may not be read")
+    status, detail = lost.get(settings.get("appendfsync", ""), unknown)
+    fix = "redis-cli CONFIG SET appendfsync everysec (or always), and in its file"
+    yield Check("servers", name, status, detail, fix)
 
 
 def _check_dead_letters(client: Any) -> Check:
@@ -342,6 +381,7 @@ def _check_database(url: str) -> Iterator[Check]:
                 before = time.time()
                 now = connection.exec_driver_sql("SELECT extract(epoch FROM clock_timestamp())")
                 yield _compare_clocks("database clock", float(now.scalar_one()), before)
+            yield _check_database_durability(connection, is_sqlite)
         yield from _check_tables(made)
     except (SQLAlchemyError, OSError, ValueError, ConquietError) as error:
         cause = getattr(error, "orig", None) or error
@@ -359,6 +399,45 @@ def _check_verification(url: Any) -> Iterator[Check]:
     said = f"sslmode={mode}" if mode else "a service file"
     detail = f"{said}: the certificate of {url.host} is not verified"
     yield Check("servers", "database TLS", "notice", detail, fix)
+
+
+def _check_database_durability(connection: Any, is_sqlite: bool) -> Check:
+    """Say what a crash loses, by the settings of the database."""
+    name = "database durability"
+
+    def read(statement: str) -> str:
+        return str(connection.exec_driver_sql(statement).scalar_one()).lower()
+
+    if is_sqlite:
+        mode, level = read("PRAGMA journal_mode"), read("PRAGMA synchronous")
+        word = {"0": "OFF", "1": "NORMAL", "2": "FULL", "3": "EXTRA"}.get(level, level)
+        said = f"journal_mode {mode}, synchronous {word}"
+        fix = "PRAGMA synchronous=FULL on every connection"
+        if level == "0":
+            return Check(
+                *("servers", name, "notice"),
+                f"{said}: a power failure may lose commits, or damage the file",
+                fix,
+            )
+        if level == "1" and mode == "wal":
+            lost = "a power failure may lose the last commits"
+            return Check("servers", name, "notice", f"{said}: {lost}", fix)
+        return Check("servers", name, "ok", f"{said}: a crash loses no commit")
+    settings = {one: read(f"SHOW {one}") for one in _DURABLE}
+    said = ", ".join(f"{one} {value}" for one, value in settings.items())
+    fix = "ALTER SYSTEM SET {0} = on; SELECT pg_reload_conf()"
+    for one, lost in _DURABLE.items():
+        if settings[one] == "off":
+            return Check("servers", name, "notice", f"{one} off: {lost}", fix.format(one))
+    return Check("servers", name, "ok", f"{said}: a crash loses no commit")
+
+
+_DURABLE = {
+    "fsync": "a crash of the machine may damage the whole database",
+    "full_page_writes": "a crash of the machine may damage pages that were being written",
+    "synchronous_commit": "a crash loses the last commits, of messages that are acked by then",
+}
+"""Settings of PostgreSQL, and what is lost if one is off."""
 
 
 def _check_tables(engine: Any) -> Iterator[Check]:

@@ -74,4 +74,6 @@ def set_up_logs(
     )
     root.addHandler(handler)
     root.setLevel(level.upper())
+    if level != "debug":  # it logs each of its plugins
+        logging.getLogger("alembic").setLevel(logging.WARNING)
     return True

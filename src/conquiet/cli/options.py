@@ -9,14 +9,29 @@ from __future__ import annotations
 import os
 import re
 import sys
-from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace
-from collections.abc import Callable, Iterator
+from argparse import (
+    SUPPRESS,
+    ArgumentParser,
+    ArgumentTypeError,
+    BooleanOptionalAction,
+    Namespace,
+)
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 from conquiet.cli.progress import Waiting
-from conquiet.config import BROKER, BROKER_VARIABLE, DATABASE, DATABASE_VARIABLE, Setting
+from conquiet.cli.terminal import OK, USAGE, print_json
+from conquiet.config import (
+    BROKER,
+    BROKER_VARIABLE,
+    CONFIG_VARIABLE,
+    DATABASE,
+    DATABASE_VARIABLE,
+    Setting,
+)
 from conquiet.errors import ConfigError, StoreError
 
 _ANSWER_SECONDS = 30
@@ -62,7 +77,14 @@ def add_group(commands: Any, name: str, what: str, example: str) -> Any:
         description=f"{what[0].upper()}{what[1:]}.",
         epilog=f"example:\n  {example}\n\nexit codes: as each command says in its own --help\n",
     )
-    return group.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    group.set_defaults(run=partial(print_help, group))
+    return group.add_subparsers(title="commands", metavar="COMMAND")
+
+
+def print_help(parser: ArgumentParser, options: Namespace) -> int:
+    """Print the help of a group that was named without a command."""
+    parser.print_help()
+    return USAGE
 
 
 def add_setting(parser: ArgumentParser, setting: Setting, default: Any = None) -> None:
@@ -77,6 +99,34 @@ def add_setting(parser: ArgumentParser, setting: Setting, default: Any = None) -
     parser.add_argument(
         setting.flag, dest=setting.name, default=default, metavar="VALUE", help=text
     )
+
+
+def add_settings(parser: ArgumentParser, table: Sequence[Setting]) -> None:
+    """Add the flags of a table, and those that name its file and print it."""
+    parser.add_argument("--config", metavar="FILE", help=f"a TOML file; else {CONFIG_VARIABLE}")
+    for setting in table:
+        add_setting(parser, setting, SUPPRESS)
+    parser.add_argument(
+        "--print-settings", action="store_true", help="print the settings it would run with"
+    )
+
+
+def flags_of(options: Namespace, table: Sequence[Setting]) -> dict[str, str]:
+    """Return the flags of a table that were given."""
+    names = [setting.name for setting in table]
+    return {name: getattr(options, name) for name in names if hasattr(options, name)}
+
+
+def print_settings(
+    table: Sequence[Setting], texts: Mapping[str, str], origins: Mapping[str, str], as_json: bool
+) -> int:
+    from conquiet.config import list_lines
+
+    if as_json:
+        print_json(dict(texts))
+    else:
+        print("\n".join(list_lines(table, texts, origins)))
+    return OK
 
 
 class _Switch(BooleanOptionalAction):

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from conquiet.cli.options import (
     Reached,
@@ -30,6 +30,7 @@ from conquiet.cli.progress import Progress
 from conquiet.cli.terminal import (
     FAILED,
     OK,
+    add_watch,
     add_yes,
     confirm,
     dim,
@@ -39,9 +40,14 @@ from conquiet.cli.terminal import (
     print_facts,
     print_json,
     red,
+    watch,
     yellow,
 )
+from conquiet.config import has_events_layout
 from conquiet.errors import ConfigError, NotFound
+
+if TYPE_CHECKING:
+    from conquiet.operations.log_groups import LogGroup
 
 CATALOG_VARIABLE = "CONQUIET_OUTBOX_CATALOG"
 
@@ -72,7 +78,8 @@ def register(commands: Any, common: ArgumentParser) -> None:
             metavar="N",
             help="when rows of outbox_events count as parked (CONQUIET_OUTBOX_MAX_ATTEMPTS)",
         )
-    _, listed, show, cancel, retry, prune = rows
+    status, listed, show, cancel, retry, prune = rows
+    add_watch(status)
     _add_search(listed)
     for parser in (listed, cancel):
         add_broker(parser, "the Redis of outboxes there, in place of a database: delayed events")
@@ -210,7 +217,7 @@ def _migrate(options: Namespace) -> int:
 
 def _tables_of(options: Namespace) -> _Tables:
     """Return the operations on the tables that the options name."""
-    from conquiet.config import TABLE, has_events_layout, missing_extra, read
+    from conquiet.config import TABLE, missing_extra, read
 
     table = options.table or read(TABLE)
     try:
@@ -273,13 +280,20 @@ def _catalog(options: Namespace) -> Any:
 
 
 def _status(options: Namespace) -> int:
+    return watch(options.watch, partial(_show_status, options))
+
+
+def _show_status(options: Namespace) -> int:
     with _inspection(options) as inspection:
         figures = inspection.figures()
         delayed = inspection.count_delayed()
+        groups = _groups_of(inspection)
     if options.json:
-        print_json({"table": inspection.name, **asdict(figures), "delayed": delayed})
+        found = {"table": inspection.name, **asdict(figures), "delayed": delayed}
+        print_json({**found, "groups": [asdict(group) for group in groups]})
     else:
-        print(f"pending  {figures.pending}")
+        no_relay = "  (for a relay; groups that read the table do not change it)" if groups else ""
+        print(f"pending  {figures.pending}{no_relay}")
         print(f"oldest   {figures.oldest_seconds:.1f} s")
         print(f"delayed  {delayed}")
         parked = f"parked   {figures.parked}"
@@ -287,9 +301,21 @@ def _status(options: Namespace) -> int:
         if figures.slot:
             slot = f"slot     {figures.slot}, {figures.slot_lag_bytes:,} bytes behind"
             print(yellow(slot, sys.stdout) if figures.slot in ("lost", "missing") else slot)
+        for group in groups:
+            about = f"{group.lag:,} behind, {group.retries} to retry, {group.dead} dead"
+            print(in_one_row(f"group    {group.name} of {group.topic}: {about}"))
         if figures.parked:
             print("conquiet outbox list --parked shows the reasons", file=sys.stderr)
     return FAILED if figures.parked else OK
+
+
+def _groups_of(inspection: Any) -> list[LogGroup]:
+    """Return the groups that read the table as a log."""
+    from conquiet.operations import log_groups
+
+    if has_events_layout(inspection.name):
+        return []
+    return log_groups.survey(inspection.engine, table=inspection.name)
 
 
 def _list(options: Namespace) -> int:
@@ -350,26 +376,41 @@ def _cancel(options: Namespace) -> int:
     with _delayed(options) as outboxes:
         done = sorted({id_ for one in outboxes for id_ in one.cancel(options.ids)})
         late = [id_ for id_ in dict.fromkeys(options.ids) if id_ not in done]
-        # Redis forgets what a relay has published.
-        found = {id_: None if options.broker else outboxes[0].show(id_) for id_ in late}
-    answers = {id_: None if row is None else row[0] for id_, row in found.items()}
+        answers = {id_: _why_too_late(options, outboxes, id_) for id_ in late}
     if options.json:
-        reasons = {id_: "unknown" if row is None else row.state for id_, row in answers.items()}
-        print_json({"cancelled": done, "too_late": reasons})
+        print_json(
+            {"cancelled": done, "too_late": {id_: why.state for id_, why in answers.items()}}
+        )
         return FAILED if answers else OK
     for id_ in done:
         print(in_one_row(f"{id_} is cancelled"))
-    for id_, row in answers.items():
-        if options.broker:
-            why = "no event of this id waits: it was published, cancelled, or never written"
-        elif row is None:
-            why = "no event of this id waits or was published: never written, cancelled, or pruned"
-        elif row.published_at:
-            why = f"too late, it was published at {row.published_at}"
-        else:
-            why = "too late, it was due and is in the outbox; a relay publishes it"
-        print(in_one_row(f"{id_}: {why}"), file=sys.stderr)
+    for id_, why in answers.items():
+        print(in_one_row(f"{id_}: {why.text}"), file=sys.stderr)
     return FAILED if answers else OK
+
+
+class _TooLate(NamedTuple):
+    """Why an event could not be cancelled."""
+
+    state: str
+    text: str
+
+
+def _why_too_late(options: Namespace, outboxes: Sequence[Any], id_: str) -> _TooLate:
+    if options.broker:
+        moments = (one.find_promoted(id_) for one in outboxes)
+        if moment := next(filter(None, moments), None):
+            return _TooLate("due", f"too late, it was due and moved to the outbox at {moment}")
+        text = "no event of this id waits, nor is it among the last 10,000 that became due"
+        return _TooLate("unknown", f"{text}: never written, cancelled, or due long ago")
+    found = outboxes[0].show(id_)
+    if found is None:
+        text = "no event of this id waits or was published: never written, cancelled, or pruned"
+        return _TooLate("unknown", text)
+    row = found[0]
+    if row.published_at:
+        return _TooLate(row.state, f"too late, it was published at {row.published_at}")
+    return _TooLate(row.state, "too late, it was due and is in the outbox; a relay publishes it")
 
 
 def _show(options: Namespace) -> int:
@@ -494,7 +535,7 @@ _ROW_VERBS = (
     Verb(
         "status",
         "how many rows wait, how long, and how many are parked",
-        ("conquiet outbox status --json | jq .parked",),
+        ("conquiet outbox status --json | jq .parked", "conquiet outbox status --watch 5"),
         "0 nothing is parked, 1 a row is parked, or the database is out of reach, 2 wrong usage",
         _status,
     ),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from argparse import SUPPRESS, ArgumentParser, Namespace
+from argparse import ArgumentParser, Namespace
+from contextlib import ExitStack
 from typing import Any
 
-from conquiet.cli.options import add_group, add_setting
-from conquiet.cli.terminal import FAILED, OK, print_json
+from conquiet.cli.options import add_group, add_settings, flags_of, print_settings
+from conquiet.cli.terminal import FAILED, OK
+from conquiet.cli.worker import record_history
 from conquiet.config import CONFIG_VARIABLE
 from conquiet.relay.settings import SETTINGS, load
 
@@ -50,34 +52,22 @@ def register(commands: Any, common: ArgumentParser) -> None:
         parents=[common],
     )
     run.set_defaults(run=_run)
-    run.add_argument("--config", metavar="FILE", help=f"a TOML file; else {CONFIG_VARIABLE}")
-    for setting in SETTINGS:
-        add_setting(run, setting, SUPPRESS)
+    add_settings(run, SETTINGS)
     run.add_argument(
         "--until-empty",
         action="store_true",
         help="publish the rows that wait, then end; no health server",
     )
-    run.add_argument(
-        "--print-settings",
-        action="store_true",
-        help="print the settings it would run with",
-    )
     run.add_argument("--json", action="store_true", help="--print-settings in JSON")
 
 
 def _run(options: Namespace) -> int:
-    names = [setting.name for setting in SETTINGS]
-    flags = {name: getattr(options, name) for name in names if hasattr(options, name)}
+    flags = flags_of(options, SETTINGS)
     if options.until_empty:
         flags["health"] = "off"
     settings = load(flags, file=options.config)
     if options.print_settings:
-        if options.json:
-            print_json(dict(settings.texts))
-        else:
-            print("\n".join(settings.list_lines()))
-        return OK
+        return print_settings(SETTINGS, settings.texts, settings.origins, options.json)
     from conquiet.cli.logs import set_up_logs
     from conquiet.relay.process import RelayProcess
 
@@ -85,7 +75,10 @@ def _run(options: Namespace) -> int:
     set_up_logs("debug" if is_debug else settings.log_level, settings.log_format)
     _log_settings(settings)
     process = RelayProcess(settings)
-    code = process.run_until_empty() if options.until_empty else process.run()
+    with ExitStack() as open_:
+        if settings.history and not options.until_empty:
+            record_history([], open_, process.relay, settings.table)
+        code = process.run_until_empty() if options.until_empty else process.run()
     return FAILED if code else OK
 
 

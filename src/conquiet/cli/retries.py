@@ -1,4 +1,4 @@
-"""`conquiet retries list|now|never`: messages that wait for a later try."""
+"""`conquiet retries list|show|now|never`: messages that wait for a later try."""
 
 from __future__ import annotations
 
@@ -10,7 +10,17 @@ from dataclasses import asdict
 from typing import Any
 
 from conquiet.cli.options import Verb, add_broker, add_group, add_verb, count, redis_at
-from conquiet.cli.terminal import FAILED, OK, dim, green, in_one_row, one_line, print_json
+from conquiet.cli.terminal import (
+    FAILED,
+    OK,
+    dim,
+    green,
+    in_one_row,
+    one_line,
+    print_errors,
+    print_facts,
+    print_json,
+)
 from conquiet.config import DATABASES
 from conquiet.errors import ConfigError
 
@@ -35,6 +45,8 @@ def register(commands: Any, common: ArgumentParser) -> None:
             parser.add_argument(
                 "--limit", type=count, default=100, metavar="N", help="messages at most (100)"
             )
+        elif verb.name == "show":
+            parser.add_argument("id", metavar="ID", help="of the message or its event")
         else:
             parser.add_argument("ids", nargs="*", metavar="ID", help="of messages or their events")
             parser.add_argument("--all", action="store_true", help="all of them")
@@ -45,16 +57,35 @@ def register(commands: Any, common: ArgumentParser) -> None:
 def _list(options: Namespace) -> int:
     with _retries(options) as retries:
         found = retries.list(options.limit)
+        is_there = bool(found) or retries.exists()
     if options.json:
         print_json([asdict(item) for item in found])
         return OK
     for item in found:
-        about = f"{item.id}  until {item.due}  {item.event_type}  {item.event_id}"
+        until = f"until {item.due}" if item.due else "behind another"
+        about = f"{item.id}  {until}  {item.event_type}  {item.event_id}"
         print(in_one_row(f"{about}  {item.attempts} attempts"))
         why = one_line(item.reason) or "waits for an earlier message of its key"
         print(dim(f"    {why:.{_SHOWN}}", sys.stdout))
     if not found:
         print(green("no message waits", sys.stdout))
+        if not is_there:
+            print(f"{retries.name}: does not exist (yet)", file=sys.stderr)
+    return OK
+
+
+def _show(options: Namespace) -> int:
+    from conquiet.operations.retries import find
+
+    with _retries(options) as retries:
+        item = find(retries, options.id)
+    facts = asdict(item)
+    if options.json:
+        print_json(facts)
+        return OK
+    del facts["errors"]
+    print_facts(list(facts.items()))
+    print_errors(item.errors)
     return OK
 
 
@@ -77,7 +108,11 @@ def _act(options: Namespace, action: str, said: str) -> int:
     else:
         print(f"{len(done):,} messages {said}")
         if is_wanting:
-            print("no message that waits has such an id", file=sys.stderr)
+            print(
+                "no message of such an id waits for its time; one that waits for an earlier message"
+                " of its key is tried after that",
+                file=sys.stderr,
+            )
     return FAILED if is_wanting else OK
 
 
@@ -105,6 +140,14 @@ _VERBS = (
         "0 listed; 1 the store is out of reach; 2 wrong usage",
         _list,
         _PLACES,
+    ),
+    Verb(
+        "show",
+        "one message: until when it waits, and the errors of its attempts",
+        ("conquiet retries show orders 0197f6c1-5f5e-7a53-9d0c-9d6f1f0b6a11 --group billing",),
+        "0 shown; 1 no message of that id waits, or the store is out of reach; 2 wrong usage",
+        _show,
+        f"{_PLACES}\nOf many errors, the first one is kept and the latest nine.\n",
     ),
     Verb(
         "now",

@@ -7,7 +7,8 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from conquiet.cli.options import (
     Verb,
@@ -24,15 +25,20 @@ from conquiet.cli.options import (
 from conquiet.cli.terminal import (
     FAILED,
     OK,
+    add_watch,
     add_yes,
     confirm,
     in_one_row,
     print_json,
     print_table,
+    watch,
     yellow,
 )
 from conquiet.config import DATABASES
 from conquiet.errors import ConfigError, NotFound
+
+if TYPE_CHECKING:
+    from conquiet.operations.streams import StreamInfo
 
 
 def register(commands: Any, common: ArgumentParser) -> None:
@@ -54,6 +60,11 @@ def register(commands: Any, common: ArgumentParser) -> None:
     removal.add_argument("group", metavar="GROUP", help="its name")
     add_database(removal)
     add_yes(removal)
+    for parser in (listed, lag):
+        parser.add_argument(
+            "--all", action="store_true", help="also those of Celery, and what is tried later"
+        )
+    add_watch(lag)
     lag.add_argument("--max", type=count, metavar="N", help="exit with 1 if more wait")
     trim.add_argument("streams", nargs="+", metavar="STREAM", help="its name")
     trim.add_argument(
@@ -76,11 +87,31 @@ def register(commands: Any, common: ArgumentParser) -> None:
         add_yes(parser)
 
 
-def _list(options: Namespace) -> int:
+def _survey(options: Namespace) -> tuple[list[StreamInfo], int]:
+    """Return the streams that match, and how many of Celery and of retries are left out."""
     from conquiet.operations import streams
 
     with redis_at(options.broker) as client:
         found = streams.survey(client, options.pattern)
+    if not found and options.pattern != "*":
+        raise NotFound(f"no stream matches {options.pattern!r}; conquiet streams list shows all")
+    if options.all or options.pattern != "*":
+        return found, 0
+    own = [stream for stream in found if not streams.is_internal(stream.name)]
+    return own, len(found) - len(own)
+
+
+def _report_folded(folded: int) -> None:
+    if folded:
+        print(
+            f"{folded:,} internal streams are left out: queues of Celery (conquiet kombu) and what"
+            " is tried later (conquiet retries); --all shows them",
+            file=sys.stderr,
+        )
+
+
+def _list(options: Namespace) -> int:
+    found, folded = _survey(options)
     if options.json:
         print_json([asdict(stream) for stream in found])
     elif not found:
@@ -93,13 +124,18 @@ def _list(options: Namespace) -> int:
                 for s in found
             ],
         )
+    _report_folded(folded)
     return OK
 
 
 def _lag(options: Namespace) -> int:
+    return watch(options.watch, partial(_look_at_lag, options))
+
+
+def _look_at_lag(options: Namespace) -> int:
     if options.database is not None:
         return _show_lags(options, _log_lags(options), "no groups")
-    from conquiet.operations import brokers, streams
+    from conquiet.operations import brokers
 
     if brokers.is_broker(options.pattern):
         return _show_lags(options, _broker_lags(options.pattern), "no queues")
@@ -114,10 +150,7 @@ def _lag(options: Namespace) -> int:
             " Redis, give --broker URL and the name of the stream"
         )
 
-    with redis_at(options.broker) as client:
-        found = streams.survey(client, options.pattern)
-    if not found and options.pattern != "*":
-        raise NotFound(f"no stream matches {options.pattern!r}; conquiet streams list shows all")
+    found, folded = _survey(options)
     lags = [
         {
             "stream": stream.name,
@@ -132,7 +165,9 @@ def _lag(options: Namespace) -> int:
         for kind, items in (("group", stream.groups), ("reader", stream.readers))
         for item in items
     ]
-    return _show_lags(options, lags, "no groups or readers" if found else "no streams")
+    code = _show_lags(options, lags, "no groups or readers" if found else "no streams")
+    _report_folded(folded)
+    return code
 
 
 def _log_lags(options: Namespace) -> list[dict[str, Any]]:
@@ -278,7 +313,7 @@ _VERBS = (
         "list",
         "all streams: their length, size, groups and readers",
         ("conquiet streams list 'orders*'", "conquiet streams list --json | jq '.[].name'"),
-        "0 listed; 1 Redis is out of reach; 2 wrong usage or settings",
+        "0 listed; 1 no stream matches PATTERN, or Redis is out of reach; 2 wrong usage",
         _list,
     ),
     Verb(
@@ -286,6 +321,7 @@ _VERBS = (
         "how far behind every group, and every reader without one, is",
         (
             "conquiet streams lag 'orders*' --max 1000",
+            "conquiet streams lag orders --watch 5",
             "conquiet streams lag --database postgresql://db/shop",
             "conquiet streams lag 'kafka://broker:9092?topic=orders&group=billing' --max 1000",
         ),

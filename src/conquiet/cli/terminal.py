@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import sys
+import time
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
 from textwrap import indent
-from typing import Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from conquiet.cli.progress import end_waiting
-from conquiet.errors import ConfigError
+from conquiet.errors import ConfigError, ConquietError
 from conquiet.message import STEERING
 from conquiet.message import printable as escape
 from conquiet.secret import mask, mask_all
+
+if TYPE_CHECKING:
+    from conquiet.attempts import FailedAttempt
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 """0: all is well. 1: something failed or differs. 2: wrong usage or settings. 130: Ctrl-C."""
@@ -37,16 +44,35 @@ class Parser(ArgumentParser):
             return super().parse_known_args(args, namespace)
         self._is_mixing = True
         try:
-            return self.parse_known_intermixed_args(args, namespace)
+            found, rest = self.parse_known_intermixed_args(args, namespace)
         finally:
             self._is_mixing = False
+        unknown = [word for word in rest if word.startswith("--")]
+        if unknown and self.add_help:  # here, where the options are known that it may mean
+            close = suggest(unknown[0].partition("=")[0], self._option_string_actions)
+            self.error(f"unrecognized arguments: {' '.join(rest)}{close}")
+        return found, rest
 
     def error(self, message: str) -> NoReturn:
+        if wrong := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
+            choices = re.findall(r"[\w-]+", wrong[2])
+            if close := suggest(wrong[1], choices):
+                message = f"{message[: wrong.start()]}there is no {wrong[1]!r}{close}"
         for argument in self._given:  # whole, since a password may have spaces
             for quoted in (argument, repr(argument)[1:-1]):
                 message = message.replace(quoted, mask(quoted))
         mark = red(f"{self.prog}: error:", sys.stderr)
         self.exit(USAGE, f"{mark} {one_line(mask_all(message))}; see {self.prog} --help\n")
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """Return a question that names similar words, if there are any.
+
+    >>> suggest("statsu", ["status", "list"]), suggest("x", ["status"])
+    ('; did you mean status?', '')
+    """
+    close = get_close_matches(word, known, n=3)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
 def one_line(text: str) -> str:
@@ -97,16 +123,57 @@ def print_table(
 ) -> None:
     """Print rows under their head; `paints` gives rows a colour, in their order.
 
-    A column is as wide as its widest cell; numbers are aligned to the right.
+    A column is as wide as its widest cell; numbers are aligned to the right. On a terminal, texts
+    that do not fit continue in the next line of their column.
     """
     texts = [[_cell(value) for value in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(head, *texts, strict=True)]
     is_number = [_are_numbers([row[at] for row in rows]) for at in range(len(head))]
-    print(dim(_line(head, widths, is_number), sys.stdout))
+    widths = [max(map(len, column)) for column in zip(head, *texts, strict=True)]
+    if sys.stdout.isatty():
+        widths = _fit(widths, is_number, shutil.get_terminal_size().columns)
+    for line in _lines(head, widths, is_number):
+        print(dim(line, sys.stdout))
     for at, text in enumerate(texts):
-        line = _line(text, widths, is_number)
         paint = paints[at] if at < len(paints) else None
-        print(paint(line, sys.stdout) if paint else line)
+        for line in _lines(text, widths, is_number):
+            print(paint(line, sys.stdout) if paint else line)
+
+
+_LEAST = 8
+"""A column of texts is not made narrower than this."""
+
+
+def _fit(widths: list[int], is_number: Sequence[bool], most: int) -> list[int]:
+    """Narrow the widest columns of texts until a line fits, or none can be narrowed further."""
+    widths = list(widths)
+    while sum(widths) + 2 * (len(widths) - 1) > most:
+        texts = [at for at, right in enumerate(is_number) if not right and widths[at] > _LEAST]
+        if not texts:
+            break
+        widths[max(texts, key=widths.__getitem__)] -= 1
+    return widths
+
+
+def _lines(cells: Sequence[str], widths: Sequence[int], is_number: Sequence[bool]) -> list[str]:
+    """Break cells that are wider than their columns, at a space, a dash or a colon if there is one.
+
+    >>> _lines(["order.placed", "7"], [8, 1], [False, True])
+    ['order.    7', 'placed']
+    """
+    broken = [_break(cell, width) for cell, width in zip(cells, widths, strict=True)]
+    height = max(map(len, broken))
+    rows = [[part[at] if at < len(part) else "" for part in broken] for at in range(height)]
+    return [_line(row, widths, is_number) for row in rows]
+
+
+def _break(text: str, width: int) -> list[str]:
+    parts: list[str] = []
+    while len(text) > width:
+        at = max(text.rfind(mark, 0, width) for mark in " -:/._") + 1
+        at = at if at > width // 2 else width
+        parts.append(text[:at].rstrip())
+        text = text[at:]
+    return [*parts, text]
 
 
 def _are_numbers(column: Sequence[object]) -> bool:
@@ -142,6 +209,13 @@ def print_facts(facts: Sequence[tuple[str, object]]) -> None:
             print(f"{name:<{width}}  {text}")
 
 
+def print_errors(errors: Sequence[FailedAttempt]) -> None:
+    """Print the errors of attempts, one in a row."""
+    rows = (in_one_row(f"{one.attempt}  {one.time}  {one.error}") for one in errors)
+    if text := "".join(f"{row}\n" for row in rows):
+        print_facts([("errors", text)])
+
+
 # --- confirmation ---------------------------------------------------------------------------
 
 
@@ -164,3 +238,46 @@ def confirm(what: str, yes: bool) -> bool:
         return True
     print("nothing was deleted", file=sys.stderr)
     return False
+
+
+# --- watching -------------------------------------------------------------------------------
+
+_CLEAR = "\x1b[H\x1b[2J"
+
+
+def add_watch(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--watch",
+        nargs="?",
+        type=float,
+        const=2.0,
+        metavar="SECONDS",
+        help="show it again every so many seconds (2), until Ctrl-C",
+    )
+
+
+def watch(seconds: float | None, show: Callable[[], int]) -> int:
+    """Show once, or with `seconds` again and again until Ctrl-C; return the last exit code.
+
+    A server that is out of reach meanwhile is reported, and asked again.
+    """
+    if seconds is None:
+        return show()
+    if not 0.1 <= seconds <= 86_400:
+        raise ConfigError(f"--watch {seconds:g}: must be 0.1 seconds or more, and a day at most")
+    code = OK
+    try:
+        while True:
+            if sys.stdout.isatty():
+                print(_CLEAR, end="")
+            try:
+                code = show()
+            except ConfigError:
+                raise
+            except ConquietError as error:
+                code = FAILED
+                print(red(one_line(mask_all(str(error))), sys.stdout))
+            sys.stdout.flush()
+            time.sleep(seconds)
+    except KeyboardInterrupt:
+        return code

@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import sys
 import threading
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from conquiet.cli.options import (
-    add_broker,
-    add_group,
-    add_setting,
-    count,
-    positive_seconds,
-    search_here,
-    seconds,
-)
+from conquiet import config
+from conquiet.cli.options import add_group, add_settings, flags_of, print_settings, search_here
+from conquiet.cli.settings import SETTINGS
 from conquiet.cli.terminal import FAILED, OK, has_colour, print_json, red
-from conquiet.config import LOG_FORMAT, LOG_LEVEL
+from conquiet.config import CONFIG_VARIABLE, Loaded, Setting, is_loopback
 from conquiet.errors import ConfigError
 
 if TYPE_CHECKING:
+    from conquiet.health import Health
+    from conquiet.relay.relay import Relay
     from conquiet.router import Router
-    from conquiet.worker import Health, Worker
+    from conquiet.worker import Health as WorkerHealth
+    from conquiet.worker import Worker
 
-_RUN = """\
+logger = logging.getLogger("conquiet.worker")
+
+_RUN = f"""\
 Run a router, or a worker, of your own until its source ends or a signal comes.
 
 TARGET is module:name, looked up from the current directory; the name is that of a Router,
@@ -60,6 +60,9 @@ a sink. Both are JSON lines of CloudEvents unless you say otherwise:
                        &dead_letters=NAME, &endpoint=URL
   kombu+…://…, pubsub://…, http://…, https://…
                        sinks only
+
+A setting is a flag, else a variable of the environment, else a line of the TOML file that
+--config or {CONFIG_VARIABLE} names, in its table [worker]; else its default.
 """
 
 _EPILOG = """\
@@ -70,6 +73,7 @@ examples:
   conquiet worker run app:router --concurrency 50 --source 'redis:?stream=commands&group=billing'
   conquiet worker run app:router --source 'amqp://app:secret@host/shop?queue=orders'
   conquiet worker run app:router --source 'kafka://host:9092?topic=orders&group=billing'
+  conquiet worker run app:make_worker --health 0.0.0.0:8080 --log-format json
 
 A message that keeps failing, and a line that is not a CloudEvent, goes to the dead letters: the
 file given, else stderr. So do, at a stop, lines that were read from a pipe or file and not
@@ -85,7 +89,14 @@ exit codes:
 """
 
 
-_OF_ROUTERS = ("batch_size", "batch_wait", "threads", "ordered", "concurrency")
+_OF_ROUTERS = {
+    "batch_size": "batch_size",
+    "batch_wait_seconds": "batch_wait",
+    "threads": "threads",
+    "ordered": "ordered",
+    "concurrency": "concurrency",
+}
+"""Names of settings, and of what a worker takes."""
 _OF_SOURCES = ("broker", "dead_letters", "max_attempts", "max_line_bytes")
 _GRACE_SECONDS = 30.0
 _BLOCKED_SECONDS = 10.0
@@ -104,119 +115,234 @@ def register(commands: Any, common: ArgumentParser) -> None:
     )
     run.set_defaults(run=_run)
     run.add_argument("target", metavar="TARGET", help="module:name, such as app:router")
-    run.add_argument("--source", metavar="URL", help="where a router's messages come from")
-    run.add_argument("--sink", metavar="URL", help="where a router's events go to")
-    add_broker(run)
-    add_worker_options(run)
-    run.add_argument(
-        "--batch-wait-seconds",
-        dest="batch_wait",
-        type=seconds,
-        metavar="S",
-        help="how long to wait for a full batch (0)",
-    )
-    run.add_argument(
-        "--processes",
-        type=count,
-        metavar="N",
-        help="workers, each in a process; one that ends is replaced",
-    )
-    run.add_argument(
-        "--max-attempts",
-        type=count,
-        metavar="N",
-        help="deliveries before a dead letter (3; 10 in a database, 25 on Redis and brokers)",
-    )
-    run.add_argument("--dead-letters", metavar="PATH", help="file to append failed messages to")
-    run.add_argument(
-        "--max-line-bytes", type=count, metavar="N", help="longest line accepted (32 MiB)"
-    )
-    add_setting(run, LOG_FORMAT)
-    add_log_level(run)
+    add_settings(run, SETTINGS)
     run.add_argument("--json", action="store_true", help="the summary, on stderr, as JSON")
 
 
-def add_worker_options(parser: ArgumentParser) -> None:
-    """Add what a worker takes, of a router or of an app."""
-    parser.add_argument("--batch-size", type=count, metavar="N", help="messages per batch (100)")
-    parser.add_argument("--threads", type=count, metavar="N", help="threads of a worker (1)")
-    parser.add_argument(
-        "--concurrency",
-        type=count,
-        metavar="N",
-        help="on an event loop, transactions in flight at once (100)",
-    )
-    parser.add_argument(
-        "--ordered", action="store_true", default=None, help="keep the order of each key"
-    )
-    parser.add_argument(
-        "--grace-seconds",
-        dest="grace",
-        type=seconds,
-        metavar="S",
-        help="time to finish messages in flight at a stop (30)",
-    )
-    parser.add_argument(
-        "--stuck-after-seconds",
-        dest="stuck_after",
-        type=positive_seconds,
-        metavar="S",
-        help="end a process whose handler takes longer",
-    )
+_OF_THE_PROCESS = ("processes", "health", "health_details", "history", "log_format", "log_level")
+"""Settings that are not of the worker itself."""
 
 
-def add_log_level(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--log-level", metavar="VALUE", help=f"{LOG_LEVEL.meaning} (warning); {LOG_LEVEL.variable}"
-    )
+def load_worker_settings(options: Namespace, table: Sequence[Setting]) -> Loaded:
+    return config.load(table, flags_of(options, table), file=options.config, section="worker")
 
 
 def _run(options: Namespace) -> int:
     from conquiet.jsonlines import LinesSource
 
-    left_out = ("run", "json", "debug", "processes", "log_format", "log_level")
-    chosen = {
-        name: value
-        for name, value in vars(options).items()
-        if value is not None and name not in left_out
-    }
-    logs = logs_of(options)
+    found = load_worker_settings(options, SETTINGS)
+    if options.print_settings:
+        return print_settings(SETTINGS, found.texts, found.origins, options.json)
+    # `false` and an empty text are no choice, and a finished worker could not take them.
+    chosen = {n: v for n, v in found.given().items() if v and n not in _OF_THE_PROCESS}
+    chosen["target"] = options.target
+    logs = logs_of(options, found)
+    probes = Probes(found)
     search_here()
-    if options.processes:
-        from conquiet.processes import run_processes
-
-        grace = chosen.pop("grace", _GRACE_SECONDS)
-        arguments = {"options": chosen, "logs": logs}
-        set_up_logs_of(logs)
-        return run_processes(
-            "conquiet.cli.worker:make_in_child", options.processes, grace, arguments=arguments
+    if found.values["processes"]:
+        return _run_processes(
+            found.values["processes"], chosen, logs, probes, keeps_history=found.values["history"]
         )
     with ExitStack() as files:
         worker = _make(chosen, files)
-        if "stuck_after" in chosen and worker.on_stuck is None:
+        if "stuck_after_seconds" in chosen and worker.on_stuck is None:
             worker.on_stuck = partial(stop_stuck, worker)
         set_up_logs_of(logs, quiet_nacks=isinstance(worker.source, LinesSource))
+        if probes.address is not None:
+            from conquiet.health import Check, Health
+
+            count_messages([worker])
+            probes.serve(
+                Health(
+                    {"worker": Check(lambda: worker.health().look(), timeout=1, fresh=0.5)},
+                    alive=lambda: worker.health().find_trouble(),
+                    metrics=read_metrics,
+                    details=probes.details,
+                ),
+                files,
+            )
+        if found.values["history"]:
+            record_history([worker], files)
         return _run_worker(worker, options.json)
 
 
-def stop_stuck(worker: Worker, health: Health) -> None:
+class Probes:
+    """Serves `/healthz`, `/readyz` and `/metrics` of a process, if its settings name an address."""
+
+    def __init__(self, found: Loaded) -> None:
+        self.address: tuple[str, int] | None = found.values["health"]
+        self.details = self.address is not None and (
+            found.values["health_details"] or is_loopback(self.address[0])
+        )
+        given = found.is_given("health")
+        self._origin = found.origins["health"] if given else "--health"
+
+    def serve(self, health: Health, open_: ExitStack) -> str:
+        """Serve until `open_` is closed; return the URL."""
+        assert self.address is not None, "callers look at it"
+        from conquiet.health import HealthServer
+
+        server = HealthServer(health, *self.address, self._origin)
+        open_.callback(server.close)
+        url = f"http://{server.host}:{server.port}"
+        logger.info("health is at %s", url)
+        return url
+
+
+def count_messages(workers: Sequence[Worker]) -> None:
+    """Add `Metrics` to the routers of workers that have none, if prometheus-client is installed."""
+    from conquiet.middleware.metrics import Metrics, instruments_of
+
+    try:
+        instruments = instruments_of()
+    except ConfigError:
+        return
+    for worker in workers:
+        router = worker.router
+        if not any(isinstance(item, Metrics) for item in router.middlewares):
+            with suppress(ConfigError):  # it has started: then its messages are not counted
+                router.insert(Metrics())
+        instruments.watch(worker)
+
+
+def record_history(
+    workers: Sequence[Worker], open_: ExitStack, relay: Relay | None = None, table: str = ""
+) -> None:
+    """Keep what handlers and relay do for the dashboard, until `open_` is closed."""
+    from conquiet.operations.history import record
+
+    recorder = record(workers, relay, table=table)
+    if recorder is not None:
+        recorder.start()
+        open_.callback(recorder.close)
+
+
+def read_metrics() -> bytes:
+    """Return what the process counts for Prometheus."""
+    from conquiet.middleware.metrics import exposition
+
+    try:
+        return exposition()
+    except ImportError:
+        return b"# for metrics: pip install 'conquiet[metrics]'\n"
+
+
+# --- several processes ----------------------------------------------------------------------
+
+
+def _run_processes(
+    count: int, chosen: dict[str, Any], logs: dict[str, str], probes: Probes, *, keeps_history: bool
+) -> int:
+    from conquiet.processes import Presence, run_processes
+
+    grace = chosen.pop("grace_seconds", _GRACE_SECONDS)
+    counts = probes.address is not None
+    arguments = {
+        "options": chosen,
+        "logs": logs,
+        "counts": counts,
+        "keeps_history": keeps_history,
+    }
+    set_up_logs_of(logs)
+    presence = Presence()
+    with ExitStack() as open_:
+        if counts:
+            from conquiet.health import Check, Health
+
+            shared = _SharedMetrics(open_)
+            presence.on_end = shared.forget
+            health = Health(
+                {"processes": Check(presence.look, timeout=1, fresh=0.5)},
+                alive=lambda: None,  # it replaces its processes itself
+                metrics=shared.exposition,
+                details=probes.details,
+                is_stopping=lambda: presence.is_stopping,
+            )
+            probes.serve(health, open_)
+        return run_processes(
+            "conquiet.cli.worker:make_in_child",
+            count,
+            grace,
+            arguments=arguments,
+            presence=presence,
+        )
+
+
+class _SharedMetrics:
+    """Adds up the metrics of several processes, which write them to files of a directory."""
+
+    def __init__(self, open_: ExitStack) -> None:
+        import tempfile
+
+        # Read by prometheus-client when a child imports it.
+        self._folder = os.environ.get(_FOLDER_VARIABLE) or open_.enter_context(
+            tempfile.TemporaryDirectory(prefix="conquiet-metrics-")
+        )
+        os.environ[_FOLDER_VARIABLE] = self._folder
+
+    def exposition(self) -> bytes:
+        try:
+            from prometheus_client import CollectorRegistry, generate_latest, multiprocess
+        except ImportError:
+            return read_metrics()
+        registry = CollectorRegistry()
+        # This module of prometheus-client has no types.
+        multiprocess.MultiProcessCollector(registry, self._folder)  # type: ignore[no-untyped-call]
+        return generate_latest(registry)
+
+    def forget(self, pid: int) -> None:
+        """Remove the gauges of a process that has ended; its counters stay."""
+        with suppress(ImportError):
+            from prometheus_client import multiprocess
+
+            # As above, without types.
+            multiprocess.mark_process_dead(pid, self._folder)  # type: ignore[no-untyped-call]
+
+
+_FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+
+
+def make_in_child(
+    options: dict[str, Any],
+    logs: dict[str, str],
+    counts: bool = False,
+    keeps_history: bool = False,
+) -> Worker:
+    """Build the worker of one of several processes."""
+    set_up_logs_of(logs)
+    worker = _make(options, ExitStack(), shared=True)
+    if counts:
+        count_messages([worker])
+        threading.Thread(target=_refresh, name="conquiet-metrics", daemon=True).start()
+    if keeps_history:
+        open_ = ExitStack()
+        record_history([worker], open_)
+        atexit.register(open_.close)
+    return worker
+
+
+def _refresh() -> None:
+    """Write ages to the files that the supervisor reads, every second."""
+    from conquiet.middleware.metrics import instruments_of
+
+    pause = threading.Event()
+    with suppress(ConfigError):
+        while not pause.wait(1.0):
+            instruments_of().refresh()
+
+
+def stop_stuck(worker: Worker, health: WorkerHealth) -> None:
     """Stop at once; a handler that blocks the event loop would keep the process for ever."""
     worker.stop(grace=0)
     worker.stop(grace=_BLOCKED_SECONDS)
     if worker.health().state != "stopped":
-        logging.getLogger("conquiet.worker").error(
+        logger.error(
             "%s blocks the event loop: the process ends. Leave `async` away, and it runs in a"
             " thread",
             health.oldest,
         )
         logging.shutdown()
         os._exit(FAILED)
-
-
-def make_in_child(options: dict[str, Any], logs: dict[str, str]) -> Worker:
-    """Build the worker of one of several processes."""
-    set_up_logs_of(logs)
-    return _make(options, ExitStack(), shared=True)
 
 
 def _make(options: dict[str, Any], files: ExitStack, shared: bool = False) -> Worker:
@@ -299,7 +425,7 @@ def _make_from_router(
     )
     sink_options = SinkOptions(broker=broker, needs_stream=True, origin="--sink", closing=files)
     sink = connect_sink(sink_url, sink_options).sink
-    settings = {name: options[name] for name in _OF_ROUTERS if name in options}
+    settings = {of: options[name] for name, of in _OF_ROUTERS.items() if name in options}
     worker = Worker(source, router, sink, **settings)
     if isinstance(sink, LinesSink):
         sink.on_closed = worker.stop
@@ -310,18 +436,16 @@ def _adjust(worker: Worker, options: dict[str, Any]) -> Worker:
     """Apply the options that a finished worker can still take; refuse the others."""
     for name in ("source", "sink", *_OF_ROUTERS, *_OF_SOURCES):
         if name in options:
-            flag = "--batch-wait-seconds" if name == "batch_wait" else f"--{name}"
             raise ConfigError(
-                f"{flag.replace('_', '-')} is for routers; {options['target']} is a worker:"
+                f"--{name.replace('_', '-')} is for routers; {options['target']} is a worker:"
                 " set it where the worker is created"
             )
     return _adjust_times(worker, options)
 
 
 def _adjust_times(worker: Worker, options: dict[str, Any]) -> Worker:
-    worker.grace = options.get("grace", worker.grace)
-    if "stuck_after" in options:
-        worker.stuck_after = options["stuck_after"]
+    worker.grace = options.get("grace_seconds", worker.grace)
+    worker.stuck_after = options.get("stuck_after_seconds", worker.stuck_after)
     return worker
 
 
@@ -412,17 +536,9 @@ class _WorkerProgress:
 # --- logs -----------------------------------------------------------------------------------
 
 
-def logs_of(options: Namespace) -> dict[str, str]:
-    """Return format and level of the logs; warnings and errors, if nothing else was chosen."""
-    from conquiet.config import load
-
-    flags = {"log_format": options.log_format, "log_level": options.log_level}
-    found = load([LOG_FORMAT, LOG_LEVEL], flags, section="")
-    level = found.values["log_level"]
-    if getattr(options, "debug", False):
-        level = "debug"
-    elif found.origins["log_level"] == "default":
-        level = "warning"
+def logs_of(options: Namespace, found: Loaded) -> dict[str, str]:
+    """Return format and level of the logs."""
+    level = "debug" if getattr(options, "debug", False) else found.values["log_level"]
     return {"format": found.values["log_format"], "level": level}
 
 

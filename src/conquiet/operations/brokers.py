@@ -246,7 +246,7 @@ class _Kafka:
         try:
             consumer = kafka.Consumer({**self._settings, **own}, logger=room.quiet)
         except (kafka.KafkaException, TypeError, ValueError) as error:
-            raise ConfigError(f"kafka://…: {error}") from error
+            raise ConfigError(f"kafka://…: {room.explain_kafka(error)}") from error
         try:
             return [backlog for name in self.names for backlog in self._topic(consumer, name)]
         except kafka.KafkaException as error:

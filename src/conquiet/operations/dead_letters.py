@@ -11,14 +11,18 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
+from conquiet import attempts
+from conquiet.attempts import FailedAttempt
 from conquiet.codec import from_json
 from conquiet.config import DATABASES
 from conquiet.errors import ConquietError, InvalidMessage, NotFound, StoreError
@@ -53,6 +57,8 @@ class Letter:
     """The attributes of the message, as it was."""
     data: str
     data_is_base64: bool
+    errors: tuple[FailedAttempt, ...] = ()
+    """The errors of its attempts, the oldest first, if it waited for later ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +79,8 @@ class Filter:
     until: datetime | None = None
     after: str = ""
     """The id of the last letter of the previous page."""
+    cause: str = ""
+    """As `cause_of` returns it."""
 
     def matches(self, letter: Letter) -> bool:
         if self.after and _place(letter.id) <= _place(self.after):
@@ -82,6 +90,8 @@ class Filter:
         if self.type and not fnmatchcase(letter.event_type, self.type):
             return False
         if self.source and not fnmatchcase(letter.source, self.source):
+            return False
+        if self.cause and cause_of(letter) != self.cause:
             return False
         text = f"{letter.reason}\n{letter.traceback}".lower()
         return self.error.lower() in text and self._matches_time(letter.time)
@@ -95,6 +105,61 @@ class Filter:
             return False
         at = at if at.tzinfo else at.replace(tzinfo=UTC)
         return not (self.since and at < self.since) and not (self.until and at > self.until)
+
+
+_particular = re.compile(
+    r"""'[^']*'|"[^"]*"|\b0x[0-9a-f]+\b|\b[0-9a-f]{8}-[0-9a-f-]{27}\b|[\w-]*\d[\w.,:+-]*""", re.I
+)
+_CAUSE_CHARS = 160
+
+
+def cause_of(letter: Letter) -> str:
+    """Return what letters of one cause have in common: the reason without what is particular.
+
+    >>> letter = letter_of("1-0", {"deadreason": "LookupError: no customer c-17 in 'shop'"}, b"")
+    >>> cause_of(letter)
+    'LookupError: no customer … in …'
+    """
+    lines = letter.reason.strip().splitlines()
+    return _particular.sub("…", lines[0])[:_CAUSE_CHARS] if lines else "no reason given"
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """The letters of one cause."""
+
+    text: str
+    count: int
+    first: str
+    """When the oldest of them died."""
+    last: str
+    types: tuple[str, ...]
+    handlers: tuple[str, ...]
+    example: Letter
+    """The newest of them, without its data."""
+
+
+def group_by_cause(
+    letters: Letters, filter_: Filter | None = None, limit: int = 10_000
+) -> list[Cause]:
+    """Return the causes of up to `limit` letters, the most frequent first."""
+    found: dict[str, list[Letter]] = {}
+    for letter, _ in islice(_find(letters, filter_ or Filter(), brief=True), limit):
+        slim = replace(letter, data="", attributes={}, traceback="")
+        found.setdefault(cause_of(letter), []).append(slim)
+    causes = [
+        Cause(
+            text,
+            len(some),
+            min(letter.time for letter in some),
+            max(letter.time for letter in some),
+            tuple(sorted({letter.event_type for letter in some if letter.event_type})),
+            tuple(sorted({letter.handler for letter in some if letter.handler})),
+            some[-1],
+        )
+        for text, some in found.items()
+    ]
+    return sorted(causes, key=lambda cause: -cause.count)
 
 
 class Letters(Protocol):
@@ -281,7 +346,6 @@ def letter_of(
     about = {name: str(attributes.get(name, "")) for name in _ABOUT}
     original = {n: str(v) for n, v in attributes.items() if n not in _ABOUT}
     text, is_base64 = as_text(data)
-    attempts = about[dead_letter.ATTEMPTS]
     return Letter(
         id_,
         original.get("id", ""),
@@ -289,7 +353,7 @@ def letter_of(
         original.get("source", ""),
         about[dead_letter.REASON],
         _lines(about[dead_letter.TRACEBACK]),
-        whole(attempts),
+        whole(about[dead_letter.ATTEMPTS]),
         about[dead_letter.TIME] or time,
         about[dead_letter.HANDLER],
         about[dead_letter.TOPIC],
@@ -298,13 +362,14 @@ def letter_of(
         original,
         text,
         is_base64,
+        attempts.read(about[dead_letter.ERRORS]),
     )
 
 
 _ABOUT = frozenset(
     (
         *(dead_letter.REASON, dead_letter.HANDLER, dead_letter.ATTEMPTS, dead_letter.TRACEBACK),
-        *(dead_letter.TIME, dead_letter.TOPIC, dead_letter.ATTRIBUTES),
+        *(dead_letter.TIME, dead_letter.TOPIC, dead_letter.ERRORS, dead_letter.ATTRIBUTES),
         *(dead_letter.STREAM, dead_letter.ENTRY),
     )
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from datetime import datetime
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -14,6 +15,7 @@ from conquiet.redis.topic import beside
 from conquiet.relay.inspection import DelayedEntry
 
 _PREFIX = "conquiet:delayed:"
+_DONE = "conquiet:delayed-done:"
 _PAGE = 500
 """How many events one script reads, so that other clients get their turn."""
 _MAX_SEARCHED = 100_000
@@ -21,9 +23,14 @@ _MAX_SEARCHED = 100_000
 
 
 def find_delayed(client: Any, pattern: str = "*") -> list[DelayedStream]:
-    """Return the outboxes of a Redis in which events wait, of streams that match a pattern."""
+    """Return the outboxes of a Redis with events that wait or did; streams that fit a pattern."""
     with open_wire(client, "delayed events") as wire:
-        names = map(_stream_of, names_of(wire, f"{_PREFIX}*", b"zset"))
+        waiting = map(_stream_of, names_of(wire, f"{_PREFIX}*", b"zset"))
+        done = (
+            _stream_of(_PREFIX + key.removeprefix(_DONE))
+            for key in names_of(wire, f"{_DONE}*", b"zset")
+        )
+        names = sorted({*waiting, *done})
     return [DelayedStream(client, name) for name in names if fnmatchcase(name, pattern)]
 
 
@@ -81,6 +88,16 @@ class DelayedStream:
                 if int(wire.call(self._delayed.times, *self._delayed.cancel(id_)))
             ]
 
+    def find_promoted(self, id: str) -> str | None:
+        """Return when an event became due; None if it is not among the last 10,000."""
+        with open_wire(self._client, f"outbox {self.name!r}") as wire:
+            moment = self._delayed.find_promoted(wire, id)
+        return None if moment is None else _text(moment)
+
+
+def _text(moment: datetime) -> str:
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
 
 def _describe(item: Waiting) -> DelayedEntry:
     try:
@@ -92,7 +109,7 @@ def _describe(item: Waiting) -> DelayedEntry:
         str(attributes.get("type", "")),
         topic or "",
         str(attributes.get("partitionkey") or attributes.get("subject", "")),
-        item.due_at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+        _text(item.due_at),
         str(attributes.get("time", "")),
         round(item.seconds_left, 3),
     )

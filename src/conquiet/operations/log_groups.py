@@ -12,6 +12,7 @@ from typing import Any
 from sqlalchemy import Connection, Engine, NullPool, text
 from sqlalchemy.exc import SQLAlchemyError
 
+from conquiet import attempts
 from conquiet.errors import ConquietError, NotFound
 from conquiet.operations.dead_letters import Filter, Letter
 from conquiet.operations.text import as_text
@@ -148,6 +149,7 @@ class LogLetters:
             attributes,
             data,
             is_base64,
+            attempts.read(row.errors),
         )
 
     def send(self, letter: Letter, raw: Any, to: str | None) -> bool:

@@ -5,19 +5,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Protocol
 
+from conquiet import attempts
+from conquiet.attempts import FailedAttempt
 from conquiet.config import DATABASES
-from conquiet.errors import ConfigError, InvalidMessage, PermanentError
+from conquiet.errors import ConfigError, InvalidMessage, NotFound, PermanentError
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
 
 MAX_ROWS = 100_000
 """How many waiting messages an action looks through for ids."""
+_PAGE = 1_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +33,20 @@ class Waiting:
     event_type: str
     attempts: int
     due: str
-    """When it is tried again, by the clock of the store."""
+    """When it is tried again, by the clock of the store; empty if after an earlier message."""
     reason: str
     """Its last error; empty if it waits for an earlier message of its key."""
+    errors: tuple[FailedAttempt, ...] = ()
+    """The errors of its attempts, the oldest first: the first one, and the latest ones."""
 
 
 class Retries(Protocol):
     """The messages of one group that wait."""
 
     name: str
+
+    def exists(self) -> bool:
+        """Return whether the group has read its topic yet, or the stream exists."""
 
     def list(self, limit: int = 100) -> list[Waiting]:
         """Return messages that wait, the next one first."""
@@ -80,6 +89,14 @@ def _moment(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
+def find(retries: Retries, id_: str) -> Waiting:
+    """Return one message by its id or that of its event; raise `NotFound` if none waits."""
+    for item in retries.list(MAX_ROWS):
+        if id_ in (item.id, item.event_id):
+            return item
+    raise NotFound(f"no message {id_!r:.100} of {retries.name} waits; retries list shows them")
+
+
 # --- in a database --------------------------------------------------------------------------
 
 
@@ -95,6 +112,12 @@ class LogRetries:
         self._engine = engine
         self._tables = GroupTables(engine, table, topic, group)
 
+    def exists(self) -> bool:
+        from conquiet.sql.dialect import raise_store_errors
+
+        with raise_store_errors(self._engine), self._engine.connect() as connection:
+            return bool(self._tables.survey(connection))
+
     def list(self, limit: int = 100) -> list[Waiting]:
         from conquiet.sql.dialect import raise_store_errors
 
@@ -108,6 +131,7 @@ class LogRetries:
                 row.attempts,
                 _moment(row.next_try),
                 row.last_error or "",
+                attempts.read(row.errors),
             )
             for row in rows
         ]
@@ -159,14 +183,6 @@ for _, id in ipairs(ARGV) do
 end
 return done
 """
-# KEYS: what waits, when it is due, the dead letters. ARGV: the id, then the fields of its letter.
-_NEVER = b"""
-if not redis.call('ZSCORE', KEYS[2], ARGV[1]) then return 0 end
-redis.call('XADD', KEYS[3], '*', unpack(ARGV, 2))
-redis.call('ZREM', KEYS[2], ARGV[1])
-redis.call('XDEL', KEYS[1], ARGV[1])
-return 1
-"""
 
 
 class StreamRetries:
@@ -186,17 +202,52 @@ class StreamRetries:
         return self._wire.call(self._keys.due.encode(), *command)
 
     def _read(self, limit: int) -> list[tuple[bytes, float, Any]]:
-        """Return id, due time and fields of what waits, the next one first."""
+        """Return id, due time and fields of what waits, the next one first.
+
+        The due time of those that wait for an earlier one of their key is infinite; they come last.
+        """
+        from conquiet.redis.group import TURN
+
+        timed: list[bytes] = self._call(b"ZRANGE", self._keys.due, 0, limit - 1)
         found: list[tuple[bytes, float, Any]] = []
-        for entry_id in self._call(b"ZRANGE", self._keys.due, 0, limit - 1):
-            score = self._call(b"ZSCORE", self._keys.due, entry_id) or 0
-            entries = self._call(b"XRANGE", self._keys.later, entry_id, entry_id)
-            found += [(entry_id, float(score) / 1000, fields) for _, fields in entries]
-        return found
+        for at in range(0, len(timed), _PAGE):
+            found += self._read_timed(timed[at : at + _PAGE])
+        if len(timed) < limit:
+            known = frozenset(timed)
+            others = (
+                item for item in self._scan(limit) if item[0] not in known and TURN in item[1][::2]
+            )
+            found += [(entry_id, math.inf, fields) for entry_id, fields in others]
+        return found[:limit]
+
+    def _read_timed(self, ids: Sequence[bytes]) -> Iterator[tuple[bytes, float, Any]]:
+        key = self._keys.due.encode()
+        asked: list[tuple[Any, ...]] = [(b"ZSCORE", key, id_) for id_ in ids]
+        asked += [(b"XRANGE", self._keys.later.encode(), id_, id_) for id_ in ids]
+        replies = self._wire.send([(key, command) for command in asked])
+        for reply in replies:
+            if isinstance(reply, Exception):
+                raise reply
+        for id_, score, entries in zip(ids, replies, replies[len(ids) :], strict=False):
+            yield from ((id_, float(score or 0) / 1000, fields) for _, fields in entries)
+
+    def _scan(self, limit: int) -> Iterator[tuple[bytes, Any]]:
+        from conquiet.redis.ids import next_after
+
+        start = b"-"
+        for _ in range(0, limit, _PAGE):
+            page = self._call(b"XRANGE", self._keys.later, start, b"+", b"COUNT", _PAGE)
+            yield from ((entry_id, fields) for entry_id, fields in page)
+            if len(page) < _PAGE:
+                return
+            start = next_after(page[-1][0])
+
+    def exists(self) -> bool:
+        return bool(self._call(b"EXISTS", self._stream))
 
     def list(self, limit: int = 100) -> list[Waiting]:
         from conquiet.redis.entry import from_fields
-        from conquiet.redis.group import ATTEMPTS, ERROR
+        from conquiet.redis.group import ATTEMPTS, ERROR, ERRORS
 
         waiting = []
         for entry_id, due, fields in self._read(limit):
@@ -211,8 +262,9 @@ class StreamRetries:
                     str(attributes.get("id", "")),
                     str(attributes.get("type", "")),
                     int(named.get(ATTEMPTS, 0)),
-                    _moment(due),
+                    "" if math.isinf(due) else _moment(due),
                     named.get(ERROR, b"").decode(errors="replace"),
+                    attempts.read(named.get(ERRORS, b"").decode(errors="replace")),
                 )
             )
         return waiting
@@ -228,12 +280,11 @@ class StreamRetries:
 
     def never(self, ids: Collection[str] | None = None) -> Sequence[str]:
         chosen = set(_choose(self.list(MAX_ROWS), ids))
-        keys = (self._keys.later, self._keys.due, f"{self._stream}:dead")
         done = []
         for entry_id, _, fields in self._read(MAX_ROWS):
             if entry_id.decode() in chosen:
                 letter = self._letter(entry_id, fields)
-                if self._call(b"EVAL", _NEVER, 3, *keys, entry_id, *letter):
+                if self._call(*self._keys.bury(f"{self._stream}:dead", entry_id, letter)):
                     done.append(entry_id.decode())
         return done
 

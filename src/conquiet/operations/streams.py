@@ -9,6 +9,7 @@ megabytes do not travel with every look at a list.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -63,6 +64,23 @@ for _ = 1, tonumber(ARGV[4]) do
   at, previous = entry[1], entry[1]
 end
 return found
+"""
+# KEYS: a stream, and the leases beside it. ARGV: a group, how many entries it may have in flight,
+# the last entry it was delivered, and fields of leases. Returns 1 if the group was removed.
+_REMOVE_GROUP = b"""
+for _, row in ipairs(redis.call('XINFO', 'GROUPS', KEYS[1])) do
+  local found = {}
+  for at = 1, #row, 2 do found[row[at]] = row[at + 1] end
+  if found['name'] == ARGV[1] then
+    if found['pending'] > tonumber(ARGV[2]) or found['last-delivered-id'] ~= ARGV[3] then
+      return 0
+    end
+    redis.call('XGROUP', 'DESTROY', KEYS[1], ARGV[1])
+    if #ARGV > 3 then redis.call('HDEL', KEYS[2], unpack(ARGV, 4)) end
+    return 1
+  end
+end
+return 0
 """
 _FIELDS = 200
 
@@ -209,6 +227,20 @@ def describe(client: Any, name: str) -> StreamInfo:
         for found in _describe(wire, [name]):
             return found
     raise NotFound(f"stream {name!r}: does not exist; conquiet streams list shows all")
+
+
+_INTERNAL = re.compile(r"(^|:)conquiet:(kombu:q|again):")
+
+
+def is_internal(name: str) -> bool:
+    """Return whether a stream belongs to a queue of Celery, or holds what a group tries again.
+
+    >>> is_internal("conquiet:kombu:q:0:celery"), is_internal("conquiet:again:{orders}:billing")
+    (True, True)
+    >>> is_internal("orders"), is_internal("shop:conquiet:kombu:dead:celery")
+    (False, False)
+    """
+    return _INTERNAL.search(name) is not None
 
 
 def names_of(wire: Wire, pattern: str = "*", kind: bytes = b"stream") -> list[str]:
@@ -559,6 +591,50 @@ def remove_idle_consumers(
                 done = names if dry_run else place.remove_consumers(names)
                 removed += [IdleConsumer(stream, _plain(place.group), _plain(n)) for n in done]
     return removed
+
+
+def remove_consumer(client: Any, stream: str, group: str, consumer: str) -> bool:
+    """Remove the name of a consumer from a group; False if it holds entries, or is not there."""
+    with open_wire(client, f"group {group!r} of stream {stream!r}") as wire:
+        place = GroupStream(wire, stream, stream, group, "")
+        names = {pairs(row)[b"name"] for row in wire.call(stream.encode(), *_consumers(place))}
+        name = consumer.encode()
+        return name in names and bool(place.remove_consumers([name]))
+
+
+def _consumers(place: GroupStream) -> Command:
+    return (b"XINFO", b"CONSUMERS", place.key, place.group)
+
+
+def remove_group(
+    client: Any, stream: str, group: str, *, pending: int = 0, position: str = ""
+) -> None:
+    """Remove a group, whose consumers are gone; the entries stay in the stream.
+
+    What it had in flight is forgotten: `pending` is how much of it the caller accepts to lose, and
+    `position` the last entry it was delivered, as `describe` said. If either has changed, a worker
+    reads the group, and nothing is done. Nothing is done either while a consumer is alive.
+    """
+    for found in describe(client, stream).groups:
+        if found.name == group:
+            break
+    else:
+        raise NotFound(f"stream {stream!r} has no group {group!r}")
+    if found.alive:
+        raise ConquietError(
+            f"group {group!r} of stream {stream!r} has {found.alive} live consumers, which would"
+            " fail without it; stop them first"
+        )
+    with open_wire(client, f"group {group!r} of stream {stream!r}") as wire:
+        place = GroupStream(wire, stream, stream, group, "")
+        fields = [place.lease_field(one.name.encode()) for one in found.consumers]
+        keys = (place.key, beside(stream, "conquiet:leases:"))
+        given: Command = (place.group, pending, position or found.last_delivered, *fields)
+        if not wire.call(place.key, b"EVAL", _REMOVE_GROUP, 2, *keys, *given):
+            raise ConquietError(
+                f"group {group!r} of stream {stream!r} was read meanwhile; nothing was done. Look"
+                " again at what it has in flight"
+            )
 
 
 def _free(

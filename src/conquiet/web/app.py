@@ -24,8 +24,10 @@ from starlette.types import Receive, Scope, Send
 from conquiet.errors import ConfigError, ConquietError, NotFound
 from conquiet.web import words
 from conquiet.web.access import Access, Signer, Token
+from conquiet.web.chart import Archive
 from conquiet.web.guard import Guard
 from conquiet.web.pages import (
+    handlers,
     interface,
     later,
     letters,
@@ -80,9 +82,13 @@ class Dashboard(Starlette):
         self.is_https = public.scheme == "https"
         self.can_sign_out = isinstance(access, Token)
         self.pulse = Pulse(stores)
+        self.archive = Archive(stores)
         self.relays = processes.look_at(stores)
         self.live = Live(SECONDS)
-        pages = (overview, streams, outbox, later, letters, processes, trace, interface, login)
+        pages = (
+            *(overview, handlers, streams, outbox, later, letters, processes, trace),
+            *(interface, login),
+        )
         super().__init__(
             routes=[
                 *(route for each in pages for route in each.routes(self)),

@@ -26,6 +26,7 @@ POINTS = 60
 """How many samples a sparkline has."""
 _GAP_SECONDS = 60.0
 """After so long without a sample, the history is cleared."""
+_RATE_SECONDS = 30.0
 _REST = 10
 """A slow query is not repeated before ten times its duration."""
 
@@ -45,19 +46,33 @@ class Sample:
     def groups(self) -> list[tuple[StreamInfo, GroupInfo]]:
         return [(stream, group) for stream in self.streams or () for group in stream.groups]
 
+    def own_groups(self) -> list[tuple[StreamInfo, GroupInfo]]:
+        """Return the groups but those of Celery's queues and of messages that wait for a retry."""
+        return [pair for pair in self.groups() if not _is_internal(pair[0])]
+
     def count_added(self) -> dict[Hashable, int]:
         """Return the entries ever added; before Redis 7, the present length."""
-        found = self.streams or ()
-        return {one.name: one.length if one.added is None else one.added for one in found}
+        found = [stream for stream in self.streams or () if not _is_internal(stream)]
+        return {one.name: _added(one) for one in found}
 
     def count_handled(self) -> dict[Hashable, int]:
         """Return the entries that were delivered and acked, up to a constant of each group."""
         added = self.count_added()
         return {
             (stream.name, group.name): added[stream.name] - group.lag - group.pending
-            for stream, group in self.groups()
+            for stream, group in self.own_groups()
             if group.lag_is_exact
         }
+
+
+def _is_internal(stream: StreamInfo) -> bool:
+    from conquiet.operations.streams import is_internal  # needs redis-py
+
+    return is_internal(stream.name)
+
+
+def _added(stream: StreamInfo) -> int:
+    return stream.length if stream.added is None else stream.added
 
 
 @dataclass(frozen=True)
@@ -113,6 +128,9 @@ class Pulse:
         self._stores = stores
         self._cached = Cached(self._take, SECONDS)
         self._last: Sample | None = None
+        self.rates: Mapping[str, float] = {}
+        """Entries added per second to each stream, since the sample of half a minute ago."""
+        self._counts: tuple[tuple[float, dict[Hashable, int]], ...] = ()
         self.history: tuple[Point, ...] = ()
         """Replaced, never changed: pages read it while another thread takes a sample."""
 
@@ -126,7 +144,22 @@ class Pulse:
             before, history = None, ()
         self.history = (*history[1 - POINTS :], _point(sample, before))
         self._last = sample
+        self._note_rates(sample)
         return sample
+
+    def _note_rates(self, sample: Sample) -> None:
+        if sample.streams is None:
+            return
+        kept = [pair for pair in self._counts if sample.at - pair[0] <= _RATE_SECONDS]
+        counts: dict[Hashable, int] = {one.name: _added(one) for one in sample.streams}
+        self._counts = (*kept, (sample.at, counts))
+        at, former = self._counts[0]
+        if sample.at > at:
+            self.rates = {
+                str(name): max(0, count - former[name]) / (sample.at - at)
+                for name, count in counts.items()
+                if name in former
+            }
 
     def _sample(self) -> Sample:
         troubles: dict[str, str] = {}
@@ -149,7 +182,7 @@ class Pulse:
 
 
 def _point(sample: Sample, before: Sample | None) -> Point:
-    groups = sample.groups()
+    groups = sample.own_groups()
     known = sample.streams is not None
     return Point(
         sample.at,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from conquiet.config import has_events_layout
 from conquiet.errors import NotFound, StoreError
 from conquiet.registry import join_cluster, open_database, open_redis
 from conquiet.secret import mask
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Engine
 
     from conquiet.operations.dead_letters import Letters
+    from conquiet.operations.history import Keeper
     from conquiet.relay.inspection import Inspection
 
 _CONNECT_SECONDS = 3
@@ -122,6 +124,17 @@ class Stores:
         from conquiet.relay.inspection import Inspection
 
         return Inspection(engine, self.table, max_attempts=self._max_attempts)
+
+    def keepers(self) -> list[Callable[[], Keeper]]:
+        """Return how to open the histories of the stores."""
+        from conquiet.operations.history import RedisKeeper, TableKeeper
+
+        found: list[Callable[[], Keeper]] = []
+        if self.has_broker:
+            found.append(lambda: RedisKeeper(self.client))
+        if self.has_database and not has_events_layout(self.table):
+            found.append(lambda: TableKeeper(self.engine, self.table))
+        return found
 
     def letters(self, stream: str) -> Letters:
         """Open the dead letters of a stream, which may be that of a queue of Kombu or Celery."""

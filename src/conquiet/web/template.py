@@ -5,6 +5,7 @@ Every value is escaped and cut to a length that a page can take, whatever a prod
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent
 PAGES = (
     ("/", "Overview"),
+    ("/handlers", "Handlers"),
     ("/streams", "Streams"),
     ("/outbox", "Outbox"),
     ("/later", "Later"),
@@ -44,8 +46,21 @@ def environment() -> Environment:
         lstrip_blocks=True,
         finalize=_finalize,
     )
-    for filter_ in (words.number, words.rate, words.age, words.size, words.moment):
+    for filter_ in (
+        *(
+            words.number,
+            words.rate,
+            words.age,
+            words.duration,
+            words.size,
+            words.moment,
+            words.iso,
+            words.ago,
+            words.brief,
+        ),
+    ):
         made.filters[filter_.__name__] = filter_
+    made.filters["breaks"] = _breaks
     made.filters["payload"] = lambda text: escape(words.payload(text))
     made.filters["exact"] = lambda text: escape(text[: words.FIELD_CHARS])
     made.globals["plural"] = words.plural
@@ -56,6 +71,14 @@ def environment() -> Environment:
 def _finalize(value: object) -> object:
     """Prepare a value of a template; markup has been through here, or through a filter."""
     return words.field(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+_parts = re.compile(r"(?<=[_.:/-])(?=[^_.:/-])")
+
+
+def _breaks(name: str) -> Markup:
+    """Let a long name be broken after its parts, not anywhere."""
+    return Markup("<wbr>").join(map(escape, _parts.split(words.field(name))))
 
 
 @cache

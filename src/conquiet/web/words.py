@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from datetime import datetime
+from datetime import UTC, datetime
 
 from conquiet.message import printable
 
@@ -11,6 +11,7 @@ FIELD_CHARS = 2_000
 """Longest text of one field of a page, but for payloads."""
 _SHOWN_CHARS = 200_000
 """Longest payload that is shown: more would block the browser."""
+_BRIEF_CHARS = 120
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
@@ -52,6 +53,28 @@ def age(seconds: float | None) -> str:
     return f"{whole // 86_400} d {whole % 86_400 // 3_600} h"
 
 
+def mark(value: float) -> str:
+    """Write a number beside an axis.
+
+    >>> mark(0.25), mark(40.0), mark(20_000)
+    ('0.25', '40', '20,000')
+    """
+    return f"{value:,.0f}" if value >= 1_000 else f"{value:g}"
+
+
+def duration(seconds: float | None) -> str:
+    """Write how long a call took, to two digits.
+
+    >>> duration(0.00042), duration(0.0123), duration(1.26), duration(75), duration(None)
+    ('0.42 ms', '12 ms', '1.3 s', '75 s', '–')
+    """
+    if seconds is None:
+        return "–"
+    value, unit = (seconds * 1000, "ms") if seconds < 0.9995 else (seconds, "s")
+    digits = 0 if value >= 10 or value == 0 else 1 if value >= 1 else 2
+    return f"{value:.{digits}f} {unit}"
+
+
 def size(count: int | None) -> str:
     """Format a number of bytes.
 
@@ -70,12 +93,44 @@ def moment(text: str | None) -> str:
     """Write an ISO time for the eye, in UTC.
 
     >>> moment("2026-01-31T12:00:00.123Z"), moment("soon")
-    ('2026-01-31 12:00:00', 'soon')
+    ('2026-01-31 12:00:00 UTC', 'soon')
     """
-    try:
-        return datetime.fromisoformat(text or "").strftime("%Y-%m-%d %H:%M:%S")
-    except ValueError:
+    at = _parse(text)
+    return at.strftime("%Y-%m-%d %H:%M:%S UTC") if at is not None else text or "–"
+
+
+def ago(text: str | None, now: datetime | None = None) -> str:
+    """Write an ISO time as a distance from now.
+
+    >>> noon = datetime(2026, 1, 31, 12, tzinfo=UTC)
+    >>> ago("2026-01-31T11:56:40Z", noon), ago("2026-01-31T14:00:00Z", noon), ago("soon", noon)
+    ('3 min 20 s ago', 'in 2 h 0 min', 'soon')
+    """
+    at = _parse(text)
+    if at is None:
         return text or "–"
+    seconds = ((now or datetime.now(UTC)) - at).total_seconds()
+    if abs(seconds) < 1:
+        return "now"
+    return f"{age(seconds)} ago" if seconds > 0 else f"in {age(-seconds)}"
+
+
+def iso(text: str | None) -> str:
+    """Write an ISO time with its zone, for programs.
+
+    >>> iso("2026-01-31 12:00:00"), iso("soon")
+    ('2026-01-31T12:00:00+00:00', 'soon')
+    """
+    at = _parse(text)
+    return at.isoformat() if at is not None else text or ""
+
+
+def _parse(text: str | None) -> datetime | None:
+    try:
+        at = datetime.fromisoformat(text or "")
+    except ValueError:
+        return None
+    return at.astimezone(UTC) if at.tzinfo else at.replace(tzinfo=UTC)
 
 
 def field(text: str) -> str:
@@ -90,6 +145,16 @@ def field(text: str) -> str:
 def _cut(text: str, most: int, between: str) -> str:
     shown = printable(text[:most], keep="\n\t")
     return shown if len(text) <= most else f"{shown}{between}… {len(text) - most:,} characters more"
+
+
+def brief(text: str) -> str:
+    r"""Return the beginning of a text, in one line, for a list.
+
+    >>> brief('{"a": 1,\n "b": 2}'), len(brief("word " * 100)) <= 122
+    ('{"a": 1, "b": 2}', True)
+    """
+    line = " ".join(text[: 4 * _BRIEF_CHARS].split())
+    return line if len(line) <= _BRIEF_CHARS else f"{line[:_BRIEF_CHARS]} …"
 
 
 def payload(text: str | None) -> str:

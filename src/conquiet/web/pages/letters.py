@@ -1,17 +1,29 @@
-"""Dead letters: the reasons of failed messages; replay or drop them, one or by filter."""
+"""Dead letters: the reasons of failed messages; replay or drop them, some or by filter."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from conquiet.errors import ConfigError, NotFound
-from conquiet.operations.dead_letters import Filter, Letters, Outcome, drop, find, replay, show
+from conquiet.operations.dead_letters import (
+    Cause,
+    Filter,
+    Letter,
+    Letters,
+    Outcome,
+    drop,
+    find,
+    group_by_cause,
+    replay,
+    show,
+)
 from conquiet.web import words
 from conquiet.web.forms import Form, Note, action, clean, go, link, read_entry_id, read_query
 from conquiet.web.stores import is_of_kombu
@@ -26,7 +38,8 @@ _PAGE = 50
 MOST = 10_000
 """Letters that one click replays or drops."""
 _SHOWN = 5
-_FILTER = ("type", "source", "error", "since", "until")
+_FILTER = ("cause", "type", "source", "error", "since", "until")
+_MOST_CAUSES = 20
 
 
 def routes(app: Dashboard) -> list[BaseRoute]:
@@ -46,14 +59,18 @@ def _place(app: Dashboard, stream: str) -> Letters:
 
 def filter_of(said: Mapping[str, str]) -> Filter:
     """Read the filter of an address or a form."""
-    id_ = said.get("id", "")
+    given = said.get("id", "")
+    ids = tuple(id_ for id_ in given.split(",") if id_)
+    if given and not ids:  # else the filter would select all
+        raise ConfigError(f"{given!r:.60} names no dead letter")
     return Filter(
-        (id_,) if id_ else (),
+        ids[:_PAGE],
         said.get("type", "").strip(),
         said.get("source", "").strip(),
         said.get("error", "").strip(),
         _moment(said.get("since", "")),
         _moment(said.get("until", "")),
+        cause=said.get("cause", ""),
     )
 
 
@@ -74,10 +91,13 @@ def _letters(request: Request) -> Response:
     name = read_query(request, "stream") or next(iter(places), "")
     said = {word: read_query(request, word) for word in _FILTER}
     after = read_entry_id(request, "after")
-    rows = []
+    rows: list[Letter] = []
+    causes: list[Cause] = []
     if name:
-        chosen = replace(filter_of(said), after=after)
-        rows = find(_place(app, name), chosen, _PAGE + 1, brief=True)
+        place, chosen = _place(app, name), filter_of(said)
+        rows = find(place, replace(chosen, after=after), _PAGE + 1, brief=True)
+        if not after and not said["cause"]:
+            causes = group_by_cause(place, chosen, MOST)
     return page(
         request,
         "letters.html",
@@ -88,6 +108,9 @@ def _letters(request: Request) -> Response:
         said=said,
         is_narrowed=any(said.values()),
         rows=rows[:_PAGE],
+        causes=causes[:_MOST_CAUSES],
+        more_causes=max(0, len(causes) - _MOST_CAUSES),
+        most=MOST,
         after=after,
         next=rows[_PAGE - 1].id if len(rows) > _PAGE else "",
     )
@@ -104,8 +127,46 @@ def _letter(request: Request) -> Response:
         at="/dead-letters",
         stream=name,
         letter=letter,
+        frames=list_frames(letter.traceback),
         hide_attributes=app.hide_payloads and is_of_kombu(name),  # arguments are among them
     )
+
+
+# --- tracebacks -----------------------------------------------------------------------------
+
+
+class Frame(NamedTuple):
+    """A frame of a traceback: where it is, and the line of code there."""
+
+    place: str
+    code: str
+
+
+_frame = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+)(?:, in (?P<function>.*))?$')
+_library = re.compile(r"/(?:site|dist)-packages/|/lib/python3|^<frozen |/conquiet/(?!.*/conquiet/)")
+
+
+def list_frames(traceback: str) -> list[Frame]:
+    """Return the frames of the user's own code, the innermost first.
+
+    >>> [frame] = list_frames(
+    ...     '  File "/srv/lib/python3.11/site-packages/a.py", line 3, in run\\n    call()\\n'
+    ...     '  File "/srv/shop/orders.py", line 7, in place\\n    raise LookupError\\n'
+    ... )
+    >>> frame
+    Frame(place='/srv/shop/orders.py:7 in place', code='raise LookupError')
+    """
+    lines = traceback.splitlines()
+    found: list[Frame] = []
+    for at, line in enumerate(lines):
+        match = _frame.match(line)
+        if match is None or _library.search(match["file"]):
+            continue
+        code = lines[at + 1].strip() if at + 1 < len(lines) else ""
+        code = "" if _frame.match(lines[at + 1] if at + 1 < len(lines) else "") else code
+        function = f" in {match['function']}" if match["function"] else ""
+        found.append(Frame(f"{match['file']}:{match['line']}{function}", code))
+    return found[::-1]
 
 
 def _ask(verb: str) -> Callable[[Request], Response]:
@@ -113,7 +174,13 @@ def _ask(verb: str) -> Callable[[Request], Response]:
         app: Dashboard = request.app
         name = read_query(request, "stream")
         said = {word: read_query(request, word) for word in ("id", *_FILTER)}
-        if not said["id"] and not said["until"]:
+        picked = [clean(id_) for id_ in request.query_params.getlist("pick")[:_PAGE]]
+        if picked:
+            said = {"id": ",".join(picked)}
+        elif read_query(request, "selected"):  # else it would be all of them
+            back = link(request, "/dead-letters", stream=name)
+            return go(request, back, Note("No dead letter was selected.", True))
+        if not said["id"] and not said.get("until"):
             # Not letters that arrive after the question was asked.
             said["until"] = datetime.now(UTC).isoformat(timespec="milliseconds")
         place, chosen = _place(app, name), filter_of(said)
@@ -122,13 +189,13 @@ def _ask(verb: str) -> Callable[[Request], Response]:
         return page(
             request,
             "confirm.html",
-            f"{verb.capitalize()} dead letters",
+            f"{_VERBS[verb]} dead letters",
             at="/dead-letters",
-            question=f"{verb.capitalize()} {words.plural(count, 'dead letter')} of {name}?",
+            question=f"{_VERBS[verb]} {words.plural(count, 'dead letter')} of {name}?",
             consequence=_CONSEQUENCES[verb]
             + (f" No more than {MOST:,} at a time: then ask again." if count == MOST else ""),
             count=count,
-            verb=verb.capitalize(),
+            verb=_VERBS[verb],
             is_destructive=verb == "drop",
             to=link(request, f"/dead-letters/{verb}"),
             back=link(request, "/dead-letters", stream=name),
@@ -140,6 +207,7 @@ def _ask(verb: str) -> Callable[[Request], Response]:
     return ask
 
 
+_VERBS = {"replay": "Replay", "drop": "Drop"}
 _CONSEQUENCES = {
     "replay": "Each message goes back to the stream it came from, with the same event id, and"
     " leaves the dead letters. A letter that cannot be sent is kept.",

@@ -1,4 +1,4 @@
-"""Overview: rates, backlogs, failures, and what needs attention."""
+"""Overview: rates, backlogs and failures, their charts, and what needs attention."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from conquiet.operations.history import Key
 from conquiet.web import words
-from conquiet.web.forms import link
+from conquiet.web.chart import Chart, Line, Past, draw, window_of
+from conquiet.web.forms import link, read_query
+from conquiet.web.pages.handlers import of_window
+from conquiet.web.pages.processes import Process, list_processes
 from conquiet.web.pulse import POINTS, Point, Sample
 from conquiet.web.template import fragment, page
 
@@ -21,7 +25,7 @@ if TYPE_CHECKING:
 LONG_SECONDS = 60.0
 """A wait longer than this is reported."""
 _MOST_GROUPS = 12
-_MOST_CONCERNS = 10
+_MOST_PLACES = 4
 WIDTH, HEIGHT = 120, 28
 _MARGIN = 2
 """Keeps the whole width of the line inside the picture."""
@@ -35,24 +39,69 @@ def routes(app: Dashboard) -> list[BaseRoute]:
 
 
 def _overview(request: Request) -> Response:
-    return page(request, "overview.html", "Overview", at="/", part=_part(request))
+    live = link(request, "/live/overview", window=read_query(request, "window"))
+    return page(request, "overview.html", "Overview", at="/", part=_part(request), live=live)
 
 
 def _part(request: Request) -> str:
     app: Dashboard = request.app
     sample = app.pulse.sample()
-    found = find_concerns(request, sample)
-    groups = sorted(sample.groups(), key=lambda pair: (-pair[1].lag, -pair[1].pending))
+    past = app.archive.read(window_of(read_query(request, "window")))
+    groups = sorted(sample.own_groups(), key=lambda pair: (-pair[1].lag, -pair[1].pending))
     return fragment(
         request,
         "overview_part.html",
-        flow=show_flow(request, sample, app.pulse.history),
-        trouble=show_failures(request, sample),
-        concerns=found[:_MOST_CONCERNS],
-        more_concerns=max(0, len(found) - _MOST_CONCERNS),
+        tiles=[
+            *show_flow(request, sample, app.pulse.history),
+            *show_failures(request, sample, list_processes(app, sample)),
+        ],
+        charts=list(list_charts(past)),
+        concerns=find_concerns(request, sample),
         groups=groups[:_MOST_GROUPS],
         more=max(0, len(groups) - _MOST_GROUPS),
+        folded=len(sample.groups()) - len(groups),
         has_broker=app.stores.has_broker,
+        **of_window(request, past, "/"),
+    )
+
+
+def list_charts(past: Past) -> Iterator[Chart]:
+    """Draw what was handled and published, what waits, and what failed."""
+
+    def count(kind: str, scale: float, *figures: str) -> list[float | None]:
+        def is_chosen(key: Key) -> bool:
+            return key.kind == kind and key.figure in figures
+
+        return past.series(is_chosen, scale)
+
+    second, minute = 1 / (60 * past.window.step), 1 / past.window.step
+    yield draw(
+        "Rate",
+        "messages/s",
+        past,
+        [
+            Line("handled", "good", count("handler", second, "ok")),
+            Line("published", "warn", count("relay", second, "published")),
+        ],
+    )
+    yield draw(
+        "Backlog",
+        "messages",
+        past,
+        [
+            Line("unread by groups", "good", past.gauges("lag")),
+            Line("in the outbox", "warn", past.gauges("waiting")),
+        ],
+        words.number,
+    )
+    yield draw(
+        "Failures",
+        "/min",
+        past,
+        [
+            Line("errors", "warn", count("handler", minute, "errors")),
+            Line("dead letters", "bad", count("handler", minute, "dead")),
+        ],
     )
 
 
@@ -60,15 +109,28 @@ def _part(request: Request) -> str:
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a problem is, and how large it is there."""
+
+    name: str
+    what: str
+    href: str
+
+
+@dataclass(frozen=True)
 class Concern:
-    """A problem, and what to do about it."""
+    """A problem of one kind, where it is, and what to do about it."""
 
     text: str
     fix: str
     href: str = ""
+    places: Sequence[Place] = ()
+    more: int = 0
+    """Places that are not listed."""
 
 
 def find_concerns(request: HTTPConnection, sample: Sample) -> list[Concern]:
+    """Return the problems, one for each kind."""
     return [
         *_of_stores(sample),
         *_of_outbox(request, sample),
@@ -113,24 +175,41 @@ def _of_outbox(request: HTTPConnection, sample: Sample) -> Iterator[Concern]:
 
 
 def _of_groups(request: HTTPConnection, sample: Sample) -> Iterator[Concern]:
+    places = []
     for stream, group in sample.groups():
         left = [(group.lag or 0, "unread"), (group.pending, "in flight")]
-        backlog = [f"{words.plural(n, 'entry', 'entries')} {what}" for n, what in left if n]
+        backlog = [f"{n:,} {what}" for n, what in left if n]
         if backlog and not group.alive:
-            yield Concern(
-                f"Group {group.name} of {stream.name} has no live consumer: {', '.join(backlog)}",
-                "Start a worker of this group, or remove the group.",
-                link(request, "/group", stream=stream.name, name=group.name),
-            )
+            href = link(request, "/group", stream=stream.name, name=group.name)
+            name = f"{group.name} of {stream.name}"
+            places.append((group.lag + group.pending, Place(name, ", ".join(backlog), href)))
+    if places:
+        yield _grouped(
+            f"No live consumer reads {words.plural(len(places), 'group')} with a backlog",
+            "Start a worker of the group, or remove the group.",
+            places,
+        )
 
 
 def _of_letters(request: HTTPConnection, sample: Sample) -> Iterator[Concern]:
-    for name, count in (sample.letters or {}).items():
-        yield Concern(
-            f"{words.plural(count, 'dead letter')} in {name}",
-            "See the reasons, fix them, then replay.",
-            link(request, "/dead-letters", stream=name),
+    letters = sample.letters or {}
+    places = [
+        (count, Place(name, f"{count:,}", link(request, "/dead-letters", stream=name)))
+        for name, count in letters.items()
+    ]
+    if places:
+        where = f"in {words.plural(len(places), 'stream')}"
+        yield _grouped(
+            f"{words.plural(sum(letters.values()), 'dead letter')} {where}",
+            "See the causes, fix them, then replay.",
+            places,
         )
+
+
+def _grouped(text: str, fix: str, places: Sequence[tuple[int, Place]]) -> Concern:
+    """Return a concern with the places where it is worst."""
+    worst = [place for _, place in sorted(places, key=lambda pair: -pair[0])]
+    return Concern(text, fix, "", worst[:_MOST_PLACES], max(0, len(worst) - _MOST_PLACES))
 
 
 # --- tiles ----------------------------------------------------------------------------------
@@ -152,11 +231,11 @@ class Tile:
 
 def show_flow(request: HTTPConnection, sample: Sample, history: Sequence[Point]) -> list[Tile]:
     """Return the tiles of rates and backlogs, with the last two minutes of each."""
-    now, groups = history[-1], sample.groups()
+    now, groups = history[-1], sample.own_groups()
     oldest = sample.outbox.oldest_seconds if sample.outbox else 0.0
     behind = max((group.behind_seconds for _, group in groups), default=0.0)
     at_least = "" if all(group.lag_is_exact for _, group in groups) else "≥ "
-    by = f"by {len(groups)} groups" if len(groups) > 1 else ""
+    by = f"by {len(groups):,} groups" if len(groups) > 1 else ""
     lag = f"{at_least}{words.number(now.lag)}"
     rows = "row" if now.waiting == 1 else "rows"
     streams = link(request, "/streams")
@@ -178,21 +257,21 @@ def show_flow(request: HTTPConnection, sample: Sample, history: Sequence[Point])
     ]
 
 
-def show_failures(request: HTTPConnection, sample: Sample) -> list[Tile]:
-    """Return the tiles of failed messages and of workers."""
+def show_failures(
+    request: HTTPConnection, sample: Sample, processes: Sequence[Process]
+) -> list[Tile]:
+    """Return the tiles of failed messages and of processes."""
     parked = sample.outbox.parked if sample.outbox else None
     letters = sum(sample.letters.values()) if sample.letters is not None else None
-    consumers = [one for _, group in sample.groups() for one in group.consumers]
-    gone = sum(not one.alive and one.pending > 0 for one in consumers)
-    known = sample.streams is not None
-    alive = sum(one.alive for one in consumers) if known else None
+    alive = sum(one.is_alive for one in processes)
+    gone = len(processes) - alive
     return [
         Tile(
             "Parked in the outbox",
             words.number(parked),
             "row" if parked == 1 else "rows",
             link(request, "/outbox", state="parked"),
-            "attempts used up",
+            "attempts used up" if parked else "",
             is_bad=bool(parked),
         ),
         Tile(
@@ -200,15 +279,15 @@ def show_failures(request: HTTPConnection, sample: Sample) -> list[Tile]:
             words.number(letters),
             "message" if letters == 1 else "messages",
             link(request, "/dead-letters"),
-            "failed for good",
+            "failed for good" if letters else "",
             is_bad=bool(letters),
         ),
         Tile(
-            "Workers alive",
+            "Processes",
             words.number(alive),
-            f"of {len(consumers)}" if known else "",
+            "alive",
             link(request, "/processes"),
-            f"{words.plural(gone, 'silent one')} with entries in flight" if gone else "",
+            f"{gone:,} silent" if gone else "",
             is_bad=gone > 0,
         ),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,15 +11,19 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from conquiet.errors import ConquietError
-from conquiet.web.pulse import SECONDS, Cached
+from conquiet.operations.history import ALIVE_SECONDS, ENDED, SEEN, Key
+from conquiet.web.chart import WINDOWS, Past
+from conquiet.web.pulse import SECONDS, Cached, Sample
 from conquiet.web.template import fragment, page
 
 if TYPE_CHECKING:
     from conquiet.operations.presence import Health, Session
+    from conquiet.operations.streams import ConsumerInfo
     from conquiet.web.app import Dashboard
     from conquiet.web.stores import Stores
 
 _MOST_WORKERS = 200
+_MOST_GROUPS = 4
 _SELF = "conquiet-dashboard"
 
 
@@ -47,6 +52,63 @@ def look_at(stores: Stores) -> Cached[Relays]:
     return Cached(take, 2 * SECONDS)
 
 
+@dataclass(frozen=True)
+class Process:
+    """A worker or a relay, by its reports to the history, or as a consumer of groups."""
+
+    name: str
+    role: str
+    is_alive: bool
+    seen_seconds: float
+    """Since its last report or request."""
+    in_flight: int
+    groups: tuple[tuple[str, str], ...] = ()
+    """Streams and groups that it reads."""
+
+
+def list_processes(app: Dashboard, sample: Sample) -> list[Process]:
+    """Return processes, each once, however many streams it reads; the silent ones first.
+
+    A name of a consumer that is gone, and holds nothing, is none. Consumers of Celery are not
+    counted: `celery status` knows them.
+    """
+    found = {one.name: one for one in _reported(app.archive.read(WINDOWS[0]))}
+    of_name: dict[str, list[tuple[str, str, ConsumerInfo]]] = {}
+    for stream, group in sample.own_groups():
+        for consumer in group.consumers:
+            of_name.setdefault(consumer.name, []).append((stream.name, group.name, consumer))
+    for name, reads in of_name.items():
+        consumers = [consumer for _, _, consumer in reads]
+        known = found.get(name)
+        is_alive = any(one.alive for one in consumers) or (known is not None and known.is_alive)
+        in_flight = sum(one.pending for one in consumers)
+        if is_alive or in_flight or known is not None:
+            idle = min(one.idle_seconds for one in consumers)
+            found[name] = Process(
+                name,
+                "worker" if known is None else known.role,
+                is_alive,
+                idle if known is None else min(idle, known.seen_seconds),
+                in_flight,
+                tuple((stream, group) for stream, group, _ in reads),
+            )
+    return sorted(found.values(), key=lambda one: (one.is_alive, -one.in_flight, one.name))
+
+
+def _reported(past: Past) -> Iterator[Process]:
+    """Return the processes that report, unless they have ended by themselves."""
+    latest: dict[Key, float] = {}
+    for entry in past.entries:  # in the order of minutes
+        if entry.key.kind == "process":
+            latest[entry.key] = entry.value
+    for key, seen in latest.items():
+        if key.figure != SEEN or latest.get(key._replace(figure=ENDED), 0.0) >= seen:
+            continue
+        seconds = max(0.0, past.now - seen)
+        in_flight = int(latest.get(key._replace(figure="in_flight"), 0.0))
+        yield Process(key.name, key.type, seconds < ALIVE_SECONDS, seconds, in_flight)
+
+
 def routes(app: Dashboard) -> list[BaseRoute]:
     return [
         Route("/processes", _processes),
@@ -61,17 +123,16 @@ def _processes(request: Request) -> Response:
 def _part(request: Request) -> str:
     app: Dashboard = request.app
     sample = app.pulse.sample()
-    workers = [
-        (stream, group, consumer)
-        for stream, group in sample.groups()
-        for consumer in group.consumers
-    ]
-    workers.sort(key=lambda found: (found[2].alive, -found[2].pending, found[2].name))
+    workers = list_processes(app, sample)
+    alive = sum(one.is_alive for one in workers)
     return fragment(
         request,
         "processes_part.html",
         workers=workers[:_MOST_WORKERS],
+        alive=alive,
+        silent=len(workers) - alive,
         more=max(0, len(workers) - _MOST_WORKERS),
+        most_groups=_MOST_GROUPS,
         relays=app.relays(),
         named=bool(app.stores.relays),
         has_broker=app.stores.has_broker,
