@@ -1,4 +1,4 @@
-"""A driver of the marketplace's lake: `python -m bench.lake_driver LOG LAKE [nine]`.
+"""A driver of the marketplace's lake: `python -m bench.lake_driver LOG LAKE [all|nine] [CORES]`.
 
 It takes the folder `first` of a log in one session, then `late`, then `newest`, each with a refresh
 of all tables, and prints the seconds as JSON. With `nine` it makes the tables of the floors alone,
@@ -27,7 +27,7 @@ _TOUCHES = "event_type IN ('ad_impression', 'ad_click')"
 _TOKEN = "payload ->> '$.data.token_id'"
 
 
-def main(log: str, lake: str, tables: str = "all") -> None:
+def main(log: str, lake: str, tables: str = "all", cores: str = "2") -> None:
     began = time.perf_counter()
     from conquiet.lake import read_files
     from conquiet.spark import session
@@ -36,15 +36,19 @@ def main(log: str, lake: str, tables: str = "all") -> None:
     places = {"spark.local.dir": f"{lake}.tmp", "spark.sql.warehouse.dir": f"{lake}.warehouse"}
     config = {**SETTINGS, **places}
     # As `conquiet pipeline run --from files --once` has it.
-    spark = session("bench", master="local[2]", config=config, formats=False, quick_start=True)
+    spark = session(
+        "bench", master=f"local[{cores}]", config=config, formats=False, quick_start=True
+    )
     started = time.perf_counter() - began
     if tables == "nine":
         pipeline = nine_tables()
     pipeline.lake = lake
     seconds: dict[str, float] = {}
+    jobs: dict[str, int] = {}
     steps: Counter[str] = Counter()
     for part in ("first",) if tables == "nine" else ("first", "late", "newest"):
         last = began = time.perf_counter()
+        before = count_jobs(spark)
 
         def count(progress: Any, part: str = part) -> None:
             nonlocal last
@@ -59,9 +63,17 @@ def main(log: str, lake: str, tables: str = "all") -> None:
             on_progress=count,
         )
         seconds[part] = time.perf_counter() - began
-        print(f"  {part}: {seconds[part]:,.1f} s", file=sys.stderr, flush=True)
+        jobs[part] = count_jobs(spark) - before
+        say = f"  {part}: {seconds[part]:,.1f} s, {jobs[part]} jobs"
+        print(say, file=sys.stderr, flush=True)
     spark.stop()
-    print(msgspec.json.encode({"session": started, **seconds, "tables": steps}).decode())
+    found = {"session": started, **seconds, "tables": steps, "jobs": jobs}
+    print(msgspec.json.encode(found).decode())
+
+
+def count_jobs(spark: Any) -> int:
+    """Return how many jobs Spark was given since its start."""
+    return int(spark.sparkContext._jsc.sc().dagScheduler().numTotalJobs())
 
 
 def nine_tables() -> Pipeline:

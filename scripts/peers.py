@@ -35,7 +35,7 @@ from tests.faults.peers.trial import Outcome, Sales, Trial
 from conquiet import embedded
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reliability.md"
-# Nobody kills the servers here: they need not survive it, and leave the disk to others.
+# The servers are not killed here: they need not survive it, and leave the disk to others.
 FORGETFUL = ("-c", "fsync=off", "-c", "synchronous_commit=off", "-c", "full_page_writes=off")
 
 

@@ -3,6 +3,8 @@
     make soak MINUTES=30              kills every few seconds, and every fault of the world
     make soak MESSAGES=1000000        as many messages as fast as they go, with kills alone
 
+With --trace FILE consumers and relays record their steps, which tests/models/trace.py replays.
+
 Writes a report, soak.md and soak.json, into --folder; exits with 1 if an invariant was violated.
 The same --seed injects the same faults, though not at the same moments of the processes.
 """
@@ -31,7 +33,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.faults.invariants import violations
 from tests.faults.world.faults import FAULTS, a_process_is_killed, named
+from tests.faults.world.service import LEASE
 from tests.faults.world.stack import ROLES, VICTIMS, World
+from tests.models.trace import replay_trace
 
 DRAIN_SECONDS = 600.0
 STOP_AFTER_FAULTS = 5.0
@@ -75,6 +79,8 @@ class Soak:
     files: dict[str, list[float]] = field(default_factory=dict)
     faults: list[Injected] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
+    replayed: dict[str, int] = field(default_factory=dict)
+    """Steps of the trace that the models allow, by kind."""
 
     @property
     def rate(self) -> float:
@@ -109,7 +115,8 @@ def run(given: argparse.Namespace, folder: Path) -> Soak:
     soak = Soak(given.seed, given.minutes, given.messages)
     began = time.monotonic()
     proxied = not given.kills_only
-    world = World(folder, rate=given.rate, messages=given.messages, proxied=proxied)
+    about = {"rate": given.rate, "messages": given.messages, "trace": given.trace}
+    world = World(folder, proxied=proxied, read_from=given.read_from, **about)
     with world:
         soak.versions = _versions(world)
         inject(world, soak, given)
@@ -120,6 +127,9 @@ def run(given: argparse.Namespace, folder: Path) -> Soak:
         soak.violations += world.stop()
         print("judging …")
         judge(world, soak)
+    if given.trace is not None:
+        soak.replayed = replay_trace(given.trace, LEASE)
+        print(f"replayed {sum(soak.replayed.values()):,} steps through the models")
     return soak
 
 
@@ -253,14 +263,20 @@ def main() -> int:
     parser.add_argument("--rate", type=float, default=None, help="commands a second; 0: no limit")
     parser.add_argument("--every", type=float, default=3.0, help="seconds between faults, about")
     parser.add_argument("--kills-only", action="store_true", help="no proxies, no other faults")
+    parser.add_argument(
+        "--trace", type=Path, help="record the steps of consumers and relays; implies --kills-only"
+    )
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 31))
     parser.add_argument("--drain", type=float, default=DRAIN_SECONDS)
+    parser.add_argument(
+        "--from", dest="read_from", choices=("claim", "wal"), default="claim", help="as of a relay"
+    )
     parser.add_argument("--folder", type=Path, default=Path("soak"))
     given = parser.parse_args()
     if given.minutes is None and given.messages is None:
         given.minutes = 30.0
-    if given.messages is not None:
-        given.kills_only = True
+    if given.messages is not None or given.trace is not None:
+        given.kills_only = True  # of faults, the models that a trace is replayed in know kills
     if given.rate is None:
         given.rate = 0.0 if given.messages is not None else 300.0
     print(f"seed {given.seed}")

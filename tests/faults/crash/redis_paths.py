@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
@@ -21,14 +22,18 @@ from tests.faults.crash.scenario import (
     Scenario,
     answer,
     commands_settled,
+    fail_at_first,
+    judge_ticks,
+    prepare_schedule,
     send_commands,
     until,
+    write_ticks,
 )
 from tests.faults.invariants import Event, Facts
 from tests.faults.seam import Seam
 
 from conquiet import Message, Router, Worker
-from conquiet.middleware import DeadLetter
+from conquiet.middleware import DeadLetter, Retry
 from conquiet.redis import (
     Inbox,
     Outbox,
@@ -38,6 +43,7 @@ from conquiet.redis import (
     Transaction,
     commands,
 )
+from conquiet.redis.delay import DelayKeys
 from conquiet.redis.promotion import Delayed
 from conquiet.relay import Relay
 
@@ -50,6 +56,7 @@ class WorkerOverRedis(Scenario):
 
     name = "worker over Redis"
     lease = LEASE
+    key: Any = None
 
     def prepare(self, place: Place) -> None:
         with place.client() as client:
@@ -65,12 +72,19 @@ class WorkerOverRedis(Scenario):
         def place_order(message: Message[bytes]) -> Message[Any]:
             order = msgspec.json.decode(message.data)
             commands(client).hincrby("effects", order["command"], 1)
+            self.check(message)
             return answer(order)
 
-        kind = until(StreamSource, commands_settled(place), seam)
-        source = kind(client, COMMANDS, GROUP, lease=LEASE, max_backoff=0.1)
-        Worker(source, router, batch_size=2).run()
+        kind = until(StreamSource, self.settled(place), seam)
+        source = kind(client, COMMANDS, GROUP, lease=LEASE, max_backoff=0.1, key=self.key)
+        Worker(source, router, batch_size=2, ordered=self.key or False).run()
         client.close()
+
+    def settled(self, place: Place) -> Callable[[], bool]:
+        return commands_settled(place)
+
+    def check(self, message: Message[Any]) -> None:
+        """Fail after the effects, where a scenario wants that."""
 
     def chain(self, client: Any) -> tuple[Any, ...]:
         return Transaction(client), Inbox("billing", lease=LEASE)
@@ -112,6 +126,59 @@ class AsyncWorkerOverRedis(WorkerOverRedis):
         source = kind(client, COMMANDS, GROUP, lease=LEASE, max_backoff=0.1)
         await Worker(source, router, batch_size=2, concurrency=2).run_async()
         await client.aclose()
+
+
+def _key_of(message: Message[Any]) -> str:
+    key: str = msgspec.json.decode(message.data)["key"]
+    return key
+
+
+class LaterOverRedis(WorkerOverRedis):
+    """Each command fails at first, waits beside its stream, its key with it, and comes back."""
+
+    name = "later, over Redis"
+    key = staticmethod(_key_of)
+
+    def chain(self, client: Any) -> tuple[Any, ...]:
+        return Retry(delays=[0.05] * 20), *super().chain(client)
+
+    def check(self, message: Message[Any]) -> None:
+        fail_at_first(message)
+
+    def settled(self, place: Place) -> Callable[[], bool]:
+        are_settled = super().settled(place)
+        return lambda: are_settled() and not self.waiting(place)
+
+    def waiting(self, place: Place) -> list[str]:
+        keys = DelayKeys.of(COMMANDS, GROUP)
+        with place.client() as client:
+            left = [*client.xrange(keys.later), *client.xrange(keys.again)]
+            found = [f"{fields[b'id'].decode()}, which waits," for _, fields in left]
+            names = (*client.zrange(keys.due, 0, -1), *client.zrange(keys.turns, 0, -1))
+        return [*found, *(f"{name.decode()} beside the stream" for name in names)]
+
+    def facts(self, place: Place) -> Facts:
+        facts = super().facts(place)
+        facts.unsettled += self.waiting(place)
+        facts.ordered = True
+        return facts
+
+
+class ScheduleOverRedis(Scenario):
+    """Ticks that are due are added to the outbox stream; the schedule moves on with them."""
+
+    name = "schedule, over Redis"
+
+    def prepare(self, place: Place) -> None:
+        prepare_schedule(place.redis, place)
+
+    def run(self, place: Place, seam: Seam, attempt: int) -> None:
+        write_ticks(place.redis)
+
+    def facts(self, place: Place) -> Facts:
+        with place.client() as client:
+            entries = client.xrange("conquiet:outbox:shop")
+        return Facts(unsettled=judge_ticks(place, [f[b"id"].decode() for _, f in entries]))
 
 
 class WithTheSimpleInbox(WorkerOverRedis):

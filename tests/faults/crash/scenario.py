@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from tests.faults import invariants
 from tests.faults.invariants import Facts
 from tests.faults.seam import Seam
 
-from conquiet import Message
+from conquiet import App, Message
 from conquiet.errors import PermanentError
+from conquiet.schedule import Schedule, Schedules, State
 from conquiet.source import EndOfSource
 
 LEASE = 1.5
@@ -108,3 +110,46 @@ def until(
 
 def commands_settled(place: Place) -> Callable[[], bool]:
     return lambda: not invariants.unsettled_entries(place.client(), COMMANDS, GROUP)
+
+
+def fail_at_first(message: Message[Any]) -> None:
+    if message.deliveries == 1:
+        raise ValueError("not yet")
+
+
+# --- ticks of a schedule ------------------------------------------------------------------------
+
+HOUR = 3_600
+
+
+def _hourly(url: str) -> tuple[App, Schedules]:
+    app = App("shop", url)
+    job = Schedule("job", seconds=HOUR, missed="all")
+    states = app.store.schedules()
+    return app, Schedules({"job": job}, states, "shop", "/shop", app.store.publish)
+
+
+def prepare_schedule(url: str, place: Place) -> None:
+    """Let a schedule have three ticks that are due."""
+    app, _ = _hourly(url)
+    states = app.store.schedules()
+    first = states.read()[0] // HOUR * HOUR - 2 * HOUR
+    assert states.replace(None, State("job", f"every {HOUR} s", first))
+    (place.folder / "first").write_text(str(first))
+    app.close()
+
+
+def write_ticks(url: str) -> None:
+    app, schedules = _hourly(url)
+    schedules.register()
+    schedules.beat()
+    app.close()
+
+
+def judge_ticks(place: Place, ids: list[str]) -> list[str]:
+    """Return what is wrong: each hour since the first has one tick, in order."""
+    first = float((place.folder / "first").read_text())
+    count = max(3, len(ids))
+    hours = [datetime.fromtimestamp(first + HOUR * n, UTC) for n in range(count)]
+    expected = [f"job@{hour:%Y-%m-%dT%H:%M:%SZ}" for hour in hours]
+    return [] if ids == expected and count <= 4 else [f"ticks {ids}, not each of {expected} once,"]

@@ -28,14 +28,18 @@ from tests.faults.crash.scenario import (
     Scenario,
     answer,
     commands_settled,
+    fail_at_first,
+    judge_ticks,
+    prepare_schedule,
     send_commands,
     until,
+    write_ticks,
 )
 from tests.faults.invariants import Facts
 from tests.faults.seam import Seam
 
 from conquiet import Message, Router, Worker
-from conquiet.middleware import DeadLetter
+from conquiet.middleware import DeadLetter, Retry
 from conquiet.redis import StreamSink, StreamSource
 from conquiet.relay import Relay
 from conquiet.sql import (
@@ -313,17 +317,24 @@ class LogOverSql(OnSql):
         made = self.engine(place)
         source = self.source(place, seam, made)
         router = Router()
-        router.use(Transaction(made), *self.inbox(), Outbox(EVENTS))
+        router.use(*self.retry(), Transaction(made), *self.inbox(), Outbox(EVENTS))
 
         @router.raw(type="place.order", source="/shop", name="place_order")
         def place_order(message: Message[bytes]) -> Message[Any]:
             order = msgspec.json.decode(message.data)
             with connection(made) as found:
                 found.execute(UPSERT, {"id": order["command"]})
+            self.check(message)
             return answer(order)
 
         Worker(source, router, batch_size=2).run()
         made.dispose()
+
+    def retry(self) -> tuple[Any, ...]:
+        return ()
+
+    def check(self, message: Message[Any]) -> None:
+        """Fail after the effects, where a scenario wants that."""
 
     def source(self, place: Place, seam: Seam, made: Any) -> LogSource:
         kind = until(LogSource, lambda: not self.unsettled(place), seam)
@@ -385,6 +396,57 @@ class LogOverPostgresWithInbox(LogOverPostgres):
 class LogOverSqliteWithInbox(LogOverSqlite):
     name = "log over SQLite, with an inbox"
     mode = "inbox"
+
+
+class LaterOverSql(LogOverSql):
+    """Each command fails at first, waits in the table of retries, and comes back by itself."""
+
+    def retry(self) -> tuple[Any, ...]:
+        return (Retry(delays=[0.05] * 20),)
+
+    def check(self, message: Message[Any]) -> None:
+        fail_at_first(message)
+
+
+class LaterOverPostgres(OnPostgres, LaterOverSql):
+    name = "later, over PostgreSQL"
+
+
+class LaterOverSqlite(OnSqlite, LaterOverSql):
+    name = "later, over SQLite"
+
+
+class ScheduleOverSql(OnSql):
+    """Ticks that are due are written into the outbox; the schedule moves on with them."""
+
+    url: Any
+
+    def prepare(self, place: Place) -> None:
+        self.create(place).close()
+        prepare_schedule(self.url(place), place)
+
+    def run(self, place: Place, seam: Seam, attempt: int) -> None:
+        write_ticks(self.url(place))
+
+    def facts(self, place: Place) -> Facts:
+        opened = self.open(place)
+        ids = [row[0] for row in opened.execute("SELECT event_id FROM outbox ORDER BY id")]
+        opened.close()
+        return Facts(unsettled=judge_ticks(place, ids), locked=self.locked(place))
+
+
+class ScheduleOverPostgres(OnPostgres, ScheduleOverSql):
+    name = "schedule, over PostgreSQL"
+
+    def url(self, place: Place) -> str:
+        return place.postgres
+
+
+class ScheduleOverSqlite(OnSqlite, ScheduleOverSql):
+    name = "schedule, over SQLite"
+
+    def url(self, place: Place) -> str:
+        return f"sqlite:///{place.sqlite}"
 
 
 class WorkerOverPostgres(OnPostgres, WorkerOverSql):

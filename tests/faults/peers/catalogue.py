@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +13,9 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 PSYCOPG = "psycopg[binary]==3.3.8"
 JOBS = "SELECT args::text FROM procrastinate_jobs WHERE queue_name = "
+AWA_JOBS = "SELECT args::text FROM awa.jobs WHERE queue"
+OUTBOX_ROWS = "SELECT convert_from(payload, 'utf8') FROM outbox WHERE queue"
+WORKFLOWS = "SELECT workflow_uuid FROM dbos.workflow_status WHERE name"
 
 
 class Peer(NamedTuple):
@@ -35,7 +39,7 @@ class Peer(NamedTuple):
     def python(self) -> Path:
         if not self.packages:
             return Path(sys.executable)
-        name = self.packages[0].replace("==", "-").replace("[redis]", "")
+        name = re.sub(r"\[.*\]", "", self.packages[0]).replace("==", "-")
         made = peers.environment(ROOT / f".venv-peer-{name}", [*self.packages, PSYCOPG])
         if made is None:
             raise SystemExit(f"{self.name}: {' '.join(self.packages)} cannot be installed")
@@ -49,6 +53,9 @@ class Peer(NamedTuple):
             "faststream_peer.py": ("faststream", "redis"),
             "taskiq_peer.py": ("taskiq-redis", "taskiq", "redis"),
             "procrastinate_peer.py": ("procrastinate",),
+            "awa_peer.py": ("awa-pg",),
+            "faststream_outbox_peer.py": ("faststream-outbox", "faststream", "asyncpg"),
+            "dbos_peer.py": ("dbos", "sqlalchemy"),
             "conquiet_peer.py": ("conquiet", "redis", "sqlalchemy"),
         }[self.program] + ("psycopg",)
 
@@ -71,6 +78,31 @@ PROCRASTINATE = Peer(
     held=f"{JOBS} 'commands' AND status IN ('todo', 'doing')",
     events=f"{JOBS} 'events'",
 )
+AWA = Peer(
+    "awa",
+    "awa_peer.py",
+    packages=("awa-pg==0.6.9", "sqlalchemy==2.1.8"),
+    held=f"{AWA_JOBS} = 'commands' AND state IN ('scheduled', 'available', 'running', 'retryable')",
+    events=f"{AWA_JOBS} = 'events'",
+)
+OUTBOX_BROKER = Peer(
+    "faststream-outbox",
+    "faststream_outbox_peer.py",
+    packages=(
+        "faststream-outbox[asyncpg]==0.19.0",
+        "faststream==0.7.8",
+        "asyncpg==0.32.0",
+    ),
+    held=f"{OUTBOX_ROWS} = 'commands'",
+    events=f"{OUTBOX_ROWS} = 'events'",
+)
+DBOS = Peer(
+    "DBOS",
+    "dbos_peer.py",
+    packages=("dbos==3.4.0", "sqlalchemy==2.1.8"),
+    held=f"{WORKFLOWS} = 'handle' AND status NOT IN ('SUCCESS', 'ERROR', 'CANCELLED')",
+    events=f"{WORKFLOWS} = 'event'",
+)
 CONQUIET = Peer(
     "conquiet, worker and relay",
     "conquiet_peer.py",
@@ -90,7 +122,7 @@ PEERS: tuple[Peer, ...] = (
     OURS._replace(settings=f"{LATE}, `lease` 5", **SAFE),
     FASTSTREAM._replace(returns="never: a list has no acks"),
     FASTSTREAM._replace(
-        name="FastStream, stream with group", kind="stream", returns="never: nobody claims it"
+        name="FastStream, stream with group", kind="stream", returns="never: no consumer claims it"
     ),
     FASTSTREAM._replace(
         name="FastStream, stream with group",
@@ -117,6 +149,26 @@ PEERS: tuple[Peer, ...] = (
         " every second); the event is deferred in the transaction of the effect",
         **SAFE,
     ),
+    AWA._replace(returns="90 to 120 s (`heartbeat_staleness_ms`, `heartbeat_rescue_interval_ms`)"),
+    AWA._replace(
+        settings="`heartbeat_interval_ms` 1000, `heartbeat_staleness_ms` 4000,"
+        " `heartbeat_rescue_interval_ms` 1000, `leader_election_interval_ms` 1000; the event is"
+        " inserted in the transaction of the effect",
+        **SAFE | {"returns": "5 s, and the backoff of a failed attempt"},
+    ),
+    OUTBOX_BROKER._replace(returns="60 s (`lease_ttl_seconds`)"),
+    OUTBOX_BROKER._replace(
+        settings="`lease_ttl_seconds` 5, `max_fetch_interval` 1; the event is published in the"
+        " transaction of the effect",
+        **SAFE,
+    ),
+    DBOS._replace(
+        settings="the effect is a step", returns="the start of a process with its executor id"
+    ),
+    DBOS._replace(
+        settings="the effect is a transaction of a datasource",
+        **SAFE | {"returns": "the start of a process with its executor id"},
+    ),
     CONQUIET._replace(returns="60 s (`lease`)"),
     CONQUIET._replace(settings="`lease` 5", **SAFE),
 )
@@ -128,5 +180,11 @@ SELLERS: tuple[Peer, ...] = (
     TASKIQ._replace(settings="commit, then `kiq`"),
     PROCRASTINATE._replace(settings="commit, then `defer`"),
     PROCRASTINATE._replace(settings="`configure(connection=…).defer` before the commit", safe=True),
+    AWA._replace(settings="commit, then `insert`"),
+    AWA._replace(settings="`insert_job_sync(connection, …)` before the commit", safe=True),
+    OUTBOX_BROKER._replace(settings="commit, then `publish` in a transaction of its own"),
+    OUTBOX_BROKER._replace(settings="`publish(session=…)` before the commit", safe=True),
+    DBOS._replace(settings="commit, then `enqueue`"),
+    DBOS._replace(settings="`enqueue_in_transaction` before the commit", safe=True),
     CONQUIET._replace(settings="`Outbox.add` before the commit, a relay afterwards"),
 )

@@ -74,7 +74,7 @@ async def _sell(start: Any, send: Any, sell: Any) -> None:
     for number in itertools.count(sold):
         command = f"cmd-{number:05}"
         if sell:
-            sell(connection, command)
+            await _done(sell(connection, command))
         else:
             connection.execute(SALE, [command])
             await _done(send(command))

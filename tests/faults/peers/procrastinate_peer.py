@@ -14,7 +14,7 @@ app = App(connector=Connector(conninfo=ground.DATABASE))
 
 @app.task(name="event", queue="events")
 async def event(command):
-    """Nobody's task: the reader of the stores counts it."""
+    """Run by no process: the reader of the stores counts it."""
 
 
 @app.task(name="handle", queue="commands")

@@ -21,7 +21,7 @@ class Stores:
     effects: Counter[str]
     events: Counter[str]
     held: frozenset[str]
-    """Waiting, or handed out and not confirmed: what somebody could still be given."""
+    """Waiting, or handed out and not confirmed: what a consumer could still be given."""
 
 
 def read(database: str, redis_url: str, held: str, events: str) -> Stores:

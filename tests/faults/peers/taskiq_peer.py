@@ -25,7 +25,7 @@ async def connect(state):
 
 @broker.task("event")
 async def event(command: str):
-    """Nobody's task: the reader of the stores counts it."""
+    """Run by no process: the reader of the stores counts it."""
 
 
 @broker.task("handle")

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 import redis
 from sqlalchemy import text
+from tests.models.trace import RecordedSink, record
 
 from conquiet import Message, Router, Worker, registry
 from conquiet.cli import main as command_line
@@ -158,13 +159,15 @@ def relay(config: dict[str, str], outside: Outside) -> bool:
 
     def open_counting(url: str, settings: Any) -> Any:
         opened = open_redis(url, settings)
-        return replace(opened, sink=Counting(opened.sink, outside))
+        sink = Counting(opened.sink, outside)
+        trace = config.get("trace")
+        return replace(opened, sink=RecordedSink(sink, Path(trace)) if trace else sink)
 
     registry.SINKS["redis"] = open_counting
     return not command_line(
         [
             *("relay", "run", "--database", config["postgres"], "--sink", config["redis"]),
-            *("--ordered", "--batch-size", str(BATCH), "--health", "off"),
+            *("--ordered", "--batch-size", str(BATCH), "--health", "off", "--from", config["from"]),
             *(
                 "--publish-timeout-seconds",
                 "3",
@@ -180,6 +183,8 @@ def relay(config: dict[str, str], outside: Outside) -> bool:
 
 def main(role: str, config_file: str) -> int:
     config = json.loads(Path(config_file).read_text())
+    if config.get("trace"):
+        record(Path(config["trace"]))
     outside = Outside(role, Path(config["folder"]))
     kind, _, number = role.partition("-")
     if kind == "worker":

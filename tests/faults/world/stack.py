@@ -33,12 +33,17 @@ from tests.faults.world.service import (
 )
 
 from conquiet import embedded
-from conquiet.sql import schema
+from conquiet.sql import engine, schema
+from conquiet.sql.wal import WalOutbox
 
 ROLES = ("worker-0", "worker-1", "relay-0", "relay-1", "consumer-0", "consumer-1")
 VICTIMS = ("worker-0", "relay-0", "consumer-0")
 """The others are never killed: their memory and open files are watched."""
 DURABLE = ("--appendonly", "yes", "--appendfsync", "always")
+LOGICAL = (
+    *("-c", "wal_level=logical", "-c", "max_slot_wal_keep_size=4GB"),
+    *("-c", "wal_sender_timeout=10s"),  # then a stopped relay loses the slot to the other
+)
 CONNECTIONS = 40
 STUCK = "ended, so that its rows are free again"
 WARM_SAMPLES = 300
@@ -50,14 +55,30 @@ _CONNECTIONS = 1.0
 class World:
     """Everything, from the first server to the verdict."""
 
-    def __init__(self, folder: Path, *, rate: float, messages: int | None, proxied: bool) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        rate: float,
+        messages: int | None,
+        proxied: bool,
+        trace: Path | None = None,
+        read_from: str = "claim",
+    ) -> None:
+        """Let relays claim rows, or follow the write-ahead log (`read_from="wal"`)."""
         self.folder = folder
+        self._trace = {} if trace is None else {"trace": str(trace.resolve())}
         self._rate, self._messages, self._proxied = rate, messages, proxied
+        self._read_from = read_from
+        self._rows_before, self._written_before = -1, "0/0"
         self._open = contextlib.ExitStack()
         self.disks = {kind: self._small_disk(kind) for kind in ("postgres", "redis")}
         self.postgres = embedded.postgres(
             private=True,
-            options=("-c", f"max_connections={CONNECTIONS}", "-c", "deadlock_timeout=200ms"),
+            options=(
+                *("-c", f"max_connections={CONNECTIONS}", "-c", "deadlock_timeout=200ms"),
+                *(LOGICAL if read_from == "wal" else ()),
+            ),
         )
         self.redis = embedded.redis(private=True, options=DURABLE)
         self.proxies: dict[str, Proxy] = {}
@@ -121,7 +142,9 @@ class World:
                 port = self.proxies[name].port
                 urls[kind] = urls[kind].replace(f":{urlsplit(urls[kind]).port}/", f":{port}/")
         config = self.folder / f"{role}.json"
-        config.write_text(json.dumps({**urls, "folder": str(self.folder)}))
+        config.write_text(
+            json.dumps({**urls, **self._trace, "folder": str(self.folder), "from": self._read_from})
+        )
         process = Process(role, config, self.folder, self.folder / f"{role}.log")
         self.processes[role] = process
         process.start()
@@ -196,11 +219,31 @@ class World:
                 for partition in range(PARTITIONS)
                 for name in invariants.unsettled_entries(client, commands_of(str(partition)), GROUP)
             ]
-            with psycopg.connect(self.postgres.url) as connection:
-                query = "SELECT count(*) FROM outbox WHERE published_at IS NULL"
-                [(rows,)] = connection.execute(query).fetchall()
+            rows = self._unpublished()
             found += [f"{rows} rows of the outbox"] if rows else []
             return found + invariants.unsettled_entries(client, EVENTS, CONSUMERS)
+
+    def _unpublished(self) -> int:
+        """Count the rows that wait; from the log, all of them until the position is behind them."""
+        with psycopg.connect(self.postgres.url, autocommit=True) as connection:
+            if self._read_from != "wal":
+                query = "SELECT count(*) FROM outbox WHERE published_at IS NULL"
+                [(waiting,)] = connection.execute(query).fetchall()
+                return int(waiting)
+            query = (
+                "SELECT count(*), count(*) FILTER (WHERE last_error IS NOT NULL"
+                " AND published_at IS NULL) FROM outbox"
+            )
+            [(rows, deferred)] = connection.execute(query).fetchall()
+            query = (
+                "SELECT pg_current_wal_insert_lsn()::text, EXISTS (SELECT FROM pg_replication_slots"
+                " WHERE confirmed_flush_lsn >= %s::pg_lsn)"
+            )
+            [(written, is_behind)] = connection.execute(query, (self._written_before,)).fetchall()
+        # The position is behind these rows if there were as many at the look before.
+        is_done = is_behind and rows == self._rows_before
+        self._rows_before, self._written_before = rows, written
+        return int(deferred) if is_done else int(rows)
 
     def transactions(self) -> list[str]:
         """Those that are open in PostgreSQL, by processes that live."""
@@ -243,6 +286,11 @@ class World:
         hopeless = frozenset(f"c-{number}" for number in sent if is_hopeless(number))
         facts = Facts(frozenset(f"c-{number}" for number in sent), hopeless, Counter())
         facts.ordered = True
+        if self._read_from == "wal":  # marks the rows that are behind the position
+            made = engine(self.postgres.url)
+            WalOutbox(made).leave(lambda seconds: True)
+            made.dispose()
+            self._read_from = "claim"
         with psycopg.connect(self.postgres.url) as connection:
             invariants.read_sql(connection, facts)
             facts.locked = invariants.sessions_left(connection)

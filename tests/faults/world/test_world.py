@@ -22,8 +22,19 @@ RATE = 300.0
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("fault", FAULTS, ids=named)
 def test_every_command_takes_effect_once_and_every_event_arrives(fault, tmp_path, redis_server):
+    withstand(fault, tmp_path, "claim")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("fault", FAULTS, ids=named)
+def test_the_same_with_relays_that_follow_the_write_ahead_log(fault, tmp_path, redis_server):
+    withstand(fault, tmp_path, "wal")
+
+
+def withstand(fault, folder, read_from):
     dice = random.Random(fault.__name__)
-    with World(tmp_path, rate=RATE, messages=None, proxied=True) as world:
+    with World(folder, rate=RATE, messages=None, proxied=True, read_from=read_from) as world:
         assert wait_for(lambda: world.sender.sent > 300, 60)
         for _ in range(ROUNDS):
             happened = fault(world, dice)
