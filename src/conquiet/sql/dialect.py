@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import sqlite3
 import ssl
+import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -78,7 +80,7 @@ def engine(url: str | URL, **options: Any) -> Engine:
     if address.get_backend_name() == "sqlite":
         arguments = {"timeout": BUSY_SECONDS, **options.pop("connect_args", {})}
         made = create_engine(address, connect_args=arguments, **options)
-        event.listen(made, "connect", _write_ahead)
+        event.listen(made, "connect", keep_wal)
         return made
     if _PREPARE in address.query:
         arguments = {_PREPARE: _prepare_threshold(address), **options.pop("connect_args", {})}
@@ -318,8 +320,21 @@ def execute(connection: Connection, statement: str, parameters: Any = None) -> S
         cursor.close()
 
 
-def _write_ahead(connection: Any, record: object) -> None:
-    connection.execute("PRAGMA journal_mode=WAL").close()
+def keep_wal(connection: Any, record: object = None) -> None:
+    """Change the file of a connection of the driver to WAL, if it is not.
+
+    Readers then never wait for the writer, nor it for them. While another connection does the
+    same, SQLite fails at once, whatever its time-out for locks.
+    """
+    deadline = time.monotonic() + BUSY_SECONDS
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode=WAL").close()
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
 
 
 def begin_immediate(connection: Connection) -> None:

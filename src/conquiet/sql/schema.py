@@ -14,7 +14,6 @@ an Alembic project of your own, `include_object` keeps autogenerate from droppin
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,7 +43,6 @@ from sqlalchemy import (
 from sqlalchemy.dialects import registry
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.dialects.postgresql.base import ischema_names
-from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.schema import CreateIndex, CreateTable
 from sqlalchemy.sql.expression import FunctionElement
@@ -348,7 +346,6 @@ _SUFFIXES = ("_delayed", "_history", "_positions", "_retries", "_schedules", "_w
 """Of the tables beside an outbox."""
 DIALECTS = ("postgresql", "sqlite")
 LOCK = 0x636F6E71  # "conq": the advisory lock for changes of the tables
-_WAL_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -506,29 +503,13 @@ def lock_tables(given: Engine | str | URL) -> Iterator[Connection]:
     """Open a transaction that excludes other changes of the tables."""
     with dialect.use_engine(given) as engine, engine.connect() as connection:
         if dialect.is_sqlite(engine.dialect):
-            # Stored in the file. Readers then never wait for the writer, nor it for them.
-            _keep_wal(connection)
+            dialect.keep_wal(dialect.driver_connection(connection))
         with connection.begin():
             if dialect.is_sqlite(engine.dialect):
                 dialect.begin_immediate(connection)
             else:
                 connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({LOCK})")
             yield connection
-
-
-def _keep_wal(connection: Connection) -> None:
-    """Change the file to WAL; while another process does the same, SQLite does not wait for it."""
-    deadline = time.monotonic() + _WAL_SECONDS
-    while True:
-        try:
-            connection.exec_driver_sql("PRAGMA journal_mode=WAL")
-            return
-        except OperationalError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.01)
-        finally:
-            connection.rollback()
 
 
 def _metadata(inbox: str | None, outbox: str | None) -> MetaData:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from io import StringIO
 from pathlib import Path
 
@@ -366,3 +368,18 @@ def test_sqlite_never_gives_a_deleted_id_again(sqlite: Engine) -> None:
 def _add(engine: Engine) -> None:
     with engine.begin() as connection:
         Outbox("orders").add(connection, [message()])
+
+
+def test_the_first_connections_to_a_file_wait_for_each_other(tmp_path: Path) -> None:
+    """A change to WAL fails at once while another connection writes, whatever its time-out."""
+    first = sqlite3.connect(tmp_path / "shop.db", isolation_level=None)
+    first.execute("BEGIN IMMEDIATE")
+    first.execute("CREATE TABLE orders (id TEXT)")
+    engine = make_engine(f"sqlite:///{tmp_path}/shop.db")
+    with ThreadPoolExecutor(1) as pool:
+        connected = pool.submit(lambda: engine.connect().close())
+        assert not wait([connected], timeout=0.2).done
+        first.execute("COMMIT")
+        connected.result(timeout=20)
+    first.close()
+    engine.dispose()
