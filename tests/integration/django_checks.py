@@ -291,6 +291,26 @@ def the_table_of_an_older_database_gets_the_errors_of_attempts() -> None:
     assert schema.verify(app.store.log.log_engine) == []
 
 
+def the_table_of_an_older_database_gets_the_settings_of_autovacuum() -> None:
+    if connection.vendor != "postgresql":
+        return
+    with connection.cursor() as cursor:
+        cursor.execute("ALTER TABLE outbox RESET (autovacuum_vacuum_scale_factor)")
+        cursor.execute(
+            "ALTER TABLE outbox_delayed RESET (autovacuum_vacuum_scale_factor,"
+            " autovacuum_vacuum_insert_scale_factor, autovacuum_analyze_scale_factor)"
+        )
+    call_command("migrate", "conquiet", "0005", verbosity=0)
+    call_command("migrate", "conquiet", verbosity=0)
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "SELECT relname, cardinality(reloptions) FROM pg_class WHERE relname IN"
+            " ('outbox', 'outbox_delayed', 'processed_messages')"
+        )
+        found = dict(cursor.fetchall())
+    assert found == {"outbox": 2, "outbox_delayed": 3, "processed_messages": 3}
+
+
 def a_delayed_event_waits_and_can_be_cancelled() -> None:
     with transaction.atomic():
         [waiting, now] = app.emit(Do("a"), Message(Do("b"), notbefore=timedelta()), after=3600)

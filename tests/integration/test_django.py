@@ -48,7 +48,7 @@ class Project:
             "DATABASE_URL": database,
             "BROKER_URL": "",
             "DJANGO_SETTINGS_MODULE": "shop.settings",
-            "PYTHONPATH": f"{PROJECT}:{ROOT}",
+            "PYTHONPATH": f"{PROJECT}:{ROOT}:{ROOT}/src",
         }
         self.engine: Engine = make_engine(database)
 

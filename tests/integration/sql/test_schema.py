@@ -60,6 +60,8 @@ def catalog(engine: Engine) -> list[tuple[str, ...]]:
             " AND indexname NOT LIKE 'conquiet%%'",
             "SELECT conname::text, pg_get_constraintdef(oid) FROM pg_constraint"
             " WHERE connamespace = 'public'::regnamespace AND conname NOT LIKE 'conquiet%%'",
+            "SELECT relname::text, reloptions::text FROM pg_class WHERE reloptions IS NOT NULL"
+            " AND relnamespace = 'public'::regnamespace",
         )
         return sorted(tuple(row) for part in parts for row in connection.exec_driver_sql(part))
 
@@ -174,6 +176,41 @@ def test_migrate_takes_over_what_ddl_created(empty: Engine) -> None:
     by_ddl(empty)
     schema.migrate(empty)
     assert schema.verify(empty) == []
+
+
+def options_of(engine: Engine) -> dict[str, list[str]]:
+    query = text("SELECT relname, reloptions FROM pg_class WHERE reloptions IS NOT NULL")
+    with engine.connect() as connection:
+        return dict(connection.execute(query).all())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tables_that_grow_are_vacuumed_before_a_fifth_of_them_is_dead(
+    database_url: str, way: str
+) -> None:
+    engine = make_engine(database_url)
+    WAYS[way](engine)
+    wanted = [f"{name}={value}" for name, value in schema.AUTOVACUUM.items()]
+    grow = ("outbox", "outbox_delayed", "processed_messages")
+    found = options_of(engine)
+    engine.dispose()
+    assert {name: found.get(name) for name in grow} == dict.fromkeys(grow, wanted)
+
+
+def test_migrate_gives_an_older_table_the_settings_and_leaves_those_of_an_operator(
+    database_url: str,
+) -> None:
+    engine = make_engine(database_url)
+    schema.migrate(engine, revision="0007")
+    mine = ["autovacuum_vacuum_scale_factor=0.3"]
+    with engine.begin() as connection:
+        connection.execute(text(f"ALTER TABLE outbox SET ({mine[0]})"))
+    schema.migrate(engine)
+    found = options_of(engine)
+    assert schema.verify(engine) == []
+    engine.dispose()
+    assert found["outbox"] == mine
+    assert len(found["processed_messages"]) == len(schema.AUTOVACUUM)
 
 
 @pytest.mark.parametrize("column", ["id", "created_at", "attempts", "xid"])
