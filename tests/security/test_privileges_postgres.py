@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import closing
 from datetime import UTC, datetime
 from uuid import uuid4
 
@@ -22,7 +23,16 @@ from conquiet.operations.history import Key, TableKeeper
 from conquiet.relay import Relay
 from conquiet.relay.inspection import Inspection
 from conquiet.schedule import State
-from conquiet.sql import Cleanup, Inbox, Outbox, OutboxLog, OutboxSource, Transaction, engine
+from conquiet.sql import (
+    Cleanup,
+    Inbox,
+    LogSource,
+    Outbox,
+    OutboxLog,
+    OutboxSource,
+    Transaction,
+    engine,
+)
 from conquiet.sql.schedules import Schedules
 from conquiet.web import Open, dashboard
 from marketplace.catalog import CATALOG, OrderCanceled, OrderKeys
@@ -255,13 +265,24 @@ def test_domain_events_from_the_service_to_the_cleanup(engine_of, ordered) -> No
     refused(cleanup, insert, f"UPDATE {rows} SET payload_json = '1'", f"DROP TABLE {rows}")
 
 
-PAGES = ("/", "/outbox", "/outbox?state=parked", "/processes", "/trace?id=bad", "/outbox?error=no")
+PAGES = (
+    *("/", "/dead-letters", "/outbox", "/outbox?state=parked", "/processes", "/trace?id=bad"),
+    "/outbox?error=no",
+)
 
 
 @pytest.mark.parametrize("role", ["conquiet_reader", "conquiet_operator"])
-def test_a_dashboard_shows_every_page_and_does_what_its_role_may(as_role, engine_of, role) -> None:
+def test_a_dashboard_shows_every_page_and_does_what_its_role_may(
+    as_role, engine_of, database_url, role
+) -> None:
     write(engine_of("conquiet_service"), "1", "bad")
     publish(OutboxSource(engine_of("conquiet_relay"), max_attempts=1), Taking())
+    owner = engine(database_url)
+    with closing(LogSource(owner, "orders", "billing", max_attempts=1)) as source:
+        while not source.dead:
+            for message in source.read(10, 5.0):
+                message.nack(ValueError("no"))
+    owner.dispose()
     app = dashboard(database=as_role(role), broker=None, auth=Open())
     try:
         client = Browser(app)
@@ -275,6 +296,11 @@ def test_a_dashboard_shows_every_page_and_does_what_its_role_may(as_role, engine
         done = client.post("/outbox/retry", data=form_of(row, "/outbox/retry"))
         has_it = role == "conquiet_operator"
         assert ("bad has new attempts" in done.text) is has_it
+        assert ("permission denied" in done.text) is not has_it
+        letters = {"stream": "?topic=orders&group=billing"}
+        asked = client.get("/dead-letters/drop", params=letters)
+        done = client.post("/dead-letters/drop", data=form_of(asked, "/dead-letters/drop"))
+        assert ("messages dropped" in done.text) is has_it
         assert ("permission denied" in done.text) is not has_it
     finally:
         app.close()

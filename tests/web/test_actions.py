@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import re
+from contextlib import closing
 
 import pytest
 from starlette.routing import Route
@@ -12,8 +13,10 @@ from conquiet.errors import TryLater
 from conquiet.redis import StreamSource
 from conquiet.redis.group import GroupStream
 from conquiet.redis.wire import Wire
+from conquiet.sql import LogSource
 from conquiet.web import Token
 from tests.web.browsing import Browser
+from tests.web.test_pages import text_of
 
 
 def form_of(answer, action: str) -> dict[str, str]:
@@ -71,6 +74,51 @@ def test_letters_may_go_to_another_stream(client, shop, ids) -> None:
     form = {**form_of(page, "/dead-letters/replay"), "to": "elsewhere"}
     assert "3 messages sent again." in client.post("/dead-letters/replay", data=form).text
     assert shop.client.xlen("elsewhere") == 3
+
+
+@pytest.mark.parametrize("broker", ["off", "on"])
+def test_dead_letters_of_a_log_are_tried_again_or_dropped(make, shop, broker) -> None:
+    shop.write(60)
+    with closing(LogSource(shop.engine, "orders", "b&b", max_attempts=1)) as source:
+        dead = 0
+        while dead < 60:
+            for message in source.read(60, 5.0):
+                message.nack(LookupError("no <stock>"))
+                dead += 1
+        client = Browser(make(broker=None) if broker == "off" else make())
+        overview = text_of(client.get("/"))
+        assert "60 dead letters in 1 place" in overview
+        assert "group b&amp;b of orders 60" in overview
+        assert "b&amp;b orders in the database 0 – – 1" in overview
+        found = client.get("/dead-letters").text
+        assert "group b&amp;b of orders (60)" in found
+        assert "LookupError: no &lt;stock&gt;" in found
+        place = re.search(r'name="stream" value="([^"]+)"', found)[1].replace("&amp;", "&")
+        following = re.search(r'href="([^"]+)">Next page', found)[1].replace("&amp;", "&")
+        letters = re.findall(r'name="pick" value="([^"]+)"', found + client.get(following).text)
+        assert len(set(letters)) == 60
+        page = client.get("/dead-letters/letter", params={"stream": place, "id": letters[0]})
+        done = client.post("/dead-letters/replay", data=form_of(page, "/dead-letters/replay"))
+        assert "1 message sent again." in done.text
+        [again] = source.read(60, 30.0)
+        again.ack()
+        page = client.get("/dead-letters/replay", params={"stream": place})
+        assert "Replay 59 dead letters of group b&amp;b of orders?" in page.text
+        assert "other groups do not" in page.text
+        assert 'name="to"' not in page.text
+        page = client.get("/dead-letters/drop", params={"stream": place})
+        done = client.post("/dead-letters/drop", data=form_of(page, "/dead-letters/drop"))
+        assert "59 messages dropped." in done.text
+    assert "No dead letters." in text_of(client.get("/dead-letters"))
+
+
+def test_a_log_that_nobody_reads_needs_attention(make, shop) -> None:
+    shop.write(2)
+    with closing(LogSource(shop.engine, "orders", "billing")) as source:
+        source.read(1, 5.0)[0].nack(None)
+    found = text_of(Browser(make(broker=None)).get("/"))
+    assert "No live consumer reads 1 group with a backlog" in found
+    assert "billing of orders 1 unread, 1 to retry" in found
 
 
 def test_dead_letters_of_celery_are_shown_and_replayed_too(make, shop) -> None:

@@ -23,5 +23,15 @@ def test_hidden_payloads_are_nowhere(make, shop) -> None:
         text = hidden.get(path, params=params).text
         assert "iban-12345" not in text, path
         assert "idden" in text
-    for path in ("/", "/streams", "/stream?name=plain", "/outbox", "/dead-letters"):
+    lists = ("/outbox", "/stream?name=orders", "/dead-letters")
+    for path in lists:
+        assert "iban-12345" in shown.get(path).text, path
+    for path in (
+        "/",
+        "/streams",
+        "/stream?name=orders",
+        "/stream?name=plain",
+        "/outbox",
+        "/dead-letters",
+    ):
         assert "iban-12345" not in hidden.get(path).text

@@ -9,6 +9,7 @@ import threading
 from dataclasses import dataclass
 
 import pytest
+from sqlalchemy import text
 
 from conquiet import App
 from conquiet.redis import Readers
@@ -27,7 +28,7 @@ def text_of(answer) -> str:
 def test_the_overview_counts_and_says_what_needs_somebody(client, ids) -> None:
     text = text_of(client.get("/"))
     assert "3 rows of the outbox used up the attempts" in text
-    assert "3 dead letters in 1 stream" in text
+    assert "3 dead letters in 1 place" in text
     assert "dead 3" in text
     assert "Outbox waiting 4 rows" in text
     assert "Lag 8 unread" in text
@@ -41,7 +42,7 @@ def test_an_empty_shop_says_so_on_every_page(client, shop) -> None:
     assert "No stream is called" in text_of(client.get("/streams"))
     assert "Nothing waits" in text_of(client.get("/outbox"))
     assert "No row is parked" in text_of(client.get("/outbox?state=parked"))
-    assert "No stream holds dead letters" in text_of(client.get("/dead-letters"))
+    assert "No dead letters." in text_of(client.get("/dead-letters"))
     assert "No worker is known to run" in text_of(client.get("/processes"))
 
 
@@ -141,6 +142,18 @@ def test_rows_of_the_outbox_are_searched(client, ids) -> None:
         answer = client.get("/outbox", params=search)
         assert answer.status_code == 200
         assert answer.text.count("/outbox/row?id=") == count, search
+
+
+def test_a_list_of_rows_shows_the_beginning_of_each_payload(client, shop) -> None:
+    shop.write(1, note="é" * 400)  # whose characters are cut in the middle
+    [binary] = shop.write(1)
+    with shop.engine.begin() as connection:
+        statement = text("UPDATE outbox SET data = x'ff00' WHERE event_id = :id")
+        connection.execute(statement, {"id": binary})
+    found = text_of(client.get("/outbox"))
+    assert "{&#34;order&#34;:&#34;o-0&#34;,&#34;amount&#34;:4200" in found
+    assert "ééé …" in found
+    assert "not text" in found
 
 
 def test_a_row_shows_its_payload_and_error(client, ids) -> None:

@@ -230,11 +230,13 @@ class Client:
     @property
     def dead_letters(self) -> list[DeadLetter]:
         """Return the messages that failed `max_attempts` times, or with a permanent error."""
+        from conquiet.sql.log import Position
+
         self._check_open()
         letters: list[DeadLetter] = []
         for source in self._sources:
             with self._store.log_engine.connect() as connection:
-                rows = source.tables.dead_letters(connection, 0, 1_000)
+                rows = source.tables.dead_letters(connection, Position(), 1_000)
             letters += [DeadLetter(self._message(row), str(row.last_error or "")) for row in rows]
         return letters
 

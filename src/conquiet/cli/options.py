@@ -154,6 +154,12 @@ def count(text: str) -> int:
     return int(text)
 
 
+def whole(text: str) -> int:
+    if not text.isdecimal():
+        raise ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+    return int(text)
+
+
 def seconds(text: str) -> float:
     try:
         value = float(text)

@@ -17,10 +17,10 @@ from conquiet.cli.options import (
     add_group,
     add_verb,
     age,
-    count,
     database_at,
     redis_at,
     span,
+    whole,
 )
 from conquiet.cli.terminal import (
     FAILED,
@@ -65,7 +65,7 @@ def register(commands: Any, common: ArgumentParser) -> None:
             "--all", action="store_true", help="also those of Celery, and what is tried later"
         )
     add_watch(lag)
-    lag.add_argument("--max", type=count, metavar="N", help="exit with 1 if more wait")
+    lag.add_argument("--max", type=whole, metavar="N", help="exit with 1 if more wait; may be 0")
     trim.add_argument("streams", nargs="+", metavar="STREAM", help="its name")
     trim.add_argument(
         "--keep",

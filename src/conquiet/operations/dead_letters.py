@@ -222,9 +222,9 @@ def open_letters(
 
         return FileLetters(file_path(place), sink)
     if colon and kind.partition("+")[0] in DATABASES:
-        from conquiet.operations.log_groups import LogLetters
+        from conquiet.operations.log_groups import open_log_letters
 
-        return LogLetters(place)
+        return open_log_letters(place)
     if colon and rest.startswith("//") and kind in ("amqp", "amqps", "kafka", "sqs"):
         from conquiet.operations.brokers import BrokerLetters
 

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from fnmatch import fnmatchcase
 from typing import Any
 
-from sqlalchemy import Connection, Engine, NullPool, text
+from sqlalchemy import Connection, Engine, NullPool, func, select, text
 from sqlalchemy.exc import SQLAlchemyError
 
 from conquiet import attempts
-from conquiet.errors import ConquietError, NotFound
+from conquiet.errors import ConfigError, ConquietError, NotFound
 from conquiet.operations.dead_letters import Filter, Letter
 from conquiet.operations.text import as_text
 from conquiet.sql import dialect
+from conquiet.sql.log import Position
 from conquiet.sql.log_group import KAFKA_PREFIX, GroupTables
 from conquiet.sql.log_source import MAX_PARTITIONS, open_log
 from conquiet.sql.outbox_source import stored_message
-from conquiet.sql.schema import OUTBOX_TABLE, positions_table
+from conquiet.sql.schema import OUTBOX_TABLE, positions_table, retries_table
 
 _PAGE = 200
 
@@ -104,22 +105,43 @@ def remove(engine: Engine, topic: str, group: str, table: str = OUTBOX_TABLE) ->
         raise _no_group(topic, group)
 
 
+def count_dead(engine: Engine, table: str = OUTBOX_TABLE) -> dict[tuple[str, str], int]:
+    """Return how many dead letters each group has, by topic and group."""
+    with _reading(engine) as connection:
+        retries = retries_table(table)
+        if not dialect.has_table(connection, retries.fullname):
+            return {}
+        places = (retries.c.topic, retries.c.consumer_group)
+        found = select(*places, func.count()).where(retries.c.dead_at.is_not(None))
+        rows = connection.execute(found.group_by(*places).order_by(*places))
+        return {(topic, group): count for topic, group, count in rows}
+
+
+def open_log_letters(url: str) -> LogLetters:
+    """Open the dead letters of the group in a source's URL."""
+    engine, settings = open_log(url, poolclass=NullPool)
+    table = settings.get("table", OUTBOX_TABLE)
+    return LogLetters(engine, settings["topic"], settings["group"], table)
+
+
 class LogLetters:
     """The dead letters of one group; a replay lets the group, and no other, try again."""
 
-    def __init__(self, url: str) -> None:
-        self._engine, settings = open_log(url, poolclass=NullPool)
-        self._topic, group = settings["topic"], settings["group"]
-        self.name = f"group {group!r} of topic {self._topic!r}"
-        table = settings.get("table", OUTBOX_TABLE)
-        self._tables = GroupTables(self._engine, table, self._topic, group)
+    def __init__(self, engine: Engine, topic: str, group: str, table: str = OUTBOX_TABLE) -> None:
+        self._engine = engine
+        self._topic = topic
+        self.name = f"group {group!r} of topic {topic!r}"
+        self._tables = GroupTables(engine, table, topic, group)
 
     def exists(self) -> bool:
         with _reading(self._engine) as connection:
             return bool(self._tables.survey(connection))
 
     def scan(self, filter_: Filter, *, brief: bool = False) -> Iterator[tuple[Letter, Any]]:
-        after = 0
+        after = Position()
+        if filter_.after:
+            with suppress(ConfigError):  # an id of another kind of place selects nothing away
+                after = Position.parse(filter_.after)
         while True:
             with _reading(self._engine) as connection:
                 page = self._tables.dead_letters(connection, after, _PAGE)
@@ -127,7 +149,7 @@ class LogLetters:
                 yield self._letter(row), row.id
             if len(page) < _PAGE:
                 return
-            after = page[-1].id
+            after = Position(page[-1].xid, page[-1].id)
 
     def _letter(self, row: Any) -> Letter:
         message = stored_message(row, None, row.attempts)

@@ -6,6 +6,7 @@ Both tables are handled alike: the generic `outbox`, which parks a row by `parke
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -327,6 +328,16 @@ class Inspection:
             more["attributes"] = row.attributes
         return _entry(row), more
 
+    def previews(self, entries: Sequence[Entry], size: int = 480) -> dict[str, str | None]:
+        """Return the beginnings of payloads, by the ids of the rows; None if one is not text."""
+        key = self._table.c.id
+        keys = [_uuid(one.id) if self.is_events else int(one.id) for one in entries]
+        payload = _payload_text(self._payload)
+        start = func.substr(payload, 1, size, type_=self._payload.type).label("start")
+        with self._read() as connection:
+            rows = connection.execute(select(self._id.label("id"), start).where(key.in_(keys)))
+            return {str(row.id): _text_of(row.start) for row in rows}
+
     def delayed(self, limit: int = 50, *, type: str = "", id: str = "") -> list[DelayedEntry]:
         """List the events that wait until they are due, the next one first."""
         with self._read() as connection:
@@ -435,6 +446,16 @@ _NOTHING: ColumnElement[Any] = cast("", Text).label("aggregate_type")
 
 def _payload_text(payload: ColumnElement[Any]) -> ColumnElement[Any]:
     return cast(payload, Text) if isinstance(payload.type, Text) else payload
+
+
+def _text_of(start: Any) -> str | None:
+    """Decode the beginning of a payload, whose last character may be cut."""
+    if start is None or isinstance(start, str):
+        return start
+    try:
+        return codecs.getincrementaldecoder("utf-8")().decode(bytes(start))
+    except UnicodeDecodeError:
+        return None
 
 
 def _is_key(text: str) -> bool:

@@ -623,11 +623,11 @@ class GroupTables:
         row = self._run(connection, _COUNT_RETRIES).one()
         return int(row[0]) - int(row[1]), int(row[1])
 
-    def dead_letters(self, connection: Connection, after: int, limit: int) -> Sequence[Any]:
-        """Return dead letters with ids behind `after`."""
+    def dead_letters(self, connection: Connection, after: Position, limit: int) -> Sequence[Any]:
+        """Return dead letters behind `after`, in the order of the log."""
         text_of = "o.attributes::text" if self._is_postgresql else "o.attributes"
         template = self._with_errors(connection, _DEAD_LETTERS).replace("<attributes>", text_of)
-        return list(self._run(connection, template, {"after": after, "limit": limit}))
+        return list(self._run(connection, template, {**after._asdict(), "limit": limit}))
 
     def list_waiting(self, connection: Connection, limit: int) -> Sequence[Any]:
         """Return messages that wait for a retry, the next one first."""
@@ -824,8 +824,9 @@ _DEAD_LETTERS = """
 SELECT r.xid, r.id, r.attempts, r.last_error, r.traceback, r.dead_at, <errors of>, o.event_type,
        o.event_id, o.key, o.content_type, o.data, <attributes> AS attributes
   FROM <retries> AS r JOIN <outbox> AS o ON o.id = r.id
- WHERE r.consumer_group = :group AND r.topic = :topic AND r.dead_at IS NOT NULL AND r.id > :after
- ORDER BY r.id LIMIT :limit
+ WHERE r.consumer_group = :group AND r.topic = :topic AND r.dead_at IS NOT NULL
+   AND (r.xid, r.id) > (:xid, :id)
+ ORDER BY r.xid, r.id LIMIT :limit
 """
 _WAITING = """
 SELECT r.xid, r.id, r.attempts, r.next_try, r.last_error, <errors of>, o.event_type, o.event_id,

@@ -16,6 +16,7 @@ from conquiet.errors import ConquietError
 from conquiet.web.stores import Stores
 
 if TYPE_CHECKING:
+    from conquiet.operations.log_groups import LogGroup
     from conquiet.operations.streams import GroupInfo, StreamInfo
     from conquiet.relay.inspection import Figures
 
@@ -38,10 +39,17 @@ class Sample:
     at: float
     outbox: Figures | None = None
     streams: tuple[StreamInfo, ...] | None = None
+    logs: tuple[LogGroup, ...] = ()
+    """The groups that read the outbox as a log."""
     letters: Mapping[str, int] | None = None
-    """Streams with dead letters, and how many."""
+    """Where dead letters are, and how many."""
     troubles: Mapping[str, str] = field(default_factory=dict)
     """Stores that do not answer, and the errors."""
+
+    @property
+    def is_log(self) -> bool:
+        """Whether groups read the outbox itself, so that no relay has to publish it."""
+        return bool(self.logs) and self.streams is None and "Redis" not in self.troubles
 
     def groups(self) -> list[tuple[StreamInfo, GroupInfo]]:
         return [(stream, group) for stream in self.streams or () for group in stream.groups]
@@ -164,9 +172,12 @@ class Pulse:
     def _sample(self) -> Sample:
         troubles: dict[str, str] = {}
         outbox = found = letters = None
+        logs: tuple[LogGroup, ...] = ()
         if self._stores.has_database:
             try:
                 outbox = self._stores.outbox.figures()
+                logs = tuple(self._stores.log_groups())
+                letters = self._stores.log_letters()
             except ConquietError as error:
                 troubles["Database"] = str(error)
         if self._stores.has_broker:
@@ -175,20 +186,21 @@ class Pulse:
             try:
                 pattern = self._stores.streams
                 found = tuple(streams.survey(self._stores.client, pattern))
-                letters = self._stores.letter_streams()
+                letters = {**self._stores.stream_letters(), **(letters or {})}
             except ConquietError as error:
                 troubles["Redis"] = str(error)
-        return Sample(time.monotonic(), outbox, found, letters, troubles)
+        return Sample(time.monotonic(), outbox, found, logs, letters, troubles)
 
 
 def _point(sample: Sample, before: Sample | None) -> Point:
     groups = sample.own_groups()
     known = sample.streams is not None
+    lags = [group.lag for _, group in groups] + [group.lag for group in sample.logs]
     return Point(
         sample.at,
         _rate(sample, before, Sample.count_added) if known else None,
         _rate(sample, before, Sample.count_handled) if known else None,
-        sum(group.lag for _, group in groups) if known else None,
+        sum(lags) if known or sample.logs else None,
         sum(group.pending for _, group in groups) if known else None,
         sample.outbox.pending if sample.outbox is not None else None,
     )

@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl, urlencode
 
 from conquiet.config import has_events_layout
 from conquiet.errors import NotFound, StoreError
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from conquiet.operations.dead_letters import Letters
     from conquiet.operations.history import Keeper
+    from conquiet.operations.log_groups import LogGroup
     from conquiet.relay.inspection import Inspection
 
 _CONNECT_SECONDS = 3
@@ -34,6 +36,34 @@ _OF_KOMBU = "conquiet:kombu:dead:"
 
 def is_of_kombu(stream: str) -> bool:
     return _OF_KOMBU in stream
+
+
+_OF_LOG = "?topic="
+"""Begins the name of a group of the log: the query of its URL, without the database."""
+
+
+def _name_log(topic: str, group: str) -> str:
+    return f"?{urlencode({'topic': topic, 'group': group})}"
+
+
+def read_log(place: str) -> tuple[str, str] | None:
+    """Return topic and group of a place in the log; None if it is in no log.
+
+    >>> read_log("?topic=orders&group=billing"), read_log("orders:dead")
+    (('orders', 'billing'), None)
+    """
+    said = dict(parse_qsl(place[1:])) if place.startswith(_OF_LOG) else {}
+    return (said["topic"], said["group"]) if said.keys() == {"topic", "group"} else None
+
+
+def show_place(place: str) -> str:
+    """Return the name of a place for readers.
+
+    >>> show_place("?topic=orders&group=billing"), show_place("orders:dead")
+    ('group billing of orders', 'orders:dead')
+    """
+    of_log = read_log(place)
+    return place if of_log is None else f"group {of_log[1]} of {of_log[0]}"
 
 
 class Stores:
@@ -137,7 +167,12 @@ class Stores:
         return found
 
     def letters(self, stream: str) -> Letters:
-        """Open the dead letters of a stream, which may be that of a queue of Kombu or Celery."""
+        """Open the dead letters of a place that `letter_places` names."""
+        if (place := read_log(stream)) is not None:
+            engine = self.engine
+            from conquiet.operations.log_groups import LogLetters
+
+            return LogLetters(engine, *place, self.table)
         client = self.client
         from conquiet.operations.dead_letters import open_letters
 
@@ -152,7 +187,40 @@ class Stores:
                 " 'conquiet[kombu]' where the dashboard runs"
             ) from error
 
-    def letter_streams(self) -> dict[str, int]:
+    def letter_places(self) -> tuple[dict[str, int], list[str]]:
+        """Return where dead letters are and how many; and why a store could not tell."""
+        found: dict[str, int] = {}
+        troubles: list[str] = []
+        looks = [self.log_letters] if self.has_database else []
+        if self.has_broker or not looks:  # without stores, raise
+            looks.insert(0, self.stream_letters)
+        for look in looks:
+            try:
+                found |= look()
+            except StoreError as error:
+                troubles.append(str(error))
+        return found, troubles
+
+    def log_letters(self) -> dict[str, int]:
+        """Return the groups of the database's log that have dead letters."""
+        engine = self.engine  # raises if there is none
+        if has_events_layout(self.table):
+            return {}
+        from conquiet.operations.log_groups import count_dead
+
+        found = count_dead(engine, self.table)
+        return {_name_log(*place): count for place, count in found.items()}
+
+    def log_groups(self) -> list[LogGroup]:
+        """Return the groups that read the outbox as a log."""
+        engine = self.engine
+        if has_events_layout(self.table):
+            return []
+        from conquiet.operations.log_groups import survey
+
+        return survey(engine, table=self.table)
+
+    def stream_letters(self) -> dict[str, int]:
         """Return the streams with dead letters, those of Kombu included, and their lengths."""
         client = self.client
         from conquiet.operations.dead_letters import list_streams

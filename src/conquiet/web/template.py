@@ -18,6 +18,7 @@ from starlette.responses import HTMLResponse
 
 from conquiet.web import words
 from conquiet.web.forms import forget, link, read_note, token_of
+from conquiet.web.stores import show_place
 
 if TYPE_CHECKING:
     from conquiet.web.app import Dashboard
@@ -61,6 +62,7 @@ def environment() -> Environment:
     ):
         made.filters[filter_.__name__] = filter_
     made.filters["breaks"] = _breaks
+    made.filters["place"] = show_place
     made.filters["payload"] = lambda text: escape(words.payload(text))
     made.filters["exact"] = lambda text: escape(text[: words.FIELD_CHARS])
     made.globals["plural"] = words.plural

@@ -190,6 +190,8 @@ def advise(why: str) -> str:
     text = why.lower()
     if "no such table" in text or "does not exist" in text or "no file" in text:
         return "Create the tables with: conquiet outbox migrate"
+    if "permission denied" in text:
+        return "Its role lacks a right: the page Security of the docs lists them."
     if "password" in text or "auth" in text or "wrongpass" in text:
         return "Check user and password in the URL that the dashboard was started with."
     if "timeout" in text or "canceling statement" in text:

@@ -116,6 +116,9 @@ def test_streams_list_and_lag(publish, source, told, said) -> None:
     source()
     assert told("streams", "lag", "--max", "3")["lags"][0]["lag"] == 3
     assert told("streams", "lag", "--max", "2", code=1)["ok"] is False
+    assert told("streams", "lag", "--max", "0", code=1)["ok"] is False
+    with pytest.raises(SystemExit, match="2"):
+        said("streams", "lag", "--max", "-1")
     assert "group billing" in said("streams", "lag")[0]
     assert "no stream matches 'typo*'" in said("streams", "lag", "typo*", code=1)[1]
 

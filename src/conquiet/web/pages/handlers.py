@@ -204,12 +204,11 @@ def _charts(past: Past) -> list[Chart]:
 
 def _last_letters(app: Dashboard, name: str, type_: str) -> tuple[list[tuple[str, Letter]], str]:
     """Return the last dead letters of a handler in a day, each with its place; and a trouble."""
-    if not app.stores.has_broker:
-        return [], ""
     found: list[tuple[str, Letter]] = []
     day = Filter(since=datetime.now(UTC) - timedelta(days=1))
+    places, troubles = app.stores.letter_places()
     try:
-        for place in islice(app.stores.letter_streams(), _PLACES):
+        for place in islice(places, _PLACES):
             letters = app.stores.letters(place).scan(day, brief=True)
             for letter, _ in islice(letters, _LETTERS_READ):
                 is_ours = letter.handler == name or (
@@ -218,6 +217,6 @@ def _last_letters(app: Dashboard, name: str, type_: str) -> tuple[list[tuple[str
                 if is_ours:
                     found.append((place, replace(letter, data="")))
     except ConquietError as error:
-        return [], str(error)
+        troubles.append(str(error))
     found.sort(key=lambda pair: pair[1].time, reverse=True)
-    return found[:_MOST_LETTERS], ""
+    return found[:_MOST_LETTERS], "\n".join(troubles)

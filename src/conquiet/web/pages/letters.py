@@ -26,7 +26,7 @@ from conquiet.operations.dead_letters import (
 )
 from conquiet.web import words
 from conquiet.web.forms import Form, Note, action, clean, go, link, read_entry_id, read_query
-from conquiet.web.stores import is_of_kombu
+from conquiet.web.stores import is_of_kombu, read_log, show_place
 from conquiet.web.template import page
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def _moment(text: str) -> datetime | None:
 
 def _letters(request: Request) -> Response:
     app: Dashboard = request.app
-    places = app.stores.letter_streams()
+    places, troubles = app.stores.letter_places()
     name = read_query(request, "stream") or next(iter(places), "")
     said = {word: read_query(request, word) for word in _FILTER}
     after = read_entry_id(request, "after")
@@ -104,6 +104,7 @@ def _letters(request: Request) -> Response:
         "Dead letters",
         at="/dead-letters",
         places=places,
+        troubles=[(why, words.advise(why)) for why in troubles],
         stream=name,
         said=said,
         is_narrowed=any(said.values()),
@@ -184,6 +185,7 @@ def _ask(verb: str) -> Callable[[Request], Response]:
             # Not letters that arrive after the question was asked.
             said["until"] = datetime.now(UTC).isoformat(timespec="milliseconds")
         place, chosen = _place(app, name), filter_of(said)
+        of_log = read_log(name) is not None
         act = replay if verb == "replay" else drop
         count = len(act(place, chosen, limit=MOST, dry_run=True).done)
         return page(
@@ -191,8 +193,8 @@ def _ask(verb: str) -> Callable[[Request], Response]:
             "confirm.html",
             f"{_VERBS[verb]} dead letters",
             at="/dead-letters",
-            question=f"{_VERBS[verb]} {words.plural(count, 'dead letter')} of {name}?",
-            consequence=_CONSEQUENCES[verb]
+            question=f"{_VERBS[verb]} {words.plural(count, 'dead letter')} of {show_place(name)}?",
+            consequence=_CONSEQUENCES["retry" if of_log and verb == "replay" else verb]
             + (f" No more than {MOST:,} at a time: then ask again." if count == MOST else ""),
             count=count,
             verb=_VERBS[verb],
@@ -201,7 +203,7 @@ def _ask(verb: str) -> Callable[[Request], Response]:
             back=link(request, "/dead-letters", stream=name),
             fields={"stream": name, **said},
             sample=find(place, chosen, _SHOWN, brief=True),
-            offers_stream=verb == "replay",
+            offers_stream=verb == "replay" and not of_log,
         )
 
     return ask
@@ -211,6 +213,8 @@ _VERBS = {"replay": "Replay", "drop": "Drop"}
 _CONSEQUENCES = {
     "replay": "Each message goes back to the stream it came from, with the same event id, and"
     " leaves the dead letters. A letter that cannot be sent is kept.",
+    "retry": "The group tries each message again, from its first attempt; other groups do not get"
+    " it. If it fails for good, it is a dead letter again.",
     "drop": "They are deleted for good and cannot be restored.",
 }
 

@@ -39,6 +39,7 @@ def _rows(request: Request) -> Response:
     newest = search.state in ("published", "any")
     figures = inspection.figures()
     rows = inspection.entries(search=search, newest=newest, limit=_PAGE + 1, after=after or None)
+    shown = rows[:_PAGE]
     said = {
         name: getattr(search, name)
         for name in ("state", "id", "type", "aggregate", "error", "attempts")
@@ -50,7 +51,8 @@ def _rows(request: Request) -> Response:
         at="/outbox",
         table=app.stores.table,
         figures=figures,
-        rows=rows[:_PAGE],
+        rows=shown,
+        previews={} if app.hide_payloads else inspection.previews(shown),
         search=search,
         said=said,
         is_narrowed=any(value for name, value in said.items() if name != "state"),

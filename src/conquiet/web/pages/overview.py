@@ -17,6 +17,7 @@ from conquiet.web.forms import link, read_query
 from conquiet.web.pages.handlers import of_window
 from conquiet.web.pages.processes import Process, list_processes
 from conquiet.web.pulse import POINTS, Point, Sample
+from conquiet.web.stores import show_place
 from conquiet.web.template import fragment, page
 
 if TYPE_CHECKING:
@@ -47,7 +48,9 @@ def _part(request: Request) -> str:
     app: Dashboard = request.app
     sample = app.pulse.sample()
     past = app.archive.read(window_of(read_query(request, "window")))
-    groups = sorted(sample.own_groups(), key=lambda pair: (-pair[1].lag, -pair[1].pending))
+    groups = sorted(
+        list_backlogs(request, sample), key=lambda one: (-one.lag, -(one.in_flight or 0))
+    )
     return fragment(
         request,
         "overview_part.html",
@@ -59,7 +62,7 @@ def _part(request: Request) -> str:
         concerns=find_concerns(request, sample),
         groups=groups[:_MOST_GROUPS],
         more=max(0, len(groups) - _MOST_GROUPS),
-        folded=len(sample.groups()) - len(groups),
+        folded=len(sample.groups()) - len(sample.own_groups()),
         has_broker=app.stores.has_broker,
         **of_window(request, past, "/"),
     )
@@ -103,6 +106,55 @@ def list_charts(past: Past) -> Iterator[Chart]:
             Line("dead letters", "bad", count("handler", minute, "dead")),
         ],
     )
+
+
+# --- groups ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Backlog:
+    """How far behind a group is: of a stream, or of the log of a database."""
+
+    group: str
+    place: str
+    lag: int
+    lag_is_exact: bool
+    behind_seconds: float
+    in_flight: int | None
+    """None in the log of a database, which knows positions only."""
+    alive: str
+    is_alone: bool
+    """Whether it has a backlog, and no live consumer."""
+    href: str = ""
+    place_href: str = ""
+
+
+def list_backlogs(request: HTTPConnection, sample: Sample) -> Iterator[Backlog]:
+    """Return how far behind each group is, but those of Celery and of retries."""
+    for stream, group in sample.own_groups():
+        yield Backlog(
+            group.name,
+            stream.name,
+            group.lag,
+            group.lag_is_exact,
+            group.behind_seconds,
+            group.pending,
+            f"{group.alive} of {len(group.consumers)}",
+            bool(group.lag or group.pending) and not group.alive,
+            link(request, "/group", stream=stream.name, name=group.name),
+            link(request, "/stream", name=stream.name),
+        )
+    for one in sample.logs:
+        yield Backlog(
+            one.name,
+            one.topic,
+            one.lag,
+            True,
+            one.behind_seconds,
+            None,
+            f"{one.members}",
+            bool(one.lag or one.retries) and not one.members,
+        )
 
 
 # --- concerns -------------------------------------------------------------------------------
@@ -166,7 +218,7 @@ def _of_outbox(request: HTTPConnection, sample: Sample) -> Iterator[Concern]:
             "Does a relay run? conquiet relay run --from wal reads it.",
             link(request, "/processes"),
         )
-    if figures.oldest_seconds > LONG_SECONDS:
+    if figures.oldest_seconds > LONG_SECONDS and not sample.is_log:
         yield Concern(
             f"A row of the outbox has waited for {words.age(figures.oldest_seconds)}",
             "Does a relay run? conquiet relay run publishes the outbox.",
@@ -177,12 +229,15 @@ def _of_outbox(request: HTTPConnection, sample: Sample) -> Iterator[Concern]:
 def _of_groups(request: HTTPConnection, sample: Sample) -> Iterator[Concern]:
     places = []
     for stream, group in sample.groups():
-        left = [(group.lag or 0, "unread"), (group.pending, "in flight")]
-        backlog = [f"{n:,} {what}" for n, what in left if n]
-        if backlog and not group.alive:
+        backlog = [(group.lag or 0, "unread"), (group.pending, "in flight")]
+        if any(count for count, _ in backlog) and not group.alive:
             href = link(request, "/group", stream=stream.name, name=group.name)
-            name = f"{group.name} of {stream.name}"
-            places.append((group.lag + group.pending, Place(name, ", ".join(backlog), href)))
+            places.append(_alone(f"{group.name} of {stream.name}", backlog, href))
+    for one in sample.logs:
+        backlog = [(one.lag, "unread"), (one.retries, "to retry")]
+        if any(count for count, _ in backlog) and not one.members:
+            name, href = f"{one.name} of {one.topic}", link(request, "/processes")
+            places.append(_alone(name, backlog, href))
     if places:
         yield _grouped(
             f"No live consumer reads {words.plural(len(places), 'group')} with a backlog",
@@ -191,14 +246,19 @@ def _of_groups(request: HTTPConnection, sample: Sample) -> Iterator[Concern]:
         )
 
 
+def _alone(name: str, backlog: Sequence[tuple[int, str]], href: str) -> tuple[int, Place]:
+    what = ", ".join(f"{count:,} {word}" for count, word in backlog if count)
+    return sum(count for count, _ in backlog), Place(name, what, href)
+
+
 def _of_letters(request: HTTPConnection, sample: Sample) -> Iterator[Concern]:
     letters = sample.letters or {}
     places = [
-        (count, Place(name, f"{count:,}", link(request, "/dead-letters", stream=name)))
+        (count, Place(show_place(name), f"{count:,}", link(request, "/dead-letters", stream=name)))
         for name, count in letters.items()
     ]
     if places:
-        where = f"in {words.plural(len(places), 'stream')}"
+        where = f"in {words.plural(len(places), 'place')}"
         yield _grouped(
             f"{words.plural(sum(letters.values()), 'dead letter')} {where}",
             "See the causes, fix them, then replay.",
@@ -231,11 +291,12 @@ class Tile:
 
 def show_flow(request: HTTPConnection, sample: Sample, history: Sequence[Point]) -> list[Tile]:
     """Return the tiles of rates and backlogs, with the last two minutes of each."""
-    now, groups = history[-1], sample.own_groups()
-    oldest = sample.outbox.oldest_seconds if sample.outbox else 0.0
-    behind = max((group.behind_seconds for _, group in groups), default=0.0)
-    at_least = "" if all(group.lag_is_exact for _, group in groups) else "≥ "
-    by = f"by {len(groups):,} groups" if len(groups) > 1 else ""
+    now, groups = history[-1], list(list_backlogs(request, sample))
+    oldest = sample.outbox.oldest_seconds if sample.outbox and not sample.is_log else 0.0
+    behind = max((group.behind_seconds for group in groups), default=0.0)
+    at_least = "" if all(group.lag_is_exact for group in groups) else "≥ "
+    handlers = len(sample.own_groups())
+    by = f"by {handlers:,} groups" if handlers > 1 else ""
     lag = f"{at_least}{words.number(now.lag)}"
     rows = "row" if now.waiting == 1 else "rows"
     streams = link(request, "/streams")
