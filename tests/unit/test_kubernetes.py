@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -44,6 +47,38 @@ def pods() -> dict[str, dict[str, Any]]:
 def containers() -> dict[str, dict[str, Any]]:
     """Each pod has one."""
     return {name: container for name, pod in pods().items() for container in pod["containers"]}
+
+
+SCHEMAS = """
+import sys, yaml, kubernetes_validate
+for path in sys.argv[2:]:
+    for found in yaml.safe_load_all(open(path)):
+        if found["kind"] != "ScaledObject":  # of KEDA, not of Kubernetes
+            print(found["kind"], kubernetes_validate.validate(found, sys.argv[1], strict=True))
+"""
+
+
+def validate(folder: Path, version: str, *files: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", SCHEMAS, version, *map(str, files)]
+    environ = {**os.environ, "PYTHONPATH": str(folder)}
+    return subprocess.run(command, env=environ, capture_output=True, text=True)
+
+
+@pytest.mark.slow  # its schemas are 17,000 files
+@pytest.mark.timeout(300)
+def test_manifests_are_valid_by_the_schemas_of_kubernetes(tmp_path: Path) -> None:
+    """By kubernetes-validate, since kubeconform is in no index of packages."""
+    folder = tmp_path / "packages"
+    options = ["--quiet", "--disable-pip-version-check", "--target", str(folder)]
+    options += ["--constraint", str(FOLDER.parents[1] / "constraints.txt"), "kubernetes-validate"]
+    subprocess.run([sys.executable, "-m", "pip", "install", *options], check=True)
+    for version in ("1.25", "1.37"):
+        done = validate(folder, version, *FILES)
+        assert done.returncode == 0, done.stderr
+        assert len(done.stdout.splitlines()) == len(documents()) - len(of_kind("ScaledObject"))
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text((FOLDER / "relay.yaml").read_text().replace("readinessProbe", "readyProbe"))
+    assert "readyProbe" in validate(folder, "1.37", wrong).stderr
 
 
 def test_there_is_a_manifest_for_each_process() -> None:
