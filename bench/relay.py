@@ -167,8 +167,12 @@ def throughput(publishing: Publishing, quick: bool) -> list[Case]:
     return cases
 
 
-def from_the_log(made: Engine, client: redis.Redis, quick: bool) -> list[Case]:
-    """Rows per second from the write-ahead log; the floor is the sink alone, with made messages."""
+def from_the_log(made: Engine, client: redis.Redis, quick: bool, rows: bool) -> list[Case]:
+    """Events per second from the write-ahead log; the floor is the sink alone, with made messages.
+
+    `rows` or events without rows.
+    """
+    outbox = Outbox("orders", source="/orders", rows=rows)
     count, batch, rounds = (3_000, 500, 2) if quick else (20_000, 500, 5)
     source = WalSource(made)
     sink = StreamSink(client, "orders")
@@ -181,7 +185,7 @@ def from_the_log(made: Engine, client: redis.Redis, quick: bool) -> list[Case]:
         cast(Any, client).delete("orders")
         for start in range(0, count, 1_000):
             with made.begin() as connection:
-                OUTBOX.add(connection, [event(one) for one in range(start, start + 1_000)])
+                outbox.add(connection, [event(one) for one in range(start, start + 1_000)])
         began, left = time.perf_counter(), count
         while left > 0:
             left -= relay.run_once(10.0).published
@@ -199,7 +203,7 @@ def from_the_log(made: Engine, client: redis.Redis, quick: bool) -> list[Case]:
     rate, alone = count / statistics.median(ours), count / statistics.median(floor)
     return [
         Case(
-            name="rows published from the log",
+            name="rows published from the log" if rows else "events without rows, from the log",
             rate=rate,
             floor="the sink alone",
             floor_rate=alone,
@@ -299,7 +303,8 @@ def main() -> None:
         woken = latency(made, url, stream.url, seconds, "--from", "claim")
         polled = latency(made, url, stream.url, seconds, "--from", "claim", "--no-wakeup")
         with redis.Redis.from_url(stream.url) as client:
-            cases += from_the_log(made, client, options.quick)
+            cases += from_the_log(made, client, options.quick, rows=True)
+            cases += from_the_log(made, client, options.quick, rows=False)
         followed = latency(made, url, stream.url, seconds, "--from", "wal")
         made.dispose()
     cases.append(timed("commit to consumer, with wake-up", woken))

@@ -497,7 +497,10 @@ def _check_slot(engine: Any, table: str) -> Iterator[Check]:
     detail = f"{slot.name} {reader}, {slot.lag_bytes:,} bytes behind, {limit}"
     fix = "start conquiet relay run --from wal; or change back with --from claim"
     if slot.is_lost:
-        detail = f"{slot.name or table}: {slot.status}; the next relay claims what it lacks"
+        detail = (
+            f"{slot.name or table}: {slot.status}; the next relay claims what it lacks, but for"
+            " events without rows, which are lost"
+        )
         yield Check("servers", "slot", "broken", detail, fix)
     elif slot.kept_bytes is None:
         fix = "ALTER SYSTEM SET max_slot_wal_keep_size = '10GB': else a relay that is away fills"

@@ -120,7 +120,7 @@ class Outbox(outbox.Outbox):
     def store(self, outputs: Sequence[Message[Any]]) -> None:
         statements = self._inserts(outputs)
         for statement in statements:
-            with self._name_missing_table(statement):
+            with self._explain(statement):
                 _execute(self.using, statement)
             committed = partial(self._committed, statement.table)
             django_transaction.on_commit(committed, self.using, robust=True)

@@ -3,6 +3,9 @@
     handler's outputs ──▶ rows ──▶ one INSERT in the transaction ──▶ relay
                             └ delayed: a row of `outbox_delayed` ──when due──▶ row of the outbox
 
+With `rows=False` the events are a message of PostgreSQL's write-ahead log in place of rows; a
+relay that follows the log publishes both.
+
 Ids ascend in the order of the events. Data is stored byte for byte, with its content type.
 """
 
@@ -22,14 +25,14 @@ from sqlalchemy.orm import Session
 from conquiet import outbox
 from conquiet.codec import check_attributes, encode_data
 from conquiet.delay import delay_all, due_of, split_delayed, utc_text
-from conquiet.errors import ConfigError, HandlerError, InvalidMessage
+from conquiet.errors import ConfigError, HandlerError, InvalidMessage, StoreError
 from conquiet.message import Message, describe
-from conquiet.sql import dialect, handle
+from conquiet.sql import dialect, handle, wal
 from conquiet.sql.notification import notify_after_commit
 from conquiet.sql.schema import OUTBOX_TABLE, delayed_table, outbox_table
 from conquiet.sql.transaction import TransactionConnection, current
+from conquiet.sql.wal import COLUMNS
 
-COLUMNS = ("topic", "event_type", "event_id", "key", "content_type", "data", "attributes")
 _encode = msgspec.json.Encoder().encode
 
 
@@ -72,12 +75,23 @@ class Outbox(outbox.Outbox):
     `topic` is where the events go, `table` that of the outbox, if need be with its schema. `source`
     is the source of events that name none. With `notify=False` commits wake no relay, and rows wait
     for its next poll.
+
+    With `rows=False`, on PostgreSQL 14 or newer, events are written into the write-ahead log alone,
+    for a relay that follows it (`WalSource` of this table, `--from wal`); while there is no slot
+    for one, `StoreError`. Only events that are delayed, or that the sink has refused, are rows.
     """
 
     def __init__(
-        self, topic: str, table: str = OUTBOX_TABLE, *, source: str = "", notify: bool = True
+        self,
+        topic: str,
+        table: str = OUTBOX_TABLE,
+        *,
+        source: str = "",
+        notify: bool = True,
+        rows: bool = True,
     ) -> None:
         super().__init__(topic)
+        self.rows = rows
         self.table: Table = outbox_table(table)
         self.delayed: Table = delayed_table(table)
         self.source = source
@@ -93,10 +107,15 @@ class Outbox(outbox.Outbox):
             unit.use_table(self.delayed.fullname)
             handle.execute(unit.connection, self._insert_delayed(later))
             unit.note_write(self.delayed.fullname if self.notify else None)
-        if now:
+        if now and self.rows:
             unit.use_table(self.table.fullname)
             handle.execute_with_commit(unit.connection, self._insert(now))
             unit.note_write(self.table.fullname if self.notify else None)
+        elif now:  # not with COMMIT: a refusal is one of the store, and no fault of a message
+            statement = self._emit(now)
+            with self._explain(statement):
+                handle.execute(unit.connection, statement)
+            unit.note_write()
 
     @overload
     def add(
@@ -150,20 +169,20 @@ class Outbox(outbox.Outbox):
         if is_async:
             return self._add_async(transaction, statements, ids)
         for statement in statements:
-            with self._name_missing_table(statement):
+            with self._explain(statement):
                 handle.run(transaction, statement)
         for statement in statements:
-            self._notify(transaction, statement.table)
+            self._notify(transaction, statement)
         return ids
 
     async def _add_async(
-        self, transaction: Any, statements: Sequence[InsertRows], ids: list[str]
+        self, transaction: Any, statements: Sequence[InsertRows | EmitEvents], ids: list[str]
     ) -> list[str]:
         for statement in statements:
-            with self._name_missing_table(statement):
+            with self._explain(statement):
                 await handle.run_async(transaction, statement)
         for statement in statements:
-            self._notify(transaction, statement.table)
+            self._notify(transaction, statement)
         return ids
 
     @overload
@@ -182,19 +201,24 @@ class Outbox(outbox.Outbox):
         statement = DeleteDelayed(self.delayed.fullname, id)
         if is_async:
             return self._cancel_async(transaction, statement)
-        with self._name_missing_table(statement):
+        with self._explain(statement):
             return len(handle.run(transaction, statement)) > 0
 
     async def _cancel_async(self, transaction: Any, statement: DeleteDelayed) -> bool:
-        with self._name_missing_table(statement):
+        with self._explain(statement):
             return len(await handle.run_async(transaction, statement)) > 0
 
     @contextmanager
-    def _name_missing_table(self, statement: InsertRows | DeleteDelayed) -> Iterator[None]:
-        """Say how a database of an older conquiet gets the table of delayed events."""
+    def _explain(self, statement: InsertRows | EmitEvents | DeleteDelayed) -> Iterator[None]:
+        """Say what the database lacks: the table of delayed events, or a slot for messages."""
         try:
             yield
         except Exception as error:
+            if isinstance(statement, EmitEvents):
+                if dialect.is_missing_table(error) or wal.NOT_FOLLOWED in str(error):
+                    refusal = f"{self.table.fullname} {wal.NOT_FOLLOWED}"
+                    raise StoreError(refusal) from error
+                raise
             if statement.table != self.delayed.fullname or not dialect.is_missing_table(error):
                 raise
             raise ConfigError(
@@ -202,11 +226,12 @@ class Outbox(outbox.Outbox):
                 " create it: conquiet outbox migrate"
             ) from error
 
-    def _notify(self, transaction: Any, filled: str) -> None:
+    def _notify(self, transaction: Any, statement: InsertRows | EmitEvents) -> None:
         """Notify relays after the commit, where it can be seen."""
         session = getattr(transaction, "sync_session", transaction)
         bind = session.bind if isinstance(session, Session) else session
-        table = filled if self.notify else None
+        is_read = self.notify and isinstance(statement, InsertRows)
+        table = statement.table if is_read else None
         if isinstance(bind, TransactionConnection):
             bind.unit.note_write(table)
         elif isinstance(session, Session) and table is not None:
@@ -233,13 +258,18 @@ class Outbox(outbox.Outbox):
             )
         return statements[0]
 
-    def _inserts(self, messages: Sequence[Message[Any]]) -> list[InsertRows]:
+    def _inserts(self, messages: Sequence[Message[Any]]) -> list[InsertRows | EmitEvents]:
         now, later = split_delayed(messages)
-        made = [self._insert(now)] if now else []
+        made: list[InsertRows | EmitEvents] = []
+        if now:
+            made.append(self._insert(now) if self.rows else self._emit(now))
         return [*made, self._insert_delayed(later)] if later else made
 
     def _insert(self, messages: Sequence[Message[Any]]) -> InsertRows:
         return InsertRows(self._at_once, [self._row(message) for message in messages])
+
+    def _emit(self, messages: Sequence[Message[Any]]) -> EmitEvents:
+        return EmitEvents(self.table.fullname, [self._row(message) for message in messages])
 
     def _insert_delayed(self, messages: Sequence[Message[Any]]) -> InsertRows:
         rows: list[DelayedRow] = []
@@ -380,6 +410,36 @@ def _insert_json(element: InsertRows, compiler: Any, **options: Any) -> str:
         for name, value in zip(("new_data", "new_rows"), packed, strict=True)
     )
     return element.texts.packed(data, rows)
+
+
+class EmitEvents(handle.Statement):
+    """Writes events into PostgreSQL's write-ahead log, as one message of the transaction."""
+
+    inherit_cache = False
+
+    def __init__(self, table: str, rows: Sequence[NewRow]) -> None:
+        self.table = table
+        self._rows = rows
+
+    def postgresql(self) -> handle.Query:
+        return wal.emit_events(self.table), (wal.pack_events([_event(row) for row in self._rows]),)
+
+    def sqlite(self) -> handle.Query:
+        raise ConfigError(
+            "SQLite has no log that a relay follows: Outbox(rows=False) is for PostgreSQL"
+        )
+
+
+def _event(row: NewRow) -> wal.Event:
+    return (
+        row.topic.encode(),
+        row.event_type.encode(),
+        row.event_id.encode(),
+        row.key.encode(),
+        row.content_type.encode(),
+        row.data,
+        row.attributes.encode(),
+    )
 
 
 class DeleteDelayed(handle.Statement):

@@ -23,8 +23,8 @@ from sqlalchemy.exc import SQLAlchemyError
 from conquiet.sql import dialect
 from conquiet.sql.claim import SQLITE_NOW
 from conquiet.sql.notification import notify_relays
-from conquiet.sql.outbox import COLUMNS
 from conquiet.sql.schema import LOCK, OUTBOX_TABLE, delayed_table, outbox_table
+from conquiet.sql.wal import COLUMNS
 
 logger = logging.getLogger("conquiet.relay")
 

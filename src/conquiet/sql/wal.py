@@ -8,6 +8,10 @@ Whether an outbox is published from the log is a fact of the database, not of a 
 claim see the publication, and stop. `enter` defers the rows of the snapshot at which the slot
 begins, `leave` marks the rows behind the slot's position; so each row is published one way.
 
+Events of `Outbox(rows=False)` are *messages* of the log: they are in no table, unless one fails,
+and is then inserted as a deferred row. They are written only while there is a slot to receive
+them; `leave` makes rows of those behind its position.
+
 The *horizon* is a transaction id below which all transactions had ended at a position that was
 confirmed: rows below it are published. It is the `catalog_xmin` of the slot, which PostgreSQL
 moves by this rule, and it is kept in a table as well, in case the slot is lost.
@@ -17,13 +21,13 @@ from __future__ import annotations
 
 import logging
 import struct
-import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
+import msgspec
 from sqlalchemy import URL, Connection, Engine
 
 from conquiet.errors import ConfigError, StoreError
@@ -36,6 +40,10 @@ DEFERRED = "last_error IS NOT NULL"
 """The condition of rows that are claimed although their outbox is published from the log."""
 UNMARKED = "published_at IS NULL AND parked_at IS NULL AND last_error IS NULL"
 """The condition of rows that are published, or not, by the position of the slot."""
+MESSAGES_SINCE = 140_000
+"""The version of PostgreSQL whose slots send messages of the log."""
+COLUMNS = ("topic", "event_type", "event_id", "key", "content_type", "data", "attributes")
+"""Of an event in a message of the log, in this order; texts are in UTF-8."""
 _REASON = "committed before the relay followed the write-ahead log; claimed"
 _MARK_ROWS = 10_000
 _POLL_SECONDS = 0.05
@@ -179,7 +187,8 @@ class WalOutbox:
         if known is not None and state is not None:
             logger.error(
                 "slot %s is %s: rows of %s from transaction %d on are claimed, and those that were"
-                " published already are published again",
+                " published already are published again; events of Outbox(rows=False) that it had"
+                " still to send are lost",
                 *(name, known.status if state == system else "of another server"),
                 *(self.name, horizon),
             )
@@ -252,28 +261,46 @@ class WalOutbox:
         level = {"isolation_level": "REPEATABLE READ"}
         with self._connect() as plain:
             connection = plain.execution_options(**level)
+            # Waits for writers of messages, and is not part of the snapshot.
+            connection.exec_driver_sql(f"LOCK TABLE {self._state} IN ACCESS EXCLUSIVE MODE")
             publication = connection.exec_driver_sql(f"SELECT {publication_of(self.name)}").scalar()
-            waiting = [] if slot.is_lost else self._waiting(connection, slot.name, str(publication))
             if not slot.is_lost:
+                waiting, events = self._waiting(connection, slot.name, str(publication))
                 connection.exec_driver_sql(f"{mark} AND id <> ALL(%s::bigint[])", (waiting,))
+                for event in events:
+                    connection.exec_driver_sql(insert_event(self.name), event)
             connection.exec_driver_sql(f"DROP PUBLICATION {publication}")
-            connection.exec_driver_sql(f"DELETE FROM {self._state}")
+            # Not DELETE: a writer with an older snapshot would still see the slot.
+            connection.exec_driver_sql(f"TRUNCATE {self._state}")
             connection.commit()
 
-    def _waiting(self, connection: Connection, slot: str, publication: str) -> list[int]:
-        """Return the ids behind the position of the slot, of all rows that this snapshot sees."""
-        [(written,)] = connection.exec_driver_sql("SELECT pg_current_wal_insert_lsn()")
-        flushed = "SELECT pg_current_wal_flush_lsn() >= %s::text::pg_lsn"
-        while not connection.exec_driver_sql(flushed, (written,)).scalar():
-            time.sleep(_POLL_SECONDS)  # commits may be visible before they are on disk
+    def _waiting(
+        self, connection: Connection, slot: str, publication: str
+    ) -> tuple[list[int], list[Event]]:
+        """Return what is behind the position of the slot: ids of rows, and events of messages.
+
+        The ids are those of all rows that this snapshot sees, and maybe of more.
+        """
+        with self._connect() as other:  # commits may be visible before they are on disk
+            other.exec_driver_sql("SET LOCAL synchronous_commit = local")
+            other.exec_driver_sql("SELECT pg_logical_emit_message(true, 'conquiet', 'flush')")
+            other.commit()
+        version = dialect.driver_connection(connection).info.server_version
+        more = ", 'messages', 'true'" if version >= MESSAGES_SINCE else ""
         peek = (
             "SELECT data FROM pg_logical_slot_peek_binary_changes("
-            "%s, NULL, NULL, 'proto_version', '1', 'publication_names', %s)"
+            f"%s, NULL, NULL, 'proto_version', '1', 'publication_names', %s{more})"
         )
         decoder = Decoder(("id",))
-        found = connection.exec_driver_sql(peek, (slot, publication))
-        rows = (decoder.decode(bytes(data)) for (data,) in found)
-        return [int(row[0]) for row in rows if isinstance(row, tuple)]
+        ids: list[int] = []
+        events: list[Event] = []
+        for (data,) in connection.exec_driver_sql(peek, (slot, publication)):
+            found = decoder.decode(bytes(data))
+            if isinstance(found, Emission):
+                events += found.events(slot)
+            elif isinstance(found, tuple):
+                ids.append(int(found[0]))
+        return ids, events
 
     def _drop_leftovers(self) -> None:
         """Drop slots of this outbox that a change left behind when it was interrupted."""
@@ -327,6 +354,29 @@ def refusal(table: str) -> StoreError:
         f"{table} is published from the write-ahead log, and not claimed: conquiet relay run"
         " --from wal (or WalSource) publishes it; --from claim changes back"
     )
+
+
+def emit_events(table: str) -> str:
+    """Return the SQL that writes events into the log, as one message of the transaction.
+
+    Without a slot that will send it, the message would be lost: then the statement fails.
+    """
+    slot = _RECEIVER.format(state=f"{table}_wal", since=MESSAGES_SINCE)
+    refused = f"CAST(concat('{table} {NOT_FOLLOWED}') AS integer)::text"
+    return f"SELECT pg_logical_emit_message(true, coalesce(({slot}), {refused}), %b::bytea)"
+
+
+def insert_event(table: str) -> str:
+    """Return the SQL that makes a row of an event, from its columns as bytes."""
+    values = (
+        "%b::bytea"
+        if column == "data"
+        else "nullif(convert_from(%b::bytea, 'UTF8'), '')"
+        if column == "key"
+        else "convert_from(%b::bytea, 'UTF8')" + ("::jsonb" if column == "attributes" else "")
+        for column in COLUMNS
+    )
+    return f"INSERT INTO {table} ({', '.join(COLUMNS)}) VALUES ({', '.join(values)})"
 
 
 def find_slot(connection: Connection, table: str, state: str | None = None) -> Slot | None:
@@ -384,6 +434,15 @@ CREATE TABLE IF NOT EXISTS {} (
     slot text PRIMARY KEY, system text NOT NULL, horizon xid8 NOT NULL,
     noted_at timestamptz NOT NULL DEFAULT now())
 """
+NOT_FOLLOWED = (
+    "is not published from the write-ahead log, so events of Outbox(rows=False) would be lost:"
+    " start conquiet relay run --from wal, on PostgreSQL 14 or newer"
+)
+# A writer holds the table of the state until it commits, and `leave` waits for it.
+_RECEIVER = """\
+SELECT w.slot FROM {state} AS w JOIN pg_replication_slots AS s ON s.slot_name = w.slot
+ WHERE s.database = current_database() AND s.wal_status <> 'lost'
+   AND current_setting('server_version_num')::integer >= {since}"""
 _SLOT = """
 SELECT w.slot, w.horizon::text AS horizon, s.wal_status, s.active, s.catalog_xmin::text,
        pg_snapshot_xmax(pg_current_snapshot())::text AS upcoming,
@@ -420,6 +479,29 @@ class Commit:
     """The position behind it."""
 
 
+Event: TypeAlias = tuple[bytes, bytes, bytes, bytes, bytes, bytes, bytes]
+"""An event in a message of the log, by `COLUMNS`."""
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(list[Event]).decode
+
+
+def pack_events(events: list[Event]) -> bytes:
+    """Pack the events of one statement for a message of the log."""
+    return _encode(events)
+
+
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """Is a message of the log, of this outbox or of anybody else."""
+
+    prefix: bytes
+    content: bytes
+
+    def events(self, slot: str) -> list[Event]:
+        """Return the events that are for a slot; none if it is for another."""
+        return _decode(self.content) if self.prefix == slot.encode() else []
+
+
 class Decoder:
     """Decodes messages of pgoutput, protocol 1, of one table, into rows of the wanted columns."""
 
@@ -431,8 +513,8 @@ class Decoder:
         self.types: tuple[tuple[str, int], ...] = ()
         """Name and type of each column, as the last description of the table has them."""
 
-    def decode(self, data: bytes) -> tuple[Any, ...] | Begin | Commit | None:
-        """Return a row, of bytes and None; or begin or commit; or None for anything else."""
+    def decode(self, data: bytes) -> tuple[Any, ...] | Begin | Commit | Emission | None:
+        """Return a row, of bytes and None; or what else it is; None for what is not of interest."""
         kind = data[0]
         if kind == 73:  # I
             return self._row(data)
@@ -441,6 +523,9 @@ class Decoder:
             return Begin(xid, at)
         if kind == 67:  # C
             return Commit(_commit(data, 1)[2])
+        if kind == 77 and data[1] & 1:  # M, in a transaction
+            end = data.index(0, 10)
+            return Emission(data[10:end], data[end + 5 :])
         if kind == 82:  # R
             self._learn(data)
         return None

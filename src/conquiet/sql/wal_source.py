@@ -7,7 +7,8 @@
 Rows are not marked: a row is published once its commit lies behind the confirmed position of the
 slot, which moves when all rows before it are settled. One relay at a time reads a slot; another
 waits, and takes over. A row that failed is *deferred*: `attempts` and `last_error` are stored
-before the position passes it, and it is claimed and marked as without the log.
+before the position passes it, and it is claimed and marked as without the log. An event that
+was a message of the log (`Outbox(rows=False)`) becomes a row by that.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import msgspec
 from sqlalchemy import URL, Engine
@@ -49,7 +50,17 @@ from conquiet.sql.outbox_source import (
 )
 from conquiet.sql.promotion import Promoter
 from conquiet.sql.schema import OUTBOX_TABLE
-from conquiet.sql.wal import DEFERRED, Begin, Commit, Decoder, Slot, WalOutbox
+from conquiet.sql.wal import (
+    COLUMNS,
+    DEFERRED,
+    MESSAGES_SINCE,
+    Begin,
+    Commit,
+    Decoder,
+    Emission,
+    Slot,
+    WalOutbox,
+)
 
 logger = logging.getLogger("conquiet.relay")
 
@@ -65,7 +76,10 @@ _REST_SECONDS = 1.0
 _2000 = 946_684_800_000_000
 _IN_USE = "55006"
 Values: TypeAlias = tuple[int, bytes, bytes, bytes, bytes | None, bytes, bytes, bytes, int]
-"""The columns of a row, in the order of `OutboxRow`; texts are not decoded yet."""
+"""The columns of a row, in the order of `OutboxRow`; texts are not decoded yet.
+
+An event that is in no table has a number below 0 for an id, unique in its stream.
+"""
 _WAITS_TO_READ, _WAITS_TO_WRITE = 1, 2  # of psycopg.waiting.Wait
 
 
@@ -122,6 +136,15 @@ class WalSource:
             " FROM unnest(%s::bigint[], %s::text[], %s::integer[], %s::boolean[])"
             " AS f (id, error, cost, parks)"
             " WHERE o.id = f.id AND o.published_at IS NULL AND o.parked_at IS NULL"
+        )
+        texts = ", ".join(f"f.{column}" for column in COLUMNS if column != "attributes")
+        self._insert_sql = (
+            f"INSERT INTO {name} ({texts.replace('f.', '')}, attributes, last_error, attempts,"
+            f" parked_at) SELECT {texts}, f.attributes::jsonb, f.error, f.cost,"
+            " CASE WHEN f.parks THEN clock_timestamp() END"
+            " FROM unnest(%s::text[], %s::text[], %s::text[], %s::text[], %s::text[], %s::bytea[],"
+            " %s::text[], %s::text[], %s::integer[], %s::boolean[]) WITH ORDINALITY"
+            f" AS f ({', '.join(COLUMNS)}, error, cost, parks, place) ORDER BY place RETURNING id"
         )
         self._blocked_sql = (
             f"SELECT DISTINCT key FROM {name} WHERE published_at IS NULL"
@@ -268,15 +291,35 @@ class WalSource:
             values.append((row.id, reason, int(costs), parks))
             if parks:
                 self._deferred.log(logging.ERROR, "parked", row, reason)
-        arrays = [list(column) for column in zip(*values, strict=True)]
-        with dialect.raise_store_errors(self.engine), self.engine.begin() as connection:
-            connection.exec_driver_sql(self._defer_sql, tuple(arrays))
-        for (row, _), (_, _, costs_one, parks) in zip(failed, values, strict=True):
+        rows = [row for row, _ in failed]
+        ids = self._store_failures(rows, values)
+        for row, id_, (_, _, costs_one, parks) in zip(rows, ids, values, strict=True):
             if self.ordered and row.key is not None:
                 self._blocked.add(row.key)
             if costs_one and not parks:
-                self._deferred.backoff.add(row.id, row.key, row.attempts, costs=True)
+                self._deferred.backoff.add(id_, row.key, row.attempts, costs=True)
         self._claim_at = min(self._claim_at, time.monotonic() + self._deferred.pause())
+
+    def _store_failures(
+        self, rows: Sequence[OutboxRow], values: Sequence[tuple[int, str, int, bool]]
+    ) -> list[int]:
+        """Note why rows failed, and make rows of events that were none; return the ids of all."""
+        stored = [value for value in values if value[0] >= 0]
+        new = [
+            (*row[1:-1], *value[1:])
+            for row, value in zip(rows, values, strict=True)
+            if value[0] < 0
+        ]
+        made: list[int] = []
+        with dialect.raise_store_errors(self.engine), self.engine.begin() as connection:
+            if stored:
+                arrays = tuple(list(column) for column in zip(*stored, strict=True))
+                connection.exec_driver_sql(self._defer_sql, arrays)
+            if new:
+                arrays = tuple(list(column) for column in zip(*new, strict=True))
+                made += connection.exec_driver_sql(self._insert_sql, arrays).scalars()
+        ids = iter(made)
+        return [value[0] if value[0] >= 0 else next(ids) for value in values]
 
     def _keys(self) -> set[str]:
         """Return the keys whose rows must wait behind a row that failed."""
@@ -421,7 +464,9 @@ class Stream:
         self._lock = threading.Lock()
         """Of the connection: another thread keeps it alive while a batch is published."""
         self._counting = threading.Lock()
-        self._decoder = Decoder(OutboxRow._fields)
+        self._decoder = Decoder((*OutboxRow._fields, "last_error"))
+        self._slot = slot
+        self._emitted = 0
         self._places: deque[Place] = deque()
         self._open: Place | None = None
         self._given_back: list[Ticket] = []
@@ -440,9 +485,11 @@ class Stream:
         self._asked = False
         self._ended = False
         self._woken = threading.Event()
-        self._is_binary = connection.info.server_version >= _BINARY_SINCE
+        version = connection.info.server_version
+        self._is_binary = version >= _BINARY_SINCE
         options = f"(proto_version '1', publication_names '{publication}'"
-        options += ", binary 'true')" if self._is_binary else ")"
+        options += ", binary 'true'" if self._is_binary else ""
+        options += ", messages 'true')" if version >= MESSAGES_SINCE else ")"
         command = f"START_REPLICATION SLOT {slot} LOGICAL 0/0 {options}"
         connection.wait(_start(connection, command.encode()))
         self.file: int = self._pgconn.socket
@@ -539,9 +586,10 @@ class Stream:
                 data = bytes(view)
                 if data[0] == 119 and data[25] == 73:  # w, I: a row
                     place, values = self._open, self._values(data)
-                    assert place is not None
-                    place.unsettled[values[0]] = values
-                    add((place, values))
+                    if values is not None:
+                        assert place is not None
+                        place.unsettled[values[0]] = values
+                        add((place, values))
                 else:
                     self._take_message(data)
             elif count < 0:
@@ -551,12 +599,25 @@ class Stream:
             else:
                 is_fresh = self._read()
 
-    def _values(self, data: bytes) -> Values:
+    def _values(self, data: bytes) -> Values | None:
+        """Return the columns of a row; None if it was deferred when it was inserted."""
         values = _plain_values(data) if self._is_plain else None
         if values is None:
-            found: Any = self._decoder.decode(data[25:])
+            *found, error = cast(tuple[Any, ...], self._decoder.decode(data[25:]))
+            if error is not None:
+                return None
             values = _values_from_binary(*found) if self._is_binary else _values_from_text(*found)
         return values
+
+    def _take_emission(self, emission: Emission) -> None:
+        place = self._open
+        assert place is not None
+        for topic, kind, id_, key, content_type, data, attributes in emission.events(self._slot):
+            self._emitted -= 1
+            event = topic, kind, id_, key or None, content_type, data, attributes
+            values: Values = (self._emitted, *event, 0)
+            place.unsettled[self._emitted] = values
+            self._received.append((place, values))
 
     def _read(self) -> bool:
         """Read from the socket; return whether there was nothing to read."""
@@ -585,6 +646,8 @@ class Stream:
             self._open = Place(self, self._transactions)
             with self._counting:
                 self._places.append(self._open)
+        elif isinstance(found, Emission):
+            self._take_emission(found)
         elif isinstance(found, Commit):
             assert self._open is not None
             with self._counting:
@@ -628,15 +691,19 @@ _BINARY_SINCE = 140_000
 _PLAIN = (
     *(("id", 20), ("created_at", 1184), ("topic", 25), ("event_type", 25), ("event_id", 25)),
     *(("key", 25), ("content_type", 25), ("data", 17), ("attributes", 3802), ("attempts", 23)),
+    ("last_error", 25),
 )
 """The columns of an outbox up to the last that is read, and their types."""
 _first = struct.Struct("!33xBIqBIqBI").unpack_from
 _head = struct.Struct("!BI").unpack_from
-_end = struct.Struct("!BIi").unpack_from
+_end = struct.Struct("!BIiB").unpack_from
 
 
 def _plain_values(data: bytes) -> Values | None:
-    """Read the columns `_PLAIN` in binary, quicker than any columns; None if one is NULL."""
+    """Read the columns `_PLAIN` in binary, quicker than any columns.
+
+    None if one is NULL, or if `last_error` is not.
+    """
     try:
         k1, _, id_, k2, _, _, k3, size = _first(data)
         at = 64 + size
@@ -663,11 +730,11 @@ def _plain_values(data: bytes) -> Values | None:
         k8, size = _head(data, at)
         start, at = at + 6, at + 5 + size  # behind the version of jsonb
         attributes = data[start:at]
-        k9, _, attempts = _end(data, at)
+        k9, _, attempts, k10 = _end(data, at)
     except (struct.error, IndexError):
         return None
-    if not k1 == k2 == k3 == k4 == k5 == k6 == k7 == k8 == k9 == 98:  # b: in binary
-        return None
+    if not k1 == k2 == k3 == k4 == k5 == k6 == k7 == k8 == k9 == 98 or k10 != 110:
+        return None  # b: in binary; n: NULL
     return id_, topic, event_type, event_id, key, content_type, body, attributes, attempts
 
 

@@ -49,6 +49,7 @@ SCENARIOS = {
     "relay over PostgreSQL": "sql_paths:RelayOverPostgres",
     "relay over PostgreSQL, ordered": "sql_paths:OrderedRelayOverPostgres",
     "relay over PostgreSQL, from the log": "sql_paths:RelayFromTheLog",
+    "relay over PostgreSQL, from the log without rows": "sql_paths:RelayFromTheLogWithoutRows",
     "relay over PostgreSQL, changing to the log": "sql_paths:RelayChangingToTheLog",
     "relay over SQLite": "sql_paths:RelayOverSqlite",
     "relay over Redis": "redis_paths:RelayOverRedis",

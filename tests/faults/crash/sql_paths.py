@@ -35,7 +35,7 @@ from tests.faults.crash.scenario import (
     until,
     write_ticks,
 )
-from tests.faults.invariants import Facts
+from tests.faults.invariants import Event, Facts
 from tests.faults.seam import Seam
 
 from conquiet import Message, Router, Worker
@@ -524,16 +524,37 @@ class RelayFromTheLog(RelayOverPostgres):
         ).fetchall()
         peek = (
             "SELECT count(*) FROM pg_logical_slot_peek_binary_changes(%s, NULL, NULL,"
-            " 'proto_version', '1', 'publication_names', %s) WHERE get_byte(data, 0) = ascii('I')"
+            " 'proto_version', '1', 'publication_names', %s, 'messages', 'true')"
+            " WHERE get_byte(data, 0) = ascii('I') OR position(convert_to(%s, 'UTF8') IN data) > 0"
         )
         for _ in range(200):  # the relay has ended, and its slot is free in a moment
             try:
-                [(rows,)] = opened.execute(peek, (slot, publication)).fetchall()
+                [(rows,)] = opened.execute(peek, (slot, publication, slot)).fetchall()
                 break
             except psycopg.errors.ObjectInUse:
                 time.sleep(0.05)
         facts.unsettled += [f"{rows} rows of the slot"] if rows else []
         opened.close()
+        return facts
+
+
+class RelayFromTheLogWithoutRows(RelayFromTheLog):
+    """The events are messages of the log; those of a transaction that was cut become rows."""
+
+    name = "relay over PostgreSQL, from the log without rows"
+
+    def fill(self, opened: Any, row: tuple[Any, ...]) -> None:
+        *_, data, about = row
+        event = Message(data, json.loads(about), topic=EVENTS)
+        with opened.transaction():
+            Outbox(EVENTS, rows=False).add(opened, [event])
+
+    def facts(self, place: Place) -> Facts:
+        facts = super().facts(place)
+        facts.rows = [
+            Event(f"e-{number}", command, key, number, published=True)
+            for number, (command, key) in enumerate(SENT.items())
+        ]
         return facts
 
 

@@ -56,7 +56,7 @@ def judge(report: dict, record_property: Callable[[str, object], None]) -> None:
     # Where it depends on the moment who sends an ack, a run may be a call or two short. How many
     # reads a stream of the write-ahead log takes depends on how its rows arrive, and how often an
     # idle relay looks for delayed events, each time by five calls, on the pace of the machine.
-    share = 4 if name.endswith("from the log") else 8 if name.startswith("delayed") else 20
+    share = 4 if ", from the log" in name else 8 if name.startswith("delayed") else 20
     assert len(missed) <= max(report["points"] // share, 1), told(missed)
 
 

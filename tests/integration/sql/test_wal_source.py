@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 
+import asyncpg
+import psycopg
 import pytest
 from sqlalchemy import Engine, text
+from sqlalchemy.orm import Session
 from tests.integration.sql.claiming import ListSink, fill, row, rows, running, store, the
 from tests.waiting import eventually
 
@@ -16,7 +20,7 @@ from conquiet.errors import ConfigError, SinkUnavailable, StoreError
 from conquiet.message import Message
 from conquiet.relay import Outcome, Relay
 from conquiet.relay.inspection import Inspection
-from conquiet.sql import Cleanup, Outbox, OutboxSource, Transaction, WalSource, schema
+from conquiet.sql import Cleanup, Inbox, Outbox, OutboxSource, Transaction, WalSource, schema
 from conquiet.sql import engine as make_engine
 from conquiet.sql.wal import Slot, WalOutbox
 from conquiet.testing.contracts import SourceContract
@@ -484,6 +488,243 @@ def test_pgbouncer_is_named_as_what_does_not_pass_the_log(bounced_url: str) -> N
 def test_sqlite_has_no_such_log(sqlite_url: str) -> None:
     with pytest.raises(ConfigError, match="--from claim"):
         WalSource(sqlite_url)
+
+
+# --- events that are messages of the log, and no rows --------------------------------------------
+
+EMITS = Outbox("orders", source="/shop", rows=False)
+
+
+def event(number: int, **attributes: str) -> Message[bytes]:
+    return Message(
+        b'{"number": %d}' % number, {"id": f"e-{number}", "type": "order.placed", **attributes}
+    )
+
+
+def emit_events(engine: Engine, *numbers: int, **attributes: str) -> None:
+    with engine.begin() as connection:
+        EMITS.add(connection, [event(number, **attributes) for number in numbers])
+
+
+def test_events_without_rows_come_in_the_order_of_commits_and_not_if_it_is_rolled_back(
+    outbox: Engine,
+) -> None:
+    source, sink = WalSource(outbox), ListSink()
+    relay = Relay(source, sink)
+    drain(relay)
+    with outbox.connect() as early, outbox.connect() as late:
+        EMITS.add(early, [event(3), event(4)])
+        EMITS.add(late, [event(1)])
+        fill(outbox, 1, first=2)
+        late.commit()
+        undone = early.begin_nested()
+        EMITS.add(early, [event(90)])
+        undone.rollback()
+        early.commit()
+        EMITS.add(late, [event(91)])
+        late.rollback()
+    drain(relay)
+    source.close()
+    assert sink.ids == ["e-2", "e-1", "e-3", "e-4"]
+    assert [one.event_id for one in rows(outbox)] == ["e-2"]
+
+
+def test_an_event_without_a_row_becomes_the_message_that_a_row_becomes(outbox: Engine) -> None:
+    source = WalSource(outbox)
+    source.read(1, 0)
+    events = [
+        Message(bytes(range(256)), {"id": "a", "type": "t", "source": "/ä", "number": 2**40}),
+        Message(b"", {"id": "b", "type": "t", "subject": "k", "datacontenttype": "text/xml"}),
+        Message({"a": "öde"}, {"id": "c", "type": "t", "partitionkey": "'\\"}, topic="öde"),
+    ]
+    for one in events:
+        one.attributes["time"] = "2026-11-19T00:00:00Z"
+    with outbox.begin() as connection:
+        EMITS.add(connection, events)
+    with outbox.begin() as connection:
+        Outbox("orders", source="/shop").add(connection, events)
+    found: list[Message[bytes]] = []
+    eventually(lambda: len(found.extend(source.read(10, 0.1)) or found) == 6, timeout=30)
+    source.close()
+    assert [seen(one) for one in found[:3]] == [seen(one) for one in found[3:]]
+
+
+@pytest.mark.parametrize("driver", ["psycopg", "asyncpg", "session"])
+def test_handlers_and_every_driver_write_events_without_rows(outbox: Engine, driver: str) -> None:
+    source, sink = WalSource(outbox), ListSink()
+    relay = Relay(source, sink)
+    drain(relay)
+    with Transaction(outbox).scope(()):
+        EMITS.store([event(1, source="/shop")])
+    url = outbox.url.set(drivername="postgresql").render_as_string(hide_password=False)
+    if driver == "psycopg":
+        with psycopg.connect(url) as connection:
+            EMITS.add(connection, [event(2)])
+    elif driver == "session":
+        with Session(outbox) as session, session.begin():
+            session.execute(EMITS.statement([event(2)]))
+    else:
+
+        async def write() -> None:
+            connection = await asyncpg.connect(url)
+            async with connection.transaction():
+                await EMITS.add(connection, [event(2)])
+            await connection.close()
+
+        asyncio.run(write())
+    drain(relay)
+    source.close()
+    assert sink.ids == ["e-1", "e-2"]
+
+
+def test_an_event_without_a_row_that_fails_becomes_one_and_holds_up_no_other(
+    outbox: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("conquiet.sql.claim._FIRST_DELAY_SECONDS", 0.02)
+    source, sink = WalSource(outbox, max_attempts=2, poll=0.02, ordered=True), ListSink()
+    relay = Relay(source, sink, ordered=True)
+    drain(relay)
+    sink.bad = {"e-2"}
+    inspection = Inspection(outbox, "outbox", max_attempts=2)
+    with running([relay]):
+        emit_events(outbox, 1, 2, 3, subject="k")
+        emit_events(outbox, 4)
+        eventually(lambda: inspection.figures().parked == 1, timeout=60)
+        emit_events(outbox, 5, subject="k")
+        emit_events(outbox, 6)
+        eventually(lambda: {"e-1", "e-4", "e-6"} == set(sink.ids), timeout=60)
+        assert (the(outbox, "e-2").attempts, the(outbox, "e-2").key) == (2, "k")
+        sink.bad = set()
+        inspection.retry()
+        eventually(lambda: len(set(sink.ids)) == 6, timeout=60)
+    assert Counter(sink.ids) == {f"e-{number}": 1 for number in range(1, 7)}
+    assert [m.id for m in sink.sent if m.key == "k"] == ["e-1", "e-2", "e-3", "e-5"]
+
+
+def test_an_event_without_a_row_comes_again_with_its_id_if_its_relay_died_before_it_confirmed(
+    outbox: Engine,
+) -> None:
+    sink, handled = ListSink(), []
+    source = WalSource(outbox)
+    drain(Relay(source, sink))
+    emit_events(outbox, 1, 2)
+    assert Relay(source, sink).run_once(30).published == 2
+    source._lose(source._stream)  # its connection, as when the process is killed
+    source.close()
+    again = WalSource(outbox)
+    drain(Relay(again, sink))
+    again.close()
+    assert sink.ids == ["e-1", "e-2"] * 2
+    inbox = Inbox("billing")
+    for message in sink.sent:
+        with Transaction(outbox).scope(()):
+            handled += inbox.remember([(inbox.subscriber, message.id)])
+    assert [id_ for _, id_ in handled] == ["e-1", "e-2"]
+
+
+def test_a_relay_that_stops_amid_a_transaction_makes_rows_of_its_rest(outbox: Engine) -> None:
+    source, sink = WalSource(outbox), ListSink()
+    drain(Relay(source, sink))
+    emit_events(outbox, *range(1, 8))
+    assert Relay(source, sink, batch_size=3).run_once(30).published == 3
+    source.close()
+    again = WalSource(outbox)
+    drain(Relay(again, sink))
+    again.close()
+    assert Counter(sink.ids) == {f"e-{number}": 1 for number in range(1, 8)}
+
+
+@pytest.mark.parametrize("state", ["never followed", "changed back", "slot dropped"])
+def test_without_a_slot_events_without_rows_are_refused_and_not_lost(
+    outbox: Engine, state: str
+) -> None:
+    if state != "never followed":
+        source = WalSource(outbox)
+        source.read(1, 0)
+        source.close()
+    if state == "changed back":
+        leave(outbox)
+    elif state == "slot dropped":
+        with outbox.begin() as connection:
+            connection.execute(
+                text(
+                    "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots"
+                    " WHERE database = current_database()"
+                )
+            )
+    for write in (
+        lambda: emit_events(outbox, 1),
+        lambda: store_in_scope(outbox),
+    ):
+        with pytest.raises(StoreError, match=r"outbox is not published from.*--from wal"):
+            write()
+
+
+def store_in_scope(engine: Engine) -> None:
+    with Transaction(engine).scope(()):
+        EMITS.store([event(1, source="/shop")])
+
+
+@pytest.mark.parametrize("level", ["READ COMMITTED", "REPEATABLE READ"])
+def test_changing_back_makes_rows_of_events_that_wait_and_loses_none_of_writers_that_are_amid(
+    outbox: Engine, level: str
+) -> None:
+    source, sink = WalSource(outbox), ListSink()
+    drain(Relay(source, sink))
+    source.close()
+    emit_events(outbox, 1, subject="ü")
+    with outbox.connect().execution_options(isolation_level=level) as late:
+        late.execute(text("SELECT 1 FROM processed_messages"))  # its snapshot, if it keeps one
+        with outbox.connect().execution_options(isolation_level=level) as amid:
+            EMITS.add(amid, [event(2)])
+            changing = threading.Thread(target=leave, args=[outbox])
+            changing.start()
+            eventually(lambda: is_waiting_for_writers(outbox), timeout=30)
+            amid.commit()
+            changing.join(30)
+        with pytest.raises(StoreError, match="not published from"):
+            EMITS.add(late, [event(3)])
+    claims = OutboxSource(outbox)
+    assert Relay(claims, sink).run_once(10).published == 2
+    claims.close()
+    assert sink.ids == ["e-1", "e-2"]
+    assert sink.sent[0].attributes["subject"] == "ü"
+    assert sink.sent[0].data == b'{"number": 1}'
+
+
+def is_waiting_for_writers(engine: Engine) -> bool:
+    waits = text(
+        "SELECT count(*) FROM pg_locks WHERE NOT granted AND mode = 'AccessExclusiveLock'"
+        " AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+    )
+    with engine.connect() as connection:
+        return bool(connection.execute(waits).scalar())
+
+
+def test_two_outboxes_of_one_database_do_not_read_each_others_events(outbox: Engine) -> None:
+    with outbox.begin() as connection:
+        connection.execute(text("CREATE SCHEMA sales"))
+    schema.init(outbox, inbox=None, outbox="sales.outbox", version_table="sales_version")
+    sinks = [ListSink(), ListSink()]
+    sources = [WalSource(outbox), WalSource(outbox, "sales.outbox")]
+    relays = [Relay(source, sink) for source, sink in zip(sources, sinks, strict=True)]
+    for relay in relays:
+        relay.run_once(0.1)
+    emit_events(outbox, 1)
+    with outbox.begin() as connection:
+        Outbox("orders", "sales.outbox", source="/shop", rows=False).add(connection, [event(2)])
+        connection.execute(text("SELECT pg_logical_emit_message(true, 'another', 'x')"))
+    eventually(lambda: [relay.run_once(0.1) for relay in relays] and all(s.sent for s in sinks))
+    for source in sources:
+        source.close()
+    assert [sink.ids for sink in sinks] == [["e-1"], ["e-2"]]
+
+
+def test_sqlite_refuses_events_without_rows(sqlite_url: str) -> None:
+    made = make_engine(sqlite_url)
+    with made.begin() as connection, pytest.raises(ConfigError, match="for PostgreSQL"):
+        EMITS.add(connection, [event(1)])
+    made.dispose()
 
 
 def test_delayed_events_come_when_they_are_due(outbox: Engine) -> None:
