@@ -62,7 +62,7 @@ def test_every_page_opens_without_a_complaint(window, shop, ids) -> None:
     [(entry, _)] = shop.client.xrange("orders", count=1)
     letter = {"stream": "dead", "id": ids["published"]}
     for path, query, wanted in (
-        ("/", {}, "3 dead letters in 1 stream"),
+        ("/", {}, "3 dead letters in 1 place"),
         ("/streams", {}, "billing"),
         ("/stream", {"name": "orders"}, ids["published"]),
         ("/group", {"stream": "orders", "name": "billing"}, "billing-1"),
@@ -248,7 +248,7 @@ def test_without_scripts_pages_still_read_and_act(chromium, served, shop, ids) -
     context = chromium.new_context(java_script_enabled=False)
     window = Watched(context.new_page(), served.url)
     page = window.go("/")
-    assert "3 dead letters in 1 stream" in window.main()
+    assert "3 dead letters in 1 place" in window.main()
     assert not page.is_visible("#live")
     window.go("/outbox")
     page.fill("input[name=error]", "too large")
