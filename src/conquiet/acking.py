@@ -66,7 +66,7 @@ class Acking:
 
     @classmethod
     def calling(cls, on_ack: Callable[[], object], on_nack: Callable[[Error], object]) -> Acking:
-        """Create an acking that calls one of two functions, outside any lock."""
+        """Create an acking that calls `on_ack`, or `on_nack` with the error, outside any lock."""
         return cls(_Callbacks(on_ack, on_nack))
 
     def split(self, count: int) -> list[Acking]:

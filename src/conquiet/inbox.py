@@ -19,7 +19,8 @@ class Inbox(ABC):
     """Middleware: passes a message once per subscriber and handler; skips and acks duplicates.
 
     Several handlers may take one type, so the name of the handler is part of the subscriber:
-    `billing/place_order`. Pin it with `name=` before renaming a function.
+    `billing/place_order`. Pin it with `name=` before renaming a function. With another `subscriber`
+    every message is new.
     """
 
     stage = Stage.INBOX

@@ -29,7 +29,8 @@ class Message(Generic[T]):
     """Holds data, attributes and acking of one message.
 
     `data` is bytes (raw) or an object (typed). `attributes` are published with it; `locals` never
-    leave the process. `topic` is its destination, `deliveries` how often its source has delivered
+    leave the process. `acking` settles it at its source; None, if it came from none. `topic` is its
+    destination, `deliveries` how often its source has delivered
     it. `notbefore` is when an outbox may publish it at the earliest: a moment with a time zone, or
     a while that begins when it is stored; it is not published with the message.
 
@@ -149,7 +150,7 @@ class Message(Generic[T]):
         return self.acking.ack() if self.acking is not None else False
 
     def nack(self, error: Error = None) -> bool:
-        """Nack the message. Return False if it was settled before."""
+        """Nack the message, for the reason `error`. Return False if it was settled before."""
         return self.acking.nack(error) if self.acking is not None else False
 
     def copy(self, **attributes: Any) -> Message[T]:
@@ -170,7 +171,7 @@ class Message(Generic[T]):
         return self if self._origin is None else self._origin
 
     def shares(self, count: int) -> list[Message[T]]:
-        """Copy the message for several handlers, each copy with a share of its acking."""
+        """Copy the message for `count` handlers, each copy with a share of its acking."""
         ackings = self.acking.split(count) if self.acking is not None else [None] * count
         twins: list[Message[T]] = []
         for acking in ackings:

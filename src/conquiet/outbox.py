@@ -17,7 +17,10 @@ from conquiet.task import is_task, topic_of_tasks
 
 
 class Outbox(ABC):
-    """Middleware: stores the outputs of handlers and removes them from the results."""
+    """Middleware: stores the outputs of handlers and removes them from the results.
+
+    `topic` is for outputs that name none.
+    """
 
     stage = Stage.OUTBOX
 

@@ -137,7 +137,11 @@ class Router:
         name: str | None = None,
         match: Matcher | None = None,
     ) -> Callable[[F], F]:
-        """Register a handler that returns events; `source` is the source of each."""
+        """Register a handler that returns events; `source` is the source of each.
+
+        `type` is that of the messages it takes, by default that of its parameter's class; `match`
+        picks among them. `name` identifies it in the inbox, by default the function's.
+        """
         if not source:
             raise ConfigError("a command handler needs the source of its events: source='/orders'")
 
@@ -152,7 +156,7 @@ class Router:
     def event(
         self, *, type: str | None = None, name: str | None = None, match: Matcher | None = None
     ) -> Callable[[F], F]:
-        """Register a handler that returns nothing."""
+        """Register a handler that returns nothing; `type`, `name` and `match` as for `command`."""
 
         def register(function: F) -> F:
             self.add(Handler(function, Kind.EVENT, type=type, name=name, match=match))
@@ -171,6 +175,7 @@ class Router:
         """Register a handler of whole messages; without type or match it takes them all.
 
         It runs beside the other handlers of a message; see `fallback` for one that does not.
+        `source` is that of the messages it returns, if they name none.
         """
 
         def register(function: F) -> F:
@@ -180,7 +185,10 @@ class Router:
         return register
 
     def fallback(self, *, name: str | None = None, source: str = "") -> Callable[[F], F]:
-        """Register a handler of whole messages; it takes those that no other handler takes."""
+        """Register a handler of whole messages; it takes those that no other handler takes.
+
+        `source` is that of the messages it returns, if they name none.
+        """
 
         def register(function: F) -> F:
             if self._fallbacks:
@@ -292,7 +300,10 @@ class Router:
         return Handled(messages, results)
 
     def settle(self, handled: Handled) -> None:
-        """Ack successful messages and nack failed ones, in one call per source."""
+        """Ack successful messages and nack failed ones, in one call per source.
+
+        `handled` is what `run` returned.
+        """
         acked: list[Acking] = []
         nacked: list[tuple[Acking, Error]] = []
         acks_all = self.ack == "on_success"

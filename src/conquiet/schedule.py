@@ -46,7 +46,9 @@ class Tick(msgspec.Struct, frozen=True):
     """One call of a schedule: which one, and the time at which it was due."""
 
     schedule: str
+    """Its name, by default that of the function."""
     time: datetime
+    """When the call was due, with its time zone; it may run later."""
 
 
 class Schedule:

@@ -181,11 +181,12 @@ class App:
     ) -> Callable[[F], F]:
         """Register a handler that is called on a schedule, once, however many processes run.
 
-        `cron` has five fields, in the time of `zone`; else give an interval, which is counted from
-        1970-01-01 UTC. The handler takes nothing, or a `Tick`, and what `on` gives by annotation or
-        by `Depends`; what it returns goes into the outbox. `missed` says what happens to ticks that
-        were due while no process ran: "one" is called for all of them, or "all" are, or they are
-        skipped. `name` is that of the schedule, and of the handler in the inbox.
+        `cron` has five fields, in the time of `zone`; else give an interval, the sum of `seconds`,
+        `minutes`, `hours` and `days`, which is counted from 1970-01-01 UTC. The handler takes
+        nothing, or a `Tick`, and what `on` gives by annotation or by `Depends`; what it returns
+        goes into the outbox. `missed` says what happens to ticks that were due while no process
+        ran: "one" is called for all of them, or "all" are, or they are skipped. `name` is that of
+        the schedule, and of the handler in the inbox.
         """
         if callable(cron):
             raise ConfigError("@app.every needs a schedule: @app.every(minutes=5)")
@@ -310,7 +311,7 @@ class App:
         of the app that it is for, by default this one; without a handler there it is a dead letter.
 
         With `at` or `after`, as in `emit`, it waits in the outbox until then, also if there is a
-        broker.
+        broker. `attributes` are those of the message, as `subject="order-7"`.
         """
         self.store.refuse_inside("send()")
         if is_signature(command):
@@ -336,7 +337,10 @@ class App:
         after: timedelta | float | None = None,
         **attributes: Any,
     ) -> str:
-        """Do as `send`, in a thread."""
+        """Do as `send`, in a thread, with the same arguments.
+
+        `topic`, `at`, `after` and `attributes` are as there.
+        """
         return await asyncio.to_thread(
             partial(self.send, command, topic=topic, at=at, after=after, **attributes)
         )
@@ -355,7 +359,10 @@ class App:
         return await asyncio.to_thread(self.cancel, id)
 
     def message(self, event: Any, *, topic: str | None = None, **attributes: Any) -> Message[Any]:
-        """Return an event as a message; id, type and source follow from its class and this app."""
+        """Return an event as a message; id, type and source follow from its class and this app.
+
+        `attributes` replace them, or are added. `topic` is by default the app's own.
+        """
         given = event if isinstance(event, Message) else Message(event)
         if attributes:
             if "notbefore" in attributes:
@@ -426,7 +433,10 @@ class App:
         return {name: handler for name, (_, handler) in self._schedules.items()}
 
     def describe(self, version: str = "1.0.0") -> dict[str, Any]:
-        """Return what the app receives and sends as an AsyncAPI 3 document, with JSON Schemas."""
+        """Return what the app receives and sends as an AsyncAPI 3 document, with JSON Schemas.
+
+        `version` is that of your application, which the document names.
+        """
         from conquiet.app.description import describe
 
         return describe(self, version)
@@ -466,8 +476,9 @@ class App:
     ) -> Running:
         """Create what runs: workers unless there are no handlers, and a relay if one is needed.
 
-        The schedules run with the workers. `history` keeps what handlers and relay did in each
-        minute of a day, for the dashboard.
+        Without `worker` or `relay` that part runs elsewhere, as in a process of its own. `options`
+        are those of `Worker`. The schedules run with the workers. `history` keeps what handlers and
+        relay did in each minute of a day, for the dashboard.
         """
         self.check_tables()
         workers = self.workers(**options) if worker and self.has_handlers else []
@@ -488,7 +499,8 @@ class App:
     def run(self, *, worker: bool = True, relay: bool = True, **options: Any) -> bool:
         """Work until SIGTERM, SIGINT or the end of a worker; return whether all was finished.
 
-        `options` are those of `Worker`. It is what `conquiet run` does.
+        `worker` and `relay` are as in `open`, `options` those of `Worker`. It is what
+        `conquiet run` does.
         """
         return self.open(worker=worker, relay=relay, **options).run(is_async=self.is_async)
 
@@ -543,7 +555,9 @@ class App:
     ) -> Client:
         """Return a client that runs the app on a SQLite file of its own, without broker and worker.
 
-        Use it as a context manager. `metadata` has tables that the app's own does not name.
+        Use it as a context manager. `database` is another place for its tables, such as a private
+        PostgreSQL. `metadata` has tables that the app's own does not name. After `max_attempts`
+        deliveries a failing message is a dead letter.
         """
         from conquiet.app.client import Client
 

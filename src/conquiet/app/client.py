@@ -44,7 +44,12 @@ class DeadLetter(NamedTuple):
 
 
 class Client:
-    """Delivers messages to an app and shows what came of them; `App.test` creates it."""
+    """Delivers messages to an app and shows what came of them; `App.test` creates it.
+
+    `app` is left as it is when the client is closed. `database` is an engine or a URL, or None for
+    a SQLite file in a temporary directory. The tables of `metadata` are created there. A message is
+    a dead letter after `max_attempts` deliveries.
+    """
 
     def __init__(
         self, app: App, database: Any, metadata: MetaData | None, max_attempts: int
@@ -114,16 +119,19 @@ class Client:
             )
 
     def send(self, event: Any, *, topic: str | None = None, **attributes: Any) -> str:
-        """Send a command or an event to the app, and handle all that waits; return its id."""
+        """Send a command or an event to the app, and handle all that waits; return its id.
+
+        `topic` and `attributes` are as for `App.send`.
+        """
         self._check_open()
         sent = self.app.send(event, topic=topic, **attributes)
         self.deliver()
         return sent
 
     def tick(self, name: str, time: datetime | None = None) -> str:
-        """Write a tick of a schedule, and handle all that waits; return its id.
+        """Write a tick of the schedule `name`, and handle all that waits; return its id.
 
-        Two ticks of one time take effect once. Without a time it is the present one.
+        Two ticks of one `time` take effect once. Without a time it is the present one.
         """
         sent = self.app.schedules.run(name, None if time is None else time.timestamp())
         self.deliver()
@@ -206,7 +214,7 @@ class Client:
     # --- what came of it --------------------------------------------------------------------
 
     def rows(self, statement: Any) -> list[tuple[Any, ...]]:
-        """Return the rows of a SELECT, given as text or by SQLAlchemy."""
+        """Return the rows of a SELECT; `statement` is a text, or SQLAlchemy's."""
         from sqlalchemy import text
 
         self._check_open()

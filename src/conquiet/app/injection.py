@@ -26,8 +26,9 @@ from conquiet.message import Message
 class Depends:
     """Names the provider of a parameter: `mailer: Annotated[Mailer, Depends(make_mailer)]`.
 
-    FastAPI's own `Depends` is understood as well. Without `use_cache`, each parameter gets a value
-    of its own.
+    `dependency` is a function, a generator that yields once, or a context manager; left out, it is
+    the class that annotates the parameter. FastAPI's own `Depends` is understood as well. Without
+    `use_cache`, each parameter gets a value of its own.
     """
 
     __slots__ = ("dependency", "use_cache")

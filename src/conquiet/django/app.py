@@ -69,7 +69,8 @@ class App(BaseApp):
     ) -> list[str]:
         """Write events into the outbox in the running `transaction.atomic()`; return their ids.
 
-        With `at` or `after` they are published then at the earliest.
+        `topic` and `attributes` are those of each event. With `at` or `after` they are published
+        then at the earliest.
         """
         if not connections[self.using].in_atomic_block:
             raise ConfigError(
@@ -90,6 +91,7 @@ class App(BaseApp):
             )
 
     def test(self, *arguments: Any, **options: Any) -> NoReturn:
+        """Refuse, with any `arguments` and `options`: use the test database of Django."""
         raise ConfigError(
             "app.test() is for apps without Django; call the handler in a django.test.TestCase,"
             " whose database the migrations have prepared"

@@ -60,17 +60,23 @@ class PostgresServer(Server):
     )
 
     def stop(self, *, keep: bool = False, mode: Literal["fast", "immediate"] = "fast") -> None:
-        """Stop; `fast` writes a checkpoint, `immediate` leaves recovery to the next start."""
+        """Stop; `keep` leaves the directory for a restart().
+
+        The `mode` `fast` writes a checkpoint, `immediate` leaves recovery to the next start.
+        """
         self._stop(signal.SIGINT if mode == "fast" else signal.SIGQUIT, keep)
 
     def create_database(self, name: str | None = None, *, template: str = "template0") -> str:
-        """Create an empty database, or a copy of `template`, and return its URL."""
+        """Create an empty database, or a copy of `template`, and return its URL.
+
+        Without a `name` it gets a random one.
+        """
         name = name or f"test_{uuid.uuid4().hex}"
         self._execute(f'CREATE DATABASE "{name}" TEMPLATE "{template}"')
         return re.sub(r"^(\w+://[^/?]*)(/[^?]*)?", rf"\1/{name}", self.url)
 
     def drop_database(self, url_or_name: str) -> None:
-        """Drop a database of this server, and end the connections to it."""
+        """Drop a database of this server, given by `url_or_name`, and end its connections."""
         name = urlsplit(url_or_name).path.removeprefix("/")
         self._execute(f'DROP DATABASE IF EXISTS "{name}" WITH (FORCE)')
 

@@ -121,7 +121,11 @@ os.register_at_fork(after_in_child=_let_go_of_all)
 
 
 class Server(ABC):
-    """A private server, or the address of an external one."""
+    """A private server, or the address of an external one.
+
+    `binary` is the program to start; `redis()` and `postgres()` find it. `options` are added to its
+    command line. With `external_url` nothing is started, and `stop` does nothing.
+    """
 
     kind = "server"
     _ready = "eady to accept connections"

@@ -36,14 +36,23 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     """Holds an event before it is stored; its id is also that of row, envelope and message."""
 
     catalog: Catalog
+    """The catalog that its data is checked against when it is stored."""
     event_type: str
+    """A type that the catalog declares, such as `order.placed`."""
     aggregate_type: str
+    """The kind of thing that it is about, such as `order`."""
     aggregate_id: UUID
+    """Which one it is about; an ordered relay keeps the order of its events."""
     version: int
+    """The version of its data, from 1 on."""
     data: msgspec.Struct | Mapping[str, Any]
+    """An instance of the declared struct, or a mapping with its fields."""
     occurred_at: datetime
+    """When it happened, with a time zone; not when it is stored."""
     actor: ActorRef | None = None
+    """Who caused it."""
     id: UUID = msgspec.field(default_factory=new_event_id)
+    """By default a new UUID of version 7, which sorts by time."""
 
 
 S = TypeVar("S", bound=type[msgspec.Struct])
@@ -69,7 +78,7 @@ class Declaration(NamedTuple):
 
 
 class Consumer(NamedTuple):
-    """Names a consumer and the event types that it accepts."""
+    """Holds the `name` of a consumer, and as `accepts` the event types that it handles."""
 
     name: str
     accepts: frozenset[str]
@@ -79,6 +88,7 @@ class Received(NamedTuple):
     """Holds an event as a consumer receives it."""
 
     envelope: Envelope
+    """The envelope, with the data as undecoded JSON."""
     data: Any
     """An instance of the struct declared for its type and version."""
 
@@ -134,7 +144,7 @@ class Catalog:
         return add
 
     def consumer(self, name: str, accepts: Iterable[str]) -> Consumer:
-        """Declare that a consumer accepts these event types."""
+        """Declare that the consumer `name` accepts these event types."""
         types = frozenset(map(str, accepts))
         unknown = types.difference(self.event_types)
         if unknown:
@@ -163,7 +173,11 @@ class Catalog:
         actor: ActorRef | None = None,
         occurred_at: datetime | None = None,
     ) -> Event:
-        """Create an event of the type that its struct declares; `emit` checks and stores it."""
+        """Create an event of the type that the struct of `data` declares; `emit` stores it.
+
+        `aggregate_id` says which thing it is about, `actor` who caused it, and `occurred_at` when
+        it happened: now, unless given.
+        """
         found = self._by_struct.get(type(data))
         if found is None:
             raise InvalidEvent(
@@ -192,7 +206,10 @@ class Catalog:
         actor: ActorRef | None = None,
         occurred_at: datetime | None = None,
     ) -> Event:
-        """Create an event from names and plain data, for callers without structs."""
+        """Create an event from names and plain data, for callers without structs.
+
+        `aggregate_id`, `actor` and `occurred_at` are as for `event`.
+        """
         return Event(
             catalog=self,
             event_type=event_type,
@@ -213,7 +230,7 @@ class Catalog:
         return Received(envelope, self.read(event_type, envelope.version, envelope.data))
 
     def read(self, event_type: str, version: int, data: bytes | msgspec.Raw) -> Any:
-        """Decode JSON into the struct declared for a type and version."""
+        """Decode `data`, JSON, into the struct declared for a type and version."""
         decoder = self._decoders.get((event_type, version))
         if decoder is None:
             known = ", ".join(map(str, self.versions(event_type))) or "none"

@@ -24,6 +24,7 @@ class ActorRef(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
 
     type: Literal["user", "store", "system"]
     id: str
+    """Its id among the actors of its type."""
     store_id: UUID | None = None
     """`storeId`: the store that the actor acted for."""
 
@@ -45,6 +46,7 @@ class Envelope(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True, 
     occurred_at: Moment
     """`occurredAt`: when it happened, which may be before it was stored."""
     actor: ActorRef | None = None
+    """Who caused it, if the producer said so."""
     data: msgspec.Raw
     """The event's data as undecoded JSON."""
 
@@ -58,20 +60,26 @@ class ErrorRef(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
     """Describes a failure: a code for programs, a message for people."""
 
     code: str
+    """A fixed word that programs compare."""
     message: str
+    """A text for people, which may change."""
     retryable: bool = False
+    """Whether the same event may succeed later."""
 
 
 class ErrorEnvelope(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True, kw_only=True):
     """Reports an event that a consumer cannot handle."""
 
     version: Annotated[int, msgspec.Meta(ge=1)]
+    """That of the report's own format, from 1 on."""
     event_id: UUID
     """`eventId`: of the event that failed."""
     occurred_at: Moment
     """`occurredAt`: when it failed."""
     consumer: str
+    """The consumer that failed, as its catalog names it."""
     attempts: int = 1
+    """How many times it has tried."""
     error: ErrorRef
 
 

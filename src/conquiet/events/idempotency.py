@@ -463,7 +463,7 @@ class AsyncIdempotency(_Rules):
         """Claim an event under a lease; None if it is done. Raises `InProgress` if it is held.
 
         Use it instead of `guard` to confirm or release the claim yourself. If it is cancelled, the
-        event is released.
+        event is released. Each `consumer` claims an event by itself.
         """
         claim = AsyncClaim(self, self.key(consumer, event_id), uuid.uuid4().hex)
         asked = asyncio.create_task(self.run(self._claim_steps(claim.key, claim.owner)))
@@ -486,9 +486,10 @@ class AsyncIdempotency(_Rules):
     ) -> AsyncGuard:
         """Return an async context manager and a decorator of coroutine functions.
 
-        As a context manager it returns whether the event is fresh; an exception in its body, also
-        a cancellation, releases the event. As a decorator, `event_id` is a function of the
-        arguments, and a duplicate returns None without a call.
+        A done event is remembered for `ttl` seconds, for each `consumer` by itself. As a context
+        manager it returns whether the event is fresh; an exception in its body, also a
+        cancellation, releases the event. As a decorator, `event_id` is a function of the arguments,
+        and a duplicate returns None without a call.
         """
         if not callable(event_id):
             self.key(consumer, event_id)

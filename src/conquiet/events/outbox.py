@@ -60,7 +60,9 @@ def emit(
     """Store events in the caller's transaction and return their ids, in order.
 
     Await the result if the session is an `AsyncSession` or an `AsyncConnection`. Raises
-    `InvalidEvent` before anything is sent; commits nothing. Relays are notified after the commit of
+    `InvalidEvent` before anything is sent, also for a payload of more than `max_bytes` (256 KiB);
+    commits nothing. `table` is that of the outbox; `at` and `after` are refused.
+    Relays are notified after the commit of
     a session. The commit of a connection cannot be seen: relays find the rows at their next poll,
     or when `conquiet.sql.notify_relays(engine, table)` is called.
     """

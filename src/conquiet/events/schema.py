@@ -66,7 +66,7 @@ def compare_enums(
 
 
 def stored_values(connection: Connection, enum: str, table: Table) -> list[str]:
-    """Return the values of an enum in the database, in its order."""
+    """Return the values of the type `enum` in the database, in its order."""
     if dialect.is_postgresql(connection.dialect):
         name = f"{table.schema}.{enum}" if table.schema else enum
         return list(connection.execute(_VALUES, {"name": name}).scalars())
@@ -142,7 +142,8 @@ def init(
     """Create what is missing, at the newest version; safe to repeat, also concurrently.
 
     `append_only=False` leaves the trigger out; the ORM model refuses changes also without it.
-    `ordered` adds the index that ordered relays need behind a long backlog.
+    `ordered` adds the index that ordered relays need behind a long backlog. The version is kept in
+    `version_table`; a second table in one database needs another.
     """
     with _lock_tables(engine) as connection:
         schema, name = split_name(table)
@@ -163,7 +164,8 @@ def create(
 ) -> None:
     """Create table, enums, indexes and trigger in the caller's transaction.
 
-    For your own migrations: `schema.create(op.get_bind(), CATALOG)`.
+    For your own migrations: `schema.create(op.get_bind(), CATALOG)`. `append_only` is as for
+    `init`.
     """
     metadata = MetaData()
     events_table(catalog, table, metadata)
@@ -186,6 +188,7 @@ def migrate(
     """Create the table, or upgrade it from an older conquiet or catalog.
 
     Missing enum values and indexes are added, with `ordered` its index too; none is removed.
+    `append_only` and `version_table` are as for `init`; `revision` is a version to stop at.
     """
     with _lock_tables(engine) as connection:
         given = _config(connection, catalog, table, append_only, version_table)
@@ -210,7 +213,10 @@ def downgrade(
     version_table: str = VERSION_TABLE,
     revision: str = "base",
 ) -> None:
-    """Go back to an older version; `base` drops the table with its rows."""
+    """Go back to an older version, a `revision`; `base` drops the table with its rows.
+
+    `version_table` is as for `init`.
+    """
     with _lock_tables(engine) as connection:
         command.downgrade(_config(connection, catalog, table, True, version_table), revision)
 
@@ -223,7 +229,10 @@ def ddl(
     append_only: bool = True,
     ordered: bool = False,
 ) -> str:
-    """Return the statements that create everything, for your own migrations."""
+    """Return the statements that create everything, for your own migrations.
+
+    `dialect_name` is `postgresql` or `sqlite`; `append_only` and `ordered` are as for `init`.
+    """
     if dialect_name not in DIALECTS:
         raise ConfigError(f"dialect {dialect_name!r}: choose one of {', '.join(DIALECTS)}")
     target: Dialect = registry.load(dialect_name)()
@@ -251,7 +260,7 @@ def verify(
     """Return the differences from the locked schema; an empty list if there are none.
 
     Columns, types, enums and what is indexed must match; names of indexes may differ, and the
-    trigger is optional.
+    trigger is optional. With `ordered` the index of ordered relays must be there.
     """
     with dialect.use_engine(engine) as checked, checked.connect() as connection:
         return list(_differences(connection, catalog, _table(catalog, table, ordered)))

@@ -219,7 +219,11 @@ class OutboxEvent:
 def map_outbox_events(
     catalog: Catalog, name: str = EVENTS_TABLE, mapper: registry | None = None
 ) -> type[OutboxEvent]:
-    """Map an ORM model to the table of a catalog, in the given or a new registry."""
+    """Map an ORM model to the table of a `catalog`, and return it.
+
+    `name` is that of the table. `mapper` is the registry of your other models, which then share its
+    metadata; by default a new one.
+    """
     mapper = mapper or registry()
     model = type("OutboxEvent", (OutboxEvent,), {"__doc__": OutboxEvent.__doc__})
     mapper.map_imperatively(model, events_table(catalog, name, mapper.metadata))

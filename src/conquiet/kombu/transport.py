@@ -183,7 +183,10 @@ class Poller(lists.MultiChannelPoller):  # type: ignore[misc]  # Kombu has no ty
 
 
 class Transport(lists.Transport):  # type: ignore[misc]  # Kombu has no types
-    """Run Kombu's Redis transport with streams in place of lists."""
+    """Run Kombu's Redis transport with streams in place of lists.
+
+    Kombu creates it: `client` is its `Connection`, whose `transport_options` are checked.
+    """
 
     Channel = Channel
 

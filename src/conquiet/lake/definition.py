@@ -46,8 +46,10 @@ class Event(msgspec.Struct, gc=False):
     1970, and become datetimes when they are asked for."""
 
     event_id: str
+    """The CloudEvents id, by which duplicates are dropped."""
     type: str
     version: int
+    """The version of its data, as the envelope names it."""
     occurred_us: int
     """The envelope's `occurredAt`."""
     created_us: int | None
@@ -55,6 +57,7 @@ class Event(msgspec.Struct, gc=False):
     first_seen_us: int | None
     """The time of the first entry that delivered it."""
     stream: str
+    """The stream that it was read from."""
     key: str | None
     """The attribute that picked the event's partition, or its subject."""
     data: Any
@@ -243,7 +246,10 @@ class Definitions:
         version: int = 1,
         streams: str | None = None,
     ) -> None:
-        """Declare a type outside the catalog, from streams whose name matches a pattern."""
+        """Declare a type outside the catalog, and the struct of its `data` in one `version`.
+
+        With `streams`, a pattern, it is taken from streams with such names only.
+        """
         if (event_type, version) in self.definition.structs:
             raise ConfigError(f"{event_type} version {version} is declared twice")
         self.definition.structs[event_type, version] = data
@@ -253,7 +259,11 @@ class Definitions:
     def expect(self, name: str, *, on_fail: OnFail = "quarantine") -> Callable[[Check], Check]:
         """Decorator: a rule over the struct or the row that the function's parameter is annotated
         with. An event that breaks it goes to `events_quarantine`; a row goes to `rows_quarantine`,
-        and leaves it when an event corrects it."""
+        and leaves it when an event corrects it.
+
+        `name` is that of the rule in `expectations`. `on_fail` may also `count` what breaks it, and
+        keep it, or `stop` the run.
+        """
         if on_fail not in ("quarantine", "count", "stop"):
             raise ConfigError(f"on_fail={on_fail!r:.40}: quarantine, count or stop")
         _check_name(name)
@@ -288,7 +298,11 @@ class Definitions:
     def table(
         self, *, key: str | Sequence[str], partition_by: str | None = None, name: str | None = None
     ) -> Callable[[S], S]:
-        """Decorator: a struct is the row of a table; its name in snake case is the table's."""
+        """Decorator: a struct is the row of a table; its name in snake case is the table's.
+
+        `key` names the columns that identify a row, `partition_by` the one by whose values files
+        are set apart.
+        """
 
         def register(row: S) -> S:
             named = self._new_name(name or snake_case(row.__name__))

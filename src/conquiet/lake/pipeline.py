@@ -396,14 +396,21 @@ class Pipeline(Definitions):
         sums: Sequence[str] = (),
         counts: Mapping[str, str | None] | None = None,
     ) -> Mart:
-        """Declare a table of sums and counts by some columns of a fact's table."""
+        """Declare the table `name`, of `sums` and `counts` by some columns of a fact's table.
+
+        `of` is the struct of its rows, the name of a table, or SQL without joins. `counts` names a
+        column by the condition that a row must meet to be counted; None counts each row.
+        """
         source = of if isinstance(of, str) else self.definition.table_of(of).name
         made = mart(self._new_name(name), of=source, by=by, sums=sums, counts=counts)
         self.queries.append(made)
         return made
 
     def query(self, name: str, *, sql: str, **more: Any) -> Query:
-        """Declare a table as SQL over tables of the lake, made again for the touched groups."""
+        """Declare the table `name` as SQL over tables of the lake, for the touched groups again.
+
+        `more` are the other fields of `Query`: `touched`, `group` and `key` at least.
+        """
         made = Query(self._new_name(name), sql=sql, **more)
         self.queries.append(made)
         return made
@@ -438,7 +445,10 @@ class Pipeline(Definitions):
         `refresh_seconds` (60, unless given), with `once` at the end. A batch frame, or a table of
         Arrow in the columns of the log, is taken in as one batch; `new_only` drops events that the
         lake has, instead of counting them as redeliveries. `on_query` is called several times a
-        second with Spark's query.
+        second with Spark's query, `on_progress` after each step.
+
+        Batches follow each other by `trigger_seconds` at least. `outbox` is the table that
+        `outbox_delivery` is counted by, or its URL.
         """
         if isinstance(events, pa.Table):
             with Driver(self, on_progress=on_progress) as driver:
@@ -497,7 +507,10 @@ class Pipeline(Definitions):
     def driver(
         self, spark: Any = None, on_progress: Callable[[Progress], None] = _say_nothing
     ) -> Driver:
-        """Return a driver of the lake, which works in this process unless it is given a session."""
+        """Return a driver of the lake, which works in this process unless `spark` is a session.
+
+        `on_progress` is called after each step.
+        """
         return Driver(self, None if spark is None else Executors(spark), on_progress)
 
     def take(self, entries: pa.Table | Iterable[Mapping[str, Any]]) -> int:
@@ -506,7 +519,10 @@ class Pipeline(Definitions):
             return driver.take(as_table(entries), "rows", driver.journal.last_of("rows") + 1)
 
     def refresh(self, *, outbox: Outbox | str | None = None, spark: Any = None) -> int:
-        """Bring facts, marts and queries up to silver; return the number of batches applied."""
+        """Bring facts, marts and queries up to silver; return the number of batches applied.
+
+        `outbox` is as for `run`; with `spark`, its executors do the work.
+        """
         with self.driver(spark) as driver:
             return driver.refresh(outbox)
 
@@ -519,8 +535,12 @@ class Pipeline(Definitions):
         outbox: Outbox | str | None = None,
         on_progress: Callable[[Progress], None] = _say_nothing,
     ) -> int:
-        """Judge days of `raw_events` again (UTC, `until` not included), after a fix; return the
-        number of days. Facts are made again from all events."""
+        """Judge days of `raw_events` again, after a fix; return the number of days.
+
+        They are days of UTC, from `since` on, `until` not included; all, unless given. Facts are
+        made again from all events. `spark`, `outbox` and `on_progress` are as for `run` and
+        `refresh`.
+        """
         with self.driver(spark, on_progress) as driver:
             days = replay_days(driver, since, until)
             driver.refresh(outbox)
@@ -543,7 +563,8 @@ class Pipeline(Definitions):
     ) -> dict[str, list[dict[str, Any]]]:
         """Make all tables of some entries without Spark, in a temporary lake: for unit tests.
 
-        Entries have the columns of the log; each argument is a batch. Returns rows by table.
+        Entries have the columns of the log; each of `batches` is taken in by itself. `outbox` is as
+        for `run`. Returns rows by table.
         """
         with tempfile.TemporaryDirectory(prefix="conquiet-lake-") as place, self._at(place):
             with Driver(self) as driver:
@@ -567,7 +588,7 @@ class Pipeline(Definitions):
     # --- reading --------------------------------------------------------------------------------
 
     def open_store(self, files: Files | None = None) -> Store:
-        """Open the tables of the lake for reading."""
+        """Open the tables of the lake for reading, from `files` if they are open already."""
         declared = {name: one.schema for name, one in self.definition.tables.items()}
         return Store(
             files or Files(self.lake), self.name, {**silver.schemas(self.definition), **declared}
@@ -602,8 +623,10 @@ class Pipeline(Definitions):
         return LakeMetrics(self)
 
     def chart(self, title: str, sql: str) -> None:
-        """Add a chart to the report: SQL whose first column is a day or a name, the second a
-        number."""
+        """Add a chart to the report, under its `title`.
+
+        `sql` gives a day or a name in its first column, a number in the second.
+        """
         self.charts.append(Chart(title, sql))
 
     def reconcile(self, *, outbox: Outbox | str | None = None, all: bool = False) -> None:

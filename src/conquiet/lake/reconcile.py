@@ -31,7 +31,10 @@ _table_name = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)?")
 
 @dataclass(frozen=True)
 class Outbox:
-    """A table `outbox_events` in a database, read without Spark."""
+    """A table `outbox_events` in a database, read without Spark.
+
+    `url` is that of the database, PostgreSQL or SQLite; `table` may have a schema before its name.
+    """
 
     url: str
     table: str = "outbox_events"

@@ -20,7 +20,8 @@ _PATTERN = frozenset("*?[{")
 def read_files(spark: SparkSession, path: str, **options: str) -> DataFrame:
     """Read a folder of Parquet files as a stream, as `pipeline.run` takes it.
 
-    `options` are those of Spark's source of files, as `maxFilesPerTrigger`.
+    `path` is one that every machine of Spark can read. `options` are those of Spark's source of
+    files, as `maxFilesPerTrigger`.
     """
     from pyspark.sql.pandas.types import from_arrow_schema
 

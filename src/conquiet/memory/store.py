@@ -135,6 +135,7 @@ class Store:
         self._failures: Counter[str] = Counter()
 
     def get(self, key: Hashable, default: Any = None) -> Any:
+        """Return the value of a key, or `default` if it has none."""
         unit = self._unit()
         with self._changed:
             value = self._values.get(key, _MISSING)
@@ -146,7 +147,7 @@ class Store:
         self._change(key, lambda old: value)
 
     def add(self, key: Hashable, amount: Any = 1) -> None:
-        """Add to a number, list or str; concurrent additions are not lost."""
+        """Add `amount` to a number, list or str; concurrent additions are not lost."""
         self._change(key, lambda old: amount if old is _MISSING else old + amount)
 
     def delete(self, key: Hashable) -> None:
@@ -186,7 +187,10 @@ class Store:
         return self._outbox.unsettled(_RELAY)
 
     def outbox_source(self, *, lease: float = 30.0, ordered: bool = False) -> LogSource:
-        """Return a relay's source: ack marks an event published, nack leaves it in the outbox."""
+        """Return a relay's source: ack marks an event published, nack leaves it in the outbox.
+
+        `lease` and `ordered` are as for `Log.source`.
+        """
         return self._outbox.source(_RELAY, lease=lease, ordered=ordered)
 
     def cancel(self, id: str) -> bool:
@@ -245,7 +249,7 @@ class Store:
                 raise StoreError(f"the store fails at {point} by fail_next")
 
     def lock_entries(self, unit: Unit, entries: Sequence[Entry]) -> Sequence[Entry]:
-        """Lock entries for a transaction and return the new ones.
+        """Lock entries for the transaction `unit` and return the new ones.
 
         Wait while another transaction holds an entry: until it ends, the entry is neither new nor
         seen, as with a unique index in a database.

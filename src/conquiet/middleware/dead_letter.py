@@ -180,7 +180,7 @@ def to_letter(
 
 
 def replay(letter: Message[Any]) -> Message[Any]:
-    """Restore the original message of a dead letter: its data, attributes and topic.
+    """Restore the original message of a dead `letter`: its data, attributes and topic.
 
     >>> letter = Message(b"{}", {"id": "1", "deadreason": "ValueError: no", "deadtopic": "orders"})
     >>> original = replay(letter)

@@ -56,7 +56,8 @@ class Duplicate:
 class FailAtRandom:
     """Fails some of the messages, before they run or after their effects.
 
-    `error` is an exception class, or a function that creates the error from a text.
+    `error` is an exception class, or a function that creates the error from a text. With `after`,
+    they fail when they have been handled, so that their effects have to be rolled back.
 
     `probability` is that of each message; `dice` replaces the random numbers, for the same faults
     in every run.
@@ -103,7 +104,11 @@ class FailAtRandom:
 
 
 class Delay:
-    """Delays each call of a handler, by between `least` and `most` seconds."""
+    """Delays each call of a handler, by between `least` and `most` seconds.
+
+    Without `most` it is always `least`. `dice` replaces the random numbers, for the same delays in
+    every run, and `sleep` the function that waits, for tests without a wait.
+    """
 
     def __init__(
         self,

@@ -172,6 +172,9 @@ def per_message(
     A `Blameless` error (the message was not handled) is raised here too, but cannot be swallowed or
     replaced.
 
+    `stage` is where it has to be in the chain; by default anywhere. `function` is the decorated
+    one.
+
     In a transaction, a batch of several that fails closes the generators at their `yield`
     (`finally` blocks run) and is run again one by one, each message with its own result.
     """

@@ -223,7 +223,10 @@ def _watch(stuck_after: float) -> None:
 
 
 def resolve(target: str) -> Any:
-    """Return the object that `module:attribute` names; raise `ConfigError` with the reason."""
+    """Return the object that a `target` such as `app:router` names, importing its module.
+
+    Raises `ConfigError` with the reason.
+    """
     module_name, _, path = target.partition(":")
     if not module_name or not path or module_name.startswith("."):
         raise ConfigError(f"{target!r} does not name an object; write module:name, as app:router")

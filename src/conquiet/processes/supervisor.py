@@ -69,14 +69,16 @@ def run_processes(
 
 
 class Presence:
-    """Holds which processes of a supervisor are ready, and why others are not."""
+    """Holds which processes of a supervisor are ready, and why others are not.
+
+    `on_end` is called with the id of each process that has ended.
+    """
 
     def __init__(self, on_end: Callable[[int], object] = lambda pid: None) -> None:
         self.troubles: tuple[str, ...] = ("no process has started",)
         """For each process that should run, why it is not ready; empty if it is."""
         self.is_stopping = False
         self.on_end = on_end
-        """Called with the id of a process that has ended."""
 
     def look(self) -> dict[str, int]:
         """Return counts, for `/readyz`; raise if a process is not ready."""

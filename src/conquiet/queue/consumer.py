@@ -102,7 +102,7 @@ class QueueConsumer(_Stoppable):
 
 
 class AsyncQueueConsumer(_Stoppable):
-    """Does what QueueConsumer does, on an event loop.
+    """Does what QueueConsumer does, on an event loop; `handle_sigterm` likewise.
 
     >>> import asyncio
     >>> from conquiet.queue import AsyncRedisStreamsQueue, QueueConfig

@@ -16,7 +16,10 @@ class InvalidPayloadError(QueueError, ValueError):
 
 
 class MalformedEntryError(QueueError):
-    """An entry of the stream is not a message. It stays pending until it is acked."""
+    """An entry of the stream is not a message. It stays pending until it is acked.
+
+    `entry_id` is its id in the `stream`; `reason` says what is wrong with it.
+    """
 
     def __init__(self, stream: str, entry_id: str, reason: str) -> None:
         super().__init__(stream, entry_id, reason)

@@ -22,7 +22,7 @@ _ALWAYS_FINE = frozenset({str, int, bool, NoneType})
 
 @dataclass(frozen=True, slots=True)
 class QueueMessage:
-    """Holds a message; `id` is the entry's id in the stream."""
+    """Holds a message; `id` is the entry's id in the stream, `payload` what was enqueued."""
 
     id: str
     payload: dict[str, Any]

@@ -221,8 +221,9 @@ def _id_after(entry_id: bytes) -> bytes:
 class RedisStreamsQueue:
     """Adds and reads messages of one stream, as one consumer of one group.
 
-    `client` is a `redis.Redis` with any options. Every error of Redis or of the network is raised
-    as a QueueError with its cause; a retry is the caller's decision.
+    `client` is a `redis.Redis` with any options; `config` names stream, group and consumer. Every
+    error of Redis or of the network is raised as a QueueError with its cause; a retry is the
+    caller's decision.
 
     >>> queue = RedisStreamsQueue(client, QueueConfig("orders", "billing", "billing-1"))
     >>> entry_id = queue.enqueue({"order": 7})
@@ -243,7 +244,7 @@ class RedisStreamsQueue:
         return self._run(self._protocol.enqueue(payload))
 
     def read(self, block_ms: int, count: int = 1) -> list[QueueMessage]:
-        """Wait up to `block_ms` for messages that were not delivered to the group yet.
+        """Wait up to `block_ms` for up to `count` messages, new to the group.
 
         They are pending until `ack`. An entry that is not a message raises MalformedEntryError: at
         once if nothing else was read, else from the next call, so that it hides no message.
@@ -279,8 +280,8 @@ class RedisStreamsQueue:
 class AsyncRedisStreamsQueue:
     """Does what RedisStreamsQueue does, on an event loop: `client` is a `redis.asyncio.Redis`.
 
-    The first call creates the group. A read that is cancelled, as by a timeout, may have got
-    messages whose reply was lost: they stay pending, and `claim_stale` finds them.
+    The first call creates the group of `config`. A read that is cancelled, as by a timeout, may
+    have got messages whose reply was lost: they stay pending, and `claim_stale` finds them.
 
     >>> async def main():
     ...     async with async_client:
@@ -303,7 +304,7 @@ class AsyncRedisStreamsQueue:
         return await self._run(self._protocol.enqueue(payload))
 
     async def read(self, block_ms: int, count: int = 1) -> list[QueueMessage]:
-        """Wait up to `block_ms` for messages that were not delivered to the group yet.
+        """Wait up to `block_ms` for up to `count` messages, new to the group.
 
         They are pending until `ack`. An entry that is not a message raises MalformedEntryError: at
         once if nothing else was read, else from the next call, so that it hides no message.

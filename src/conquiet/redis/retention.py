@@ -25,7 +25,9 @@ _PAGE = 1_000
 
 
 class Readers:
-    """The registered readers of one stream, which read it without a consumer group.
+    """The registered readers of one `stream`, which read it without a consumer group.
+
+    Entries that one of them has not passed are not trimmed, so remove a reader that is gone.
 
     >>> readers = Readers(client, "orders")
     >>> readers.register("spark/orders")

@@ -205,7 +205,10 @@ class StreamSource:
     # --- reading ----------------------------------------------------------------------------
 
     def read(self, limit: int, timeout: float) -> Sequence[Message[Any]]:
-        """Read up to `limit` messages; those that are redelivered come first."""
+        """Read up to `limit` messages; those that are redelivered come first.
+
+        Waits up to `timeout` seconds for the first.
+        """
         if limit < 1:
             raise ConfigError(f"limit={limit}: read at least 1 message")
         limit = limit if self._batch_size is None else min(limit, self._batch_size)

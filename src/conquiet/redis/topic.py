@@ -19,7 +19,10 @@ _partition = re.compile(r"(.+):\{\d+\}", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Topic:
-    """A name and its number of streams, which must not change once the topic is in use.
+    """A `name` and its number of streams, which must not change once the topic is in use.
+
+    With more than 1 of `partitions`, several workers can share the topic and keep the order of each
+    key.
 
     >>> orders = Topic("orders", partitions=2)
     >>> orders.streams

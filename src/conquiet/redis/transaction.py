@@ -84,7 +84,8 @@ class TransactionEnded(HandlerError):
 class PartialExecError(PermanentError):
     """Redis ran the transaction, and some of its commands failed while the others took effect.
 
-    Trying again would repeat those that took effect. `failed` names the commands and their errors.
+    Trying again would repeat those that took effect. `failed` names the commands and their errors,
+    `total` is how many there were; the text begins with `about`, the message.
     """
 
     def __init__(self, about: str, failed: Sequence[tuple[str, str]], total: int) -> None:

@@ -36,6 +36,7 @@ class Outcome:
     """Counts the results of one batch."""
 
     published: int = 0
+    """Messages that the sink confirmed."""
     failed: int = 0
     """Messages that failed by their own fault; each cost an attempt."""
     outage: Exception | None = None
@@ -173,8 +174,9 @@ def publish_batch(
 ) -> Outcome:
     """Claim up to `limit` messages, publish them, settle them.
 
-    Raises the errors of the source, from reading and from settling: messages that were published
-    and could not be marked will be published again.
+    Waits up to `timeout` seconds for the first. `ordered` and `observe` are as for `Relay`. Raises
+    the errors of the source, from reading and from settling: messages that were published and could
+    not be marked will be published again.
     """
     return publish_messages(source.read(limit, timeout), sink, ordered=ordered, observe=observe)
 

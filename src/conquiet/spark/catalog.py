@@ -46,7 +46,9 @@ def events(
     format: str = "conquiet",
     **options: object,
 ) -> DataFrame:
-    """Return the events of one type and version (default: the newest), `data` as its struct.
+    """Return the events of one `event_type` and `version` (default: the newest).
+
+    `data` is the declared struct. With `streaming` the frame is a stream, else what there is now.
 
     Beside the columns of the log there are `version`, `occurred_at` and `actor` of the envelope.
     What does not fit is a row with `_malformed` and `_raw`. `options` are those of the format,

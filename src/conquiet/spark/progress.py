@@ -19,9 +19,10 @@ class DataLoss(ConquietError):
 
 
 def lag(progress: Any) -> dict[str, int | None]:
-    """Return the backlog of each stream after a micro-batch, in entries, by its progress.
+    """Return the backlog of each stream after a micro-batch, in entries.
 
-    It is None for a stream whose server does not count entries (Redis before 7).
+    `progress` is Spark's, as `query.lastProgress`. It is None for a stream whose server does not
+    count entries (Redis before 7).
     """
     backlog: dict[str, int | None] = {}
     for source in progress.sources:
@@ -34,7 +35,7 @@ def lag(progress: Any) -> dict[str, int | None]:
 
 
 def losses(progress: Any) -> dict[str, Lost]:
-    """Return the losses of each stream since the checkpoint began.
+    """Return the losses of each stream since the checkpoint began, from a `progress` of Spark.
 
     There are none unless `failOnDataLoss=false`. Rows lost by an outbox are under `outbox`.
     """
@@ -74,7 +75,7 @@ def _offsets(text: str | None) -> dict[str, Position]:
 class LagListener(StreamingQueryListener):
     """Calls a function with the lag of each micro-batch: `spark.streams.addListener(…)`.
 
-    The function gets the name or the id of the query, and the result of `lag`.
+    `report` gets the name or the id of the query, and the result of `lag`.
     """
 
     def __init__(self, report: Callable[[str, dict[str, int | None]], None]) -> None:

@@ -34,7 +34,10 @@ class QueryFailed(ConquietError):
 def start_query(writing: DataStreamWriter, checkpoint: str | os.PathLike[str]) -> StreamingQuery:
     """Start a query that holds the lock of its checkpoint until it ends.
 
-    start_query(events.writeStream.format("parquet").option("path", "orders"), "checkpoint")
+        start_query(events.writeStream.format("parquet").option("path", "orders"), "checkpoint")
+
+    `writing` is a `writeStream` with its options, not started. `checkpoint` is a directory of this
+    query alone; a second query on it fails at once.
 
     Through Spark Connect there is no lock: the checkpoint is the server's.
     """

@@ -49,6 +49,9 @@ def session(
 ) -> SparkSession:
     """Return a session on `master` (by default Spark's own, or `local[*]`), or of a Connect server.
 
+    `app` names it in Spark's pages; `remote` is the URL of a Connect server, in place of `master`;
+    `config` holds Spark's settings, which win over ours.
+
     Its attribute `conquiet_settings` holds the settings that were made here. A session that is
     already running is returned unchanged. The formats of conquiet are registered in it, unless
     `formats` is false: files need none.

@@ -61,11 +61,12 @@ _MOST_PARTS = 8
 class SparkWorker:
     """Runs the events of a data frame through routers that `router` makes, one per process.
 
-    `router` is a function of a module, or one that can be pickled; it opens the connections, once
-    per process. `sink` makes a sink for outputs that no outbox takes, `dead_letters` one for
-    messages that failed `max_attempts` times; a `DeadLetter` of the router works as well.
-    `batch_size` messages share one commit. `patience` is how many seconds to wait for a store that
-    is away. `by_key` keeps the order of each key, at the price of a shuffle.
+    `events` has the columns of a log, as `type` and `data`. `router` is a function of a module, or
+    one that can be pickled; it opens the connections, once per process. `sink` makes a sink for
+    outputs that no outbox takes, `dead_letters` one for messages that failed `max_attempts` times;
+    a `DeadLetter` of the router works as well. `batch_size` messages share one commit. `patience`
+    is how many seconds to wait for a store that is away. `by_key` keeps the order of each key, at
+    the price of a shuffle.
 
     A stream needs a `checkpoint`, a directory of its own; `trigger` is Spark's. Counts go to
     `registry`, by default that of prometheus_client.
@@ -127,7 +128,8 @@ class SparkWorker:
     def run(self, *, grace: float = 60.0) -> DataFrame:
         """Handle the events; return the number of messages by handler and outcome.
 
-        A stream runs until it ends (`trigger={"availableNow": True}`) or a signal comes.
+        A stream runs until it ends (`trigger={"availableNow": True}`) or a signal comes; then the
+        batch under way has `grace` seconds.
         """
         if self.events.isStreaming:
             query = self.start()

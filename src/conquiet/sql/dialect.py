@@ -68,7 +68,7 @@ _SQLITE_STORE_CODES = {5, 6, 7, 9, 10, 13, 14, 15}
 
 
 def engine(url: str | URL, **options: Any) -> Engine:
-    """Create a SQLAlchemy engine for a URL.
+    """Create a SQLAlchemy engine for a database's `url`.
 
     PostgreSQL is opened by psycopg, and on another host by verified TLS unless the URL has another
     `sslmode`; SQLite with a write-ahead log and a busy timeout of `BUSY_SECONDS`. A URL of an async

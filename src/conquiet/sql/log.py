@@ -80,7 +80,10 @@ class OutboxLog:
         self._read = text((_POSTGRESQL if self._postgresql else _SQLITE).format(table=name))
 
     def read(self, after: Position | str | None = None, limit: int = 1_000) -> list[Message[bytes]]:
-        """Return up to `limit` messages behind a position, each with its position in `locals`."""
+        """Return up to `limit` messages behind a position, each with its position in `locals`.
+
+        Without `after`, from the first that is kept.
+        """
         if limit < 1:
             raise ConfigError(f"limit={limit}: read at least 1 message")
         start = Position.parse(after) if isinstance(after, str) else after or Position()
@@ -90,7 +93,7 @@ class OutboxLog:
     def follow(
         self, after: Position | str | None = None, limit: int = 1_000
     ) -> Iterator[Message[bytes]]:
-        """Yield all messages behind a position that can be read now, page by page."""
+        """Yield all messages that can be read now, from behind `after`, in pages of `limit`."""
         position = after
         while page := self.read(position, limit):
             yield from page

@@ -545,7 +545,10 @@ class LogSource:
     def move(
         self, connection: Connection, deliveries: Iterable[Delivery], *, durably: bool = True
     ) -> None:
-        """Move the positions past deliveries; raise `Lost` if a partition is no longer ours."""
+        """Move the positions past deliveries; raise `Lost` if a partition is no longer ours.
+
+        Without `durably`, a crash of the server may lose the move, and they come again.
+        """
         by_tenure: dict[Tenure, set[Delivery]] = {}
         for delivery in deliveries:
             if delivery.tenure.is_lost:
@@ -602,7 +605,7 @@ class LogSource:
         self._beat_at = 0.0
 
     def note_lost(self, tenures: Collection[Tenure]) -> None:
-        """Note in a thread that does not read that other members have taken partitions."""
+        """Note, in a thread that does not read, that other members have taken these `tenures`."""
         with self._memory:
             for tenure in tenures:
                 tenure.is_lost = True

@@ -236,7 +236,7 @@ def channel(table: str) -> str:
 
 
 def notify_relays(engine: Engine, table: str = OUTBOX_TABLE) -> None:
-    """Notify relays that rows of this table were committed; call it after the commit.
+    """Notify relays that rows of the outbox `table` were committed; call it after the commit.
 
     The caller only sets a flag; a thread sends one notification per interval, or a task of the
     running loop if the engine is that of an AsyncEngine. On SQLite, and with sync drivers other
@@ -255,7 +255,7 @@ def notify_relays(engine: Engine, table: str = OUTBOX_TABLE) -> None:
 
 
 def notify_statement(table: str = OUTBOX_TABLE) -> str:
-    """Return the statement that notifies relays, for a driver other than psycopg."""
+    """Return the statement that notifies the relays of `table`, for a driver other than psycopg."""
     return f"SELECT pg_notify('{channel(table)}', '')"
 
 

@@ -245,7 +245,10 @@ class Outbox(outbox.Outbox):
         at: datetime | None = None,
         after: timedelta | float | None = None,
     ) -> Executable:
-        """Return the INSERT as a SQLAlchemy statement, for any number of events."""
+        """Return the INSERT as a SQLAlchemy statement, for any number of events.
+
+        `source` is that of events that name none. With `at` or `after` all of them wait until then.
+        """
         messages = outbox.complete_all(events, source or self.source)
         delay_all(messages, due_of(at, after))
         statements = self._inserts(messages)

@@ -213,7 +213,7 @@ def outbox_table(name: str = OUTBOX_TABLE, metadata: MetaData | None = None) -> 
 
 
 def delayed_table(outbox: str = OUTBOX_TABLE, metadata: MetaData | None = None) -> Table:
-    """Define the events that wait until they are due; then they become rows of the outbox."""
+    """Define the events that wait until they are due; then they become rows of `outbox`."""
     schema, table = split_name(outbox)
     id_ = Column("id", BigInteger().with_variant(Integer, "sqlite"), primary_key=True)
     due_at = Column("due_at", DateTime(timezone=True), nullable=False)
@@ -239,7 +239,7 @@ def delayed_table(outbox: str = OUTBOX_TABLE, metadata: MetaData | None = None) 
 
 
 def positions_table(outbox: str = OUTBOX_TABLE, metadata: MetaData | None = None) -> Table:
-    """Define how far groups have read an outbox as a log: one row per partition of a group."""
+    """Define how far groups have read `outbox` as a log: one row per partition of a group."""
     schema, table = split_name(outbox)
     return Table(
         f"{table}_positions",
@@ -265,7 +265,7 @@ def positions_table(outbox: str = OUTBOX_TABLE, metadata: MetaData | None = None
 
 
 def retries_table(outbox: str = OUTBOX_TABLE, metadata: MetaData | None = None) -> Table:
-    """Define the messages that a group has failed to handle, for a retry or as dead letters."""
+    """Define the messages of `outbox` that a group failed to handle, for a retry or dead."""
     schema, table = split_name(outbox)
     dead_at = Column("dead_at", DateTime(timezone=True))
     return Table(
@@ -307,7 +307,7 @@ def retries_table(outbox: str = OUTBOX_TABLE, metadata: MetaData | None = None) 
 
 
 def schedules_table(outbox: str = OUTBOX_TABLE, metadata: MetaData | None = None) -> Table:
-    """Define the states of schedules, whose ticks are written into an outbox."""
+    """Define the states of schedules, whose ticks are written into `outbox`."""
     schema, table = split_name(outbox)
     return Table(
         f"{table}_schedules",
@@ -324,7 +324,7 @@ def schedules_table(outbox: str = OUTBOX_TABLE, metadata: MetaData | None = None
 
 
 def history_table(outbox: str = OUTBOX_TABLE, metadata: MetaData | None = None) -> Table:
-    """Define what handlers and relays did in each minute of the last day, for the dashboard."""
+    """Define what handlers and relays of `outbox` did per minute of a day, for the dashboard."""
     schema, table = split_name(outbox)
     return Table(
         f"{table}_history",
@@ -381,8 +381,9 @@ def init(
 ) -> None:
     """Create missing tables at the newest version; safe to repeat, also concurrently.
 
-    Existing tables stay as they are: `migrate` upgrades them, `verify` reports differences.
-    None leaves a table out.
+    `inbox` and `outbox` are names of tables, perhaps with a schema; None leaves a table out.
+    Existing tables stay as they are: `migrate` upgrades them, `verify` reports differences. The
+    version is kept in `version_table`.
     """
     from alembic import command  # for migrations alone, and slow to import
 
@@ -403,8 +404,9 @@ def migrate(
 ) -> None:
     """Create or upgrade the tables by Alembic's migrations.
 
-    A second pair of tables in one database needs a version table of its own, or only the first
-    pair would be upgraded.
+    `inbox` and `outbox` are as for `init`; `revision` is a version to stop at. A second pair of
+    tables in one database needs a `version_table` of its own, or only the first pair would be
+    upgraded.
     """
     from alembic import command
 
@@ -418,7 +420,10 @@ def migrate(
 def ddl(
     dialect_name: str, inbox: str | None = INBOX_TABLE, outbox: str | None = OUTBOX_TABLE
 ) -> str:
-    """Return the statements that create the tables, for your own migrations."""
+    """Return the statements that create the tables, for your own migrations.
+
+    `dialect_name` is `postgresql` or `sqlite`; `inbox` and `outbox` are as for `init`.
+    """
     if dialect_name not in DIALECTS:
         raise ConfigError(f"dialect {dialect_name!r}: choose one of {', '.join(DIALECTS)}")
     target: Dialect = registry.load(dialect_name)()
@@ -439,8 +444,9 @@ def verify(
 ) -> list[Difference]:
     """Return the differences from what conquiet needs; an empty list if there are none.
 
-    Columns, their types, whether they have a default, and what is indexed must match; names of
-    indexes may differ, and other indexes may exist, and other columns that an INSERT can leave out.
+    `inbox` and `outbox` are as for `init`. Columns, their types, whether they have a default, and
+    what is indexed must match; names of indexes may differ, and other indexes may exist, and other
+    columns that an INSERT can leave out.
     """
     with dialect.use_engine(engine) as checked, checked.connect() as connection:
         found: list[Difference] = []
@@ -452,7 +458,10 @@ def verify(
 def add_tables(
     metadata: MetaData, inbox: str | None = INBOX_TABLE, outbox: str | None = OUTBOX_TABLE
 ) -> None:
-    """Add the tables to metadata of your own, so that your migrations create and upgrade them."""
+    """Add the tables to `metadata` of your own, so that your migrations create and upgrade them.
+
+    `inbox` and `outbox` are as for `init`.
+    """
     if inbox is not None:
         inbox_table(inbox, metadata)
     if outbox is not None:
@@ -510,7 +519,7 @@ def attributes_type() -> TypeEngine[Any]:
 
 @contextmanager
 def lock_tables(given: Engine | str | URL) -> Iterator[Connection]:
-    """Open a transaction that excludes other changes of the tables."""
+    """Open a transaction on the `given` database that excludes other changes of the tables."""
     with dialect.use_engine(given) as engine, engine.connect() as connection:
         if dialect.is_sqlite(engine.dialect):
             dialect.keep_wal(dialect.driver_connection(connection))
@@ -525,7 +534,8 @@ def lock_tables(given: Engine | str | URL) -> Iterator[Connection]:
 def vacuum_sooner(inbox: str | None, outbox: str | None) -> list[str]:
     """Return the statements that give tables of PostgreSQL their settings of autovacuum.
 
-    A table that has some already keeps them: they are an operator's.
+    `inbox` and `outbox` are as for `init`. A table that has some already keeps them: they are an
+    operator's.
     """
     tables = [inbox_table(inbox)] if inbox is not None else []
     if outbox is not None:

@@ -445,7 +445,8 @@ class connection:  # noqa: N801 - a context manager, used as a function
 class async_connection:  # noqa: N801 - a context manager, used as a function
     """Return the connection of the ambient transaction, or open a transaction for this block.
 
-    One task at a time may use it: await one statement after the other.
+    One task at a time may use it: await one statement after the other. The transaction must be on
+    the database of `engine`.
     """
 
     __slots__ = ("_engine", "_own")
@@ -472,7 +473,7 @@ class async_connection:  # noqa: N801 - a context manager, used as a function
 
 
 def async_session(factory: async_sessionmaker[A]) -> AbstractAsyncContextManager[A]:
-    """Open an async session in the ambient transaction, or in a transaction for this block.
+    """Open an async session of `factory` in the ambient transaction, or in one for this block.
 
     In an ambient transaction it is flushed and closed as by `session`.
     """

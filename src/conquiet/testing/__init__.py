@@ -26,6 +26,7 @@ def message(data: Any = b"{}", **attributes: Any) -> Message[bytes]:
     """Build a raw message, as a source would deliver it.
 
     `data` is bytes, or an event whose class names the type, or anything that JSON can hold.
+    `attributes` replace those that an event gets by default; None removes one.
 
     >>> import msgspec
     >>> class OrderPlaced(msgspec.Struct):
@@ -48,7 +49,9 @@ class Delivered:
     """The settlements of one delivery; a message in neither list is not settled."""
 
     acked: list[Message[Any]] = field(default_factory=list)
+    """Handled, in the order of their settlement."""
     nacked: list[Message[Any]] = field(default_factory=list)
+    """Failed, to be delivered again by a source."""
     errors: list[Error] = field(default_factory=list)
     """The reasons, one per nacked message."""
     outputs: list[Message[Any]] = field(default_factory=list)
@@ -70,7 +73,7 @@ class Delivered:
 
 
 def deliver(router: Router, *events: Any) -> Delivered:
-    """Run one batch through a router and settle it; events become messages.
+    """Run one batch through a router and settle it; `events` that are no messages become such.
 
     >>> from conquiet import Router
     >>> router = Router()

@@ -84,7 +84,11 @@ def new_token() -> str:
 
 @dataclass(frozen=True)
 class Token:
-    """A secret that opens the dashboard; random unless given."""
+    """A secret that opens the dashboard; random unless given.
+
+    A given `token` has 16 characters or more; it signs the sessions too, so that processes with the
+    same one share them.
+    """
 
     token: str = field(default_factory=new_token, repr=False)
     challenge: str = field(default="", init=False)
@@ -115,7 +119,7 @@ class Token:
 
 @dataclass(frozen=True)
 class Basic:
-    """User and password of HTTP basic authentication."""
+    """One `user` and `password` for all, by HTTP basic authentication; serve it by TLS only."""
 
     user: str
     password: str = field(repr=False)
@@ -145,7 +149,10 @@ class Basic:
 
 @dataclass(frozen=True)
 class Header:
-    """A header in which a proxy names the user; ignored from other addresses."""
+    """A header in which a proxy names the user; ignored from other addresses.
+
+    The proxy has to set the header `name`, and remove the one that a browser sends.
+    """
 
     name: str = "X-Forwarded-User"
     proxies: Sequence[str] = ("127.0.0.1", "::1")
@@ -184,6 +191,7 @@ class Open:
 
     challenge: str = field(default="", init=False)
     secret: str = field(default_factory=new_token, repr=False)
+    """Signs the forms; processes that serve one dashboard together must share it."""
 
     def who(self, request: HTTPConnection, signer: Signer) -> str | None:
         return "anonymous"

@@ -56,7 +56,12 @@ logger = logging.getLogger("conquiet.web")
 
 
 class Dashboard(Starlette):
-    """Created by `dashboard`; `close()` closes connections, if its lifespan is not run."""
+    """Created by `dashboard`; `close()` closes connections, if its lifespan is not run.
+
+    `stores` are the database and the broker, `access` identifies users, `hosts` are the names that
+    requests may have, and `shown` is the `app` of `dashboard`. `read_only`, `hide_payloads` and
+    `public_url` are as there.
+    """
 
     def __init__(
         self,
@@ -145,6 +150,13 @@ def dashboard(
     `database` and `broker` are URLs, or an engine and a Redis client of your own. Without `auth`,
     users sign in by the token of CONQUIET_DASHBOARD_TOKEN, else by a new one that is printed on
     stderr. `allowed_hosts` are the names under which it is reached, besides those of loopback.
+    `public_url` is its address behind a proxy, whose host is allowed as well.
+
+    `table` is the outbox. `max_attempts` is the relay's: with so many attempts, a row of
+    `outbox_events` counts as parked. `streams` is a pattern of the streams to show, `relays` are
+    the health addresses of relays, as `http://relay:8080`. `read_only` refuses each change;
+    `hide_payloads` shows no data of messages.
+
     `app` is an `App` whose interface and schedules are shown.
     """
     return Dashboard(

@@ -170,7 +170,7 @@ def upsert_into(
     batch: int | None = None,
     **address: str,
 ) -> None:
-    """Write a frame into a table by key, in one transaction; `address` is `url=…` or the like.
+    """Write a `frame` into a `table` by key, in one transaction; `address` is `url=…` or the like.
 
     With `query` and `batch` it is written once: the same or a lower batch is ignored later.
 
