@@ -9,12 +9,21 @@ from typing import Any
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 _PICTURE = re.compile(r"<picture>.*?</picture>\n*|!\[[^]]*\]\((?!https?:)[^)]+\)\n*", re.DOTALL)
-_LINK = re.compile(r"\[([^]]+)\]\((?!https?:|#)[^)]+\)")
+_CONTENTS = re.compile(r"^## Read on\n.*?(?=^Apache)", re.DOTALL | re.MULTILINE)
+_LINK = re.compile(r"\[([^]]+)\]\((?!https?:|#)([^)#]+)(?:#[^)]*)?\)")
+
+_DOCUMENTATION = """\
+## Documentation
+
+The source distribution has the pages that are named here (`docs/`), the examples and the tests; `make docs` in it builds the site.
+
+"""
 
 
 def for_index(readme: str) -> str:
-    """Return the text without pictures, and with the words of relative links alone."""
-    return _LINK.sub(r"\1", _PICTURE.sub("", readme))
+    """Return the text without pictures and contents, and with the paths of relative links as text."""
+    text = _CONTENTS.sub(_DOCUMENTATION, _PICTURE.sub("", readme))
+    return _LINK.sub(r"\1 (`\2`)", text)
 
 
 class Readme(MetadataHookInterface):

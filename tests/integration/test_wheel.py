@@ -153,6 +153,8 @@ def test_the_readme_of_the_index_needs_no_file_beside_it(wheel: Path) -> None:
     text = archive.read(name).decode().partition("\n\n")[2]
     assert text.startswith("# conquiet\n")
     assert "docs/images" not in text
+    assert "The app (`docs/app.md`)" in text
+    assert "## Read on" not in text
     links = re.findall(r"\]\(([^)]+)\)|(?:src|srcset|href)=\"([^\"]+)\"", text)
     found = {link for pair in links for link in pair if link}
     assert {link for link in found if not link.startswith(("http", "#"))} == set()
