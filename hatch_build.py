@@ -15,13 +15,14 @@ _LINK = re.compile(r"\[([^]]+)\]\((?!https?:|#)([^)#]+)(?:#[^)]*)?\)")
 _DOCUMENTATION = """\
 ## Documentation
 
-The source distribution has the pages that are named here (`docs/`), the examples and the tests; `make docs` in it builds the site.
+The source distribution has the pages that are named here (`docs/`), the examples and the
+tests; `make docs` in it builds the site.
 
 """
 
 
 def for_index(readme: str) -> str:
-    """Return the text without pictures and contents, and with the paths of relative links as text."""
+    """Return the text without pictures and contents; relative links become paths in the text."""
     text = _CONTENTS.sub(_DOCUMENTATION, _PICTURE.sub("", readme))
     return _LINK.sub(r"\1 (`\2`)", text)
 
