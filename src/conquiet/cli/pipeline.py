@@ -351,6 +351,8 @@ def _run(options: Namespace) -> int:
 def _show(options: Namespace) -> int:
     import duckdb
 
+    from conquiet.lake.query import quoted
+
     targets = [name for name in options.names if ":" in name]
     names = [name for name in options.names if ":" not in name]
     if len(targets) > 1 or len(names) > 1 or (names and options.sql):
@@ -362,7 +364,7 @@ def _show(options: Namespace) -> int:
             raise ConfigError(f"no table {names[0]!r:.60} in {pipeline.lake}; there are {known}")
         if not names and not options.sql:
             return _list_tables(database, options.json)
-        sql = options.sql or f"FROM {names[0]} ORDER BY ALL"
+        sql = options.sql or f"FROM {quoted(names[0])} ORDER BY ALL"
         database.offer(sql)
         try:
             found = database.connection.sql(sql).limit(options.limit).to_arrow_table()
@@ -374,10 +376,12 @@ def _show(options: Namespace) -> int:
 
 
 def _list_tables(database: Database, as_json: bool) -> int:
+    from conquiet.lake.query import quoted
+
     rows = []
     for name in sorted(database.names):
         database.offer(name)
-        rows.append({"table": name, "rows": database.count(name)})
+        rows.append({"table": name, "rows": database.count(quoted(name))})
     _print_rows(["table", "rows"], rows, as_json)
     return OK
 

@@ -41,6 +41,11 @@ class ExpectationFailed(ConquietError):
     """An event or a row broke a rule with `on_fail="stop"`; nothing of its batch was committed."""
 
 
+class FactFailed(ConquietError):
+    """A fact raised on an event, or gave rows that its tables cannot hold; the run stops before
+    anything that follows from it is committed."""
+
+
 class Event(msgspec.Struct, gc=False):
     """An event that passed all checks, as a fact gets it. Times are kept in microseconds since
     1970, and become datetimes when they are asked for."""
@@ -343,10 +348,24 @@ class Definitions:
             unknown = (types or frozenset()) - set(self.definition.types)
             if unknown:
                 raise ConfigError(f"fact {named}: {', '.join(sorted(unknown))} is not declared")
+            if isinstance(key, str):
+                self._check_key(named, key, types)
             self.definition.facts[named] = Fact(named, state, key, types)
             return state
 
         return register
+
+    def _check_key(self, fact: str, key: str, types: frozenset[str] | None) -> None:
+        """Refuse a key that no version of the named event types has, or of any type."""
+        having = {
+            event_type
+            for (event_type, _), struct in self.definition.structs.items()
+            if key in struct.__struct_fields__
+        }
+        lacking = sorted((types or set()) - having)
+        if lacking or not having:
+            which = ", ".join(lacking) or "any event that is declared so far"
+            raise ConfigError(f"fact {fact}: its key {key!r:.60} is no field of {which}")
 
     def _new_name(self, name: str) -> str:
         _check_name(name)

@@ -22,13 +22,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.ipc
 
-from conquiet.errors import ConquietError
 from conquiet.lake.definition import (
     ROWS_QUARANTINE,
     Definition,
     Event,
     ExpectationFailed,
     Fact,
+    FactFailed,
     RefusedRow,
     Rule,
     Table,
@@ -56,10 +56,6 @@ _FEED_COLUMNS = (
     "deliveries",
     "data",
 )
-
-
-class FactFailed(ConquietError):
-    """A fact raised on an event; the refresh stops before anything of it is committed."""
 
 
 @dataclass
@@ -178,6 +174,11 @@ class _Fold:
                 f"fact {fact.name}: {type(state).__name__}.rows() raised"
                 f" {type(error).__name__}: {error}; its state: {state!r:.300}"
             ) from error
+        if len(rows) > 1 and len({self._place(row) for row in rows}) < len(rows):
+            raise FactFailed(
+                f"fact {fact.name}: {type(state).__name__}.rows() gave two rows with one key of"
+                f" their table; its state: {state!r:.300}"
+            )
         return [self._kind(row).judge(row) for row in rows] if self._has_refusals else rows
 
     def _change(self, old: list[Any], new: list[Any]) -> None:
@@ -267,7 +268,10 @@ class _Output:
             counts.add(rule.name, self.kind.day(row), sign, 0 if is_right else sign)
 
     def table(self) -> pa.Table:
-        rows = self.kind.encoder.table(self.rows)
+        try:
+            rows = self.kind.encoder.table(self.rows)
+        except (pa.ArrowException, TypeError) as error:
+            raise FactFailed(f"table {self.kind.table.name}: a row's {error}") from error
         return rows.append_column(CHANGE, pa.array(self.signs, pa.int8()))
 
 

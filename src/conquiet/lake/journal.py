@@ -111,6 +111,8 @@ class Refresh(msgspec.Struct):
     """Files of states, the newest level first."""
     facts: list[str] = msgspec.field(default_factory=list)
     """The facts that these states are of."""
+    queries: dict[str, str] = msgspec.field(default_factory=dict)
+    """A hash of the definition of each mart and query, as its table was made by."""
     folded: Folded | None = None
 
 

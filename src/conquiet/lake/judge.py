@@ -29,6 +29,8 @@ from conquiet.lake.definition import (
     Definition,
     Event,
     ExpectationFailed,
+    Fact,
+    FactFailed,
     Rule,
 )
 from conquiet.lake.schema import TIME, Encoder, arrow_schema, without_none
@@ -470,7 +472,7 @@ class Judge:
                     getattr(value, kind.moment) if kind.moment else None,
                 )
                 for number, fact in asked:
-                    for one in _several(fact.key(event)):  # type: ignore[operator]  # a function here
+                    for one in _keys_of(fact, event):
                         places.append(place)
                         facts.append(number)
                         keys.append(one)
@@ -603,10 +605,19 @@ def bucket_of(key: str) -> int:
     return crc32(key.encode()) % BUCKETS
 
 
-def _several(keys: str | Iterable[str] | None) -> Iterable[str]:
-    if keys is None:
-        return ()
-    return (keys,) if isinstance(keys, str) else keys
+def _keys_of(fact: Fact, event: Event) -> list[str]:
+    """Return the keys that a fact's function gives for an event."""
+    try:
+        given = fact.key(event)  # type: ignore[operator]  # a function here
+        if given is None:
+            return []
+        several = [given] if isinstance(given, str) or not isinstance(given, Iterable) else given
+        return [one if type(one) is str else str(msgspec.to_builtins(one)) for one in several]
+    except Exception as error:
+        raise FactFailed(
+            f"fact {fact.name}: its key raised {type(error).__name__}: {error} on the event"
+            f" {event.event_id} ({event.type} version {event.version})"
+        ) from error
 
 
 def event_of(judge: Judge, row: tuple[Any, ...]) -> Event:

@@ -23,7 +23,16 @@ from conquiet.lake import facts, silver
 from conquiet.lake.definition import Definitions
 from conquiet.lake.journal import FOLDER, Batch, Folded, Journal, Lease, Lock, Refresh
 from conquiet.lake.query import ROWS_PER_FILE as QUERY_ROWS_PER_FILE
-from conquiet.lake.query import Database, Mart, Query, TableRefresh, forget_changes, mart
+from conquiet.lake.query import (
+    Database,
+    Mart,
+    Query,
+    TableRefresh,
+    digest,
+    forget_changes,
+    mart,
+    quoted,
+)
 from conquiet.lake.reconcile import COMPLETENESS, DELIVERY, Outbox, Scope, reconciliation
 from conquiet.lake.replay import Quarantine, replay_days
 from conquiet.lake.report import Chart
@@ -207,6 +216,9 @@ class Driver:
             applied = 0
             if self.journal.refresh.folded is not None:
                 applied += self._apply(self.journal.refresh.folded, outbox)
+            if not self.journal.pending and self._redefined():
+                last = self.journal.last_of("tables")
+                self.enter(Batch(self.journal.next_number, "tables", last + 1))
             pending = self.journal.pending
             if pending and self.definition.structs:
                 applied += self._apply(self._fold(pending), outbox)
@@ -214,6 +226,15 @@ class Driver:
                 self.journal.write_refresh(Refresh(pending[-1].number))
                 self.journal.forget()
             return applied
+
+    def _redefined(self) -> list[str]:
+        """Return the marts and queries that are defined otherwise than their tables were made."""
+        before = self.journal.refresh
+        if before.through < 0:
+            return []
+        return [
+            one.name for one in self.pipeline.queries if before.queries.get(one.name) != digest(one)
+        ]
 
     def _fold(self, batches: Sequence[Batch]) -> Folded:
         rows = sum(sum(one.rows.values()) for batch in batches for one in batch.feed)
@@ -240,7 +261,7 @@ class Driver:
             gone=self._all_rows() if rebuild else None,
         )
         self.step("states and changes written", folded.through)
-        self.journal.write_refresh(Refresh(before.through, before.levels, before.facts, folded))
+        self.journal.write_refresh(msgspec.structs.replace(before, folded=folded))
         self.step("folded", folded.through)
         return folded
 
@@ -276,14 +297,24 @@ class Driver:
         changes = self._changes(batches, folded)
         pipeline = self.pipeline
         with TableRefresh(
-            self.store, changes, folded.through, pipeline.names, self.definition.zone
+            self.store,
+            changes,
+            folded.through,
+            pipeline.names,
+            self.definition.zone,
+            self._redefined(),
         ) as tables:
             queries = [*pipeline.queries, *reconciliation(tables, self.definition, outbox)]
             for name, _ in tables.apply(queries):
                 self.step(f"{name} committed", folded.through)
         before = self.journal.refresh
         self.journal.write_refresh(
-            Refresh(folded.through, folded.levels, sorted(self.definition.facts))
+            Refresh(
+                folded.through,
+                folded.levels,
+                sorted(self.definition.facts),
+                {one.name: digest(one) for one in pipeline.queries},
+            )
         )
         self.step("applied", folded.through)
         self._clean(before, folded, batches)
@@ -401,8 +432,15 @@ class Pipeline(Definitions):
         `of` is the struct of its rows, the name of a table, or SQL without joins. `counts` names a
         column by the condition that a row must meet to be counted; None counts each row.
         """
-        source = of if isinstance(of, str) else self.definition.table_of(of).name
-        made = mart(self._new_name(name), of=source, by=by, sums=sums, counts=counts)
+        if not isinstance(of, str):
+            table = self.definition.table_of(of)
+            unknown = {*by, *sums} - set(table.schema.names)
+            if unknown:
+                raise ConfigError(
+                    f"mart {name}: {of.__name__} has no field {', '.join(sorted(unknown))}"
+                )
+            of = table.name
+        made = mart(self._new_name(name), of=of, by=by, sums=sums, counts=counts)
         self.queries.append(made)
         return made
 
@@ -575,7 +613,7 @@ class Pipeline(Definitions):
             found = [one for one in self.names if store.schema(one) is not None]
             with self.database() as database:
                 database.offer(" ".join(found))
-                return {name: database.arrow(f"FROM {name}").to_pylist() for name in found}
+                return {name: database.arrow(f"FROM {quoted(name)}").to_pylist() for name in found}
 
     @contextmanager
     def _at(self, lake: str) -> Iterator[None]:
@@ -607,7 +645,7 @@ class Pipeline(Definitions):
                     f" {', '.join(self.names)}"
                 )
             database.offer(name)
-            return database.arrow(f"FROM {name}")
+            return database.arrow(f"FROM {quoted(name)}")
 
     def database(self) -> Database:
         """Open DuckDB over the tables of the lake; without definitions, over all that it finds."""

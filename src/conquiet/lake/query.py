@@ -13,9 +13,10 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from hashlib import blake2b
 from typing import Any, Self
 
 import pyarrow as pa
@@ -98,12 +99,13 @@ def mart(
     """Declare sums and counts by some columns of a table, or of SQL that gives rows to add up.
 
     >>> mart("daily", of="sale", by=["day"], sums=["cents"], counts={"sales": None}).of
-    'SELECT day, cents, 1 AS sales FROM sale'
+    'SELECT "day", "cents", 1 AS "sales" FROM "sale"'
     """
     counted = dict(counts or {})
     if _word.fullmatch(of):
-        measures = [*sums, *(_count(condition, name) for name, condition in counted.items())]
-        of = f"SELECT {', '.join([*by, *measures])} FROM {of}"
+        measures = [quoted(name) for name in sums]
+        measures += [_count(condition, name) for name, condition in counted.items()]
+        of = f"SELECT {', '.join([quoted(*by), *measures])} FROM {quoted(of)}"
     elif counted:
         raise ConfigError(f"mart {name}: SQL counts by itself; name its columns in sums=")
     if not sums and not counted:
@@ -111,8 +113,23 @@ def mart(
     return Mart(name, of, tuple(by), (*sums, *counted))
 
 
+def digest(one: Query | Mart) -> str:
+    """Return a hash of a definition, which another one of the same name has not."""
+    parts = [getattr(one, field.name) for field in fields(one) if field.name != "prepare"]
+    return blake2b(repr(parts).encode(), digest_size=16).hexdigest()
+
+
 def _count(condition: str | None, name: str) -> str:
-    return f"1 AS {name}" if condition is None else f"({condition})::INT AS {name}"
+    return f"{'1' if condition is None else f'({condition})::INT'} AS {quoted(name)}"
+
+
+def quoted(*names: str) -> str:
+    """Write names for SQL, as columns or tables that may be named as its keywords are.
+
+    >>> quoted("order", "day")
+    '"order", "day"'
+    """
+    return ", ".join('"' + name.replace('"', '""') + '"' for name in names)
 
 
 class Database:
@@ -171,10 +188,10 @@ class Database:
             return
         rows = self.rows(files) if files else self.nothing(name, schema)
         hidden = [one for one in schema.names if one.startswith("_")] if schema else []
-        shown = f"* EXCLUDE ({', '.join(hidden)})" if hidden else "*"
+        shown = f"* EXCLUDE ({quoted(*hidden)})" if hidden else "*"
         self._views.add(name)
         sql = self._reading(name, f"(SELECT {shown} FROM {rows})")
-        self.run(f"CREATE OR REPLACE VIEW main.{name} AS {sql}")
+        self.run(f"CREATE OR REPLACE VIEW main.{quoted(name)} AS {sql}")
 
     def _reading(self, name: str, rows: str) -> str:
         """Return the SQL that reads a table, with what later batches add to its rows."""
@@ -235,9 +252,11 @@ class TableRefresh(Database):
         version: int,
         names: Iterable[str],
         zone: str = "UTC",
+        redefined: Collection[str] = (),
     ) -> None:
         super().__init__(store, names, zone)
         self._changes = changes
+        self._redefined = redefined
         self._version = version
         for schema in ("old", "new", "work"):
             self.run(f"CREATE SCHEMA {schema}")
@@ -249,13 +268,24 @@ class TableRefresh(Database):
 
     def apply(self, queries: Sequence[Query | Mart]) -> Iterator[tuple[str, int]]:
         """Refresh each table; yield its name and the number of rows written or removed."""
+        import duckdb
+
         later = {
             one.name: " ".join(two.text for two in queries[n + 1 :])
             for n, one in enumerate(queries)
         }
         for one in queries:
             is_read = one.name in _word.findall(later[one.name].replace("changed_", " "))
-            yield one.name, self._apply(one, is_read=is_read)
+            try:
+                changed = self._apply(one, is_read=is_read)
+            except (
+                duckdb.ParserException,
+                duckdb.BinderException,
+                duckdb.CatalogException,
+            ) as error:
+                text = str(error).partition("\n")[0]
+                raise ConfigError(f"the SQL of the table {one.name}: {text:.500}") from error
+            yield one.name, changed
 
     def _apply(self, one: Query | Mart, *, is_read: bool) -> int:
         if self._store.version(one.name) >= self._version:  # committed before a crash
@@ -264,12 +294,13 @@ class TableRefresh(Database):
         self._offer_changes(one.text)
         self.offer(one.text)
         self.see(one.name)
-        # A table that was declared after others were filled is made of all their rows.
-        is_new = self._store.schema(one.name) is None
+        # A table that was declared after others were filled, or otherwise than before, is made of
+        # all their rows.
+        is_whole = self._store.schema(one.name) is None or one.name in self._redefined
         if isinstance(one, Mart):
-            self._add_up(one, is_new=is_new)
+            self._add_up(one, is_whole=is_whole)
         else:
-            self._compute(one, is_new=is_new)
+            self._compute(one, is_whole=is_whole)
         return self._commit(one, is_read=is_read)
 
     # --- changes ----------------------------------------------------------------------------
@@ -287,20 +318,25 @@ class TableRefresh(Database):
             has_sign = CHANGE in columns
             others = f"* EXCLUDE ({CHANGE})" if has_sign else "*"
             sign = f"coalesce({CHANGE}, 1)" if has_sign else "1"
-            self.run(f"CREATE VIEW new.{name} AS SELECT {others} FROM {rows} WHERE {sign} > 0")
-            self.run(f"CREATE VIEW old.{name} AS SELECT {others} FROM {rows} WHERE {sign} < 0")
+            self.run(
+                f"CREATE VIEW new.{quoted(name)} AS SELECT {others} FROM {rows} WHERE {sign} > 0"
+            )
+            self.run(
+                f"CREATE VIEW old.{quoted(name)} AS SELECT {others} FROM {rows} WHERE {sign} < 0"
+            )
         else:
             schema = self._store.schema(name)
             if schema is None:
                 return
             for when in ("old", "new"):
-                self.run(f"CREATE VIEW {when}.{name} AS FROM {self.nothing(name, schema)}")
+                self.run(f"CREATE VIEW {when}.{quoted(name)} AS FROM {self.nothing(name, schema)}")
         self._offer_both(name)
 
     def _offer_both(self, name: str) -> None:
         self._changed.add(name)
         self.run(
-            f"CREATE VIEW main.changed_{name} AS FROM old.{name} UNION ALL BY NAME FROM new.{name}"
+            f"CREATE VIEW main.changed_{name} AS FROM old.{quoted(name)}"
+            f" UNION ALL BY NAME FROM new.{quoted(name)}"
         )
 
     def _recall(self, name: str) -> None:
@@ -313,19 +349,29 @@ class TableRefresh(Database):
 
     # --- the new rows of the touched groups, in work.found ----------------------------------
 
-    def _add_up(self, one: Mart, *, is_new: bool) -> None:
-        group = ", ".join(one.group)
-        sums = ", ".join(f"coalesce(sum({name}), 0)::BIGINT AS {name}" for name in one.sums)
-        for when in ("old", "new"):
-            self.run(f"SET search_path = '{'main' if is_new else f'{when},main'}'")
-            rows = f"({one.of}) WHERE {when == 'new' or not is_new}"
+    def _add_up(self, one: Mart, *, is_whole: bool) -> None:
+        group = quoted(*one.group)
+        types = self._types_of_sums(one)
+        has_floats = "DOUBLE" in types.values()
+        sums = ", ".join(
+            f"coalesce({'fsum' if type_ == 'DOUBLE' else 'sum'}({name}), 0)::{type_} AS {name}"
+            for name, type_ in types.items()
+        )
+        added_up = f"SELECT {group}, count(*) AS _rows, {sums} FROM"
+        if is_whole:
+            self._find_before(one, is_whole=True)
             self.run(
-                f"CREATE OR REPLACE TABLE work.{when} AS"
-                f" SELECT {group}, count(*) AS _rows, {sums} FROM {rows} GROUP BY {group}"
+                f"CREATE OR REPLACE TABLE work.found AS {added_up} ({one.of}) GROUP BY {group}"
+            )
+            return
+        for when in ("old", "new"):
+            self.run(f"SET search_path = '{when},main'")
+            self.run(
+                f"CREATE OR REPLACE TABLE work.{when} AS {added_up} ({one.of}) GROUP BY {group}"
             )
         self.run("SET search_path = 'main'")
-        lost = ", ".join(f"-{name} AS {name}" for name in one.sums)
-        every = ("_rows", *one.sums)
+        lost = ", ".join(f"-{name} AS {name}" for name in types)
+        every = {"_rows": "BIGINT", **types}
         self.run(
             "CREATE OR REPLACE TABLE work.moved AS"
             f" SELECT {group}, {_summed(every)} FROM (FROM work.new UNION ALL BY NAME"
@@ -335,70 +381,99 @@ class TableRefresh(Database):
         self.run(f"CREATE OR REPLACE TABLE work.touched AS SELECT {group} FROM work.moved")
         self._find_before(one)
         stored = "UNION ALL BY NAME SELECT * EXCLUDE (filename) FROM work.before"
-        self.run(
-            f"CREATE OR REPLACE TABLE work.found AS SELECT {group}, {_summed(every)}"
+        found = (
+            f"SELECT {group}, {_summed(every)}"
             f" FROM (FROM work.moved {stored if self._has_before else ''})"
             f" GROUP BY {group} HAVING sum(_rows) <> 0"
         )
+        if has_floats:  # a difference of sums would keep the rounding of all that came before
+            rows = _joined(f"({one.of})", "SEMI", "work.touched", one.group)
+            found = f"{added_up} {rows} GROUP BY {group}"
+        self.run(f"CREATE OR REPLACE TABLE work.found AS {found}")
 
-    def _compute(self, one: Query, *, is_new: bool) -> None:
-        group = ", ".join(one.group)
+    def _types_of_sums(self, one: Mart) -> dict[str, str]:
+        """Return the type of each sum by its column: whole numbers stay whole, decimals exact."""
+        described = self.run(f"DESCRIBE SELECT {quoted(*one.sums)} FROM ({one.of})").fetchall()
+        found = {}
+        for name, type_, *_ in described:
+            if type_ in ("FLOAT", "DOUBLE"):
+                found[quoted(name)] = "DOUBLE"
+            elif type_.startswith("DECIMAL"):
+                found[quoted(name)] = f"DECIMAL(38,{type_.rpartition(',')[2]}"
+            else:
+                found[quoted(name)] = "BIGINT"
+        return found
+
+    def _compute(self, one: Query, *, is_whole: bool) -> None:
+        group = quoted(*one.group)
         touched = one.touched
-        if is_new:
-            touched = re.sub(r"\bchanged_(\w+)", r"\1", touched)
+        if is_whole:
+            touched = re.sub(r'"?\bchanged_(\w+)"?', r'"\1"', touched)
             self.offer(touched)
         self.run(
             f"CREATE OR REPLACE TABLE work.touched AS SELECT DISTINCT * FROM ({touched})"
             f" AS groups({group})"
         )
         self.run("CREATE OR REPLACE VIEW main.touched AS FROM work.touched")
-        self._find_before(one)
+        self._find_before(one, is_whole=is_whole)
         if one.prepare is not None:
             one.prepare(self)
         self.run(f"CREATE OR REPLACE TABLE work.found AS {one.sql}")
 
-    def _find_before(self, one: Query | Mart) -> None:
-        """Read the stored rows of the touched groups into work.before, with their files."""
+    def _find_before(self, one: Query | Mart, *, is_whole: bool = False) -> None:
+        """Read the stored rows of the touched groups into work.before, with their files; all of
+        them if the whole table is made again."""
         files = self._store.files(one.name)
-        if files:
+        if files and not is_whole:
             touched = _joined(self.rows(files, named=True), "SEMI", "work.touched", one.group)
             found = self.run(f"SELECT DISTINCT filename FROM {touched}").fetchall()
             files = [row[0] for row in found]
         self._has_before = bool(files)
         if files:  # a scan of few columns found them; the others are read of these files alone
-            touched = _joined(self.rows(files, named=True), "SEMI", "work.touched", one.group)
-            self.run(f"CREATE OR REPLACE TABLE work.before AS FROM {touched}")
+            rows = self.rows(files, named=True)
+            if not is_whole:
+                rows = _joined(rows, "SEMI", "work.touched", one.group)
+            self.run(f"CREATE OR REPLACE TABLE work.before AS FROM {rows}")
 
     # --- commit -----------------------------------------------------------------------------
 
     def _commit(self, one: Query | Mart, *, is_read: bool) -> int:
         """Replace the files in which a row changed, and keep the changes for later queries."""
         remove: list[str] = []
-        if self._has_before:
-            before = "SELECT * EXCLUDE (filename) FROM work.before"
+        old, new = (f"{when}.{quoted(one.name)}" for when in ("old", "new"))
+        is_first = self._store.schema(one.name) is None
+        is_redefined = one.name in self._redefined and not is_first
+        before = "SELECT * EXCLUDE (filename) FROM work.before"
+        if self._has_before and is_redefined:  # it may have other columns than before
+            self.run(f"CREATE OR REPLACE TABLE {old} AS {before}")
+            self.run(f"CREATE OR REPLACE TABLE {new} AS FROM work.found")
+        elif self._has_before:
             self.run(
-                f"CREATE OR REPLACE TABLE old.{one.name} AS"
+                f"CREATE OR REPLACE TABLE {old} AS"
                 f" {before} EXCEPT ALL SELECT {self._columns()} FROM work.found"
             )
             self.run(
-                f"CREATE OR REPLACE TABLE new.{one.name} AS"
+                f"CREATE OR REPLACE TABLE {new} AS"
                 f" SELECT {self._columns()} FROM work.found EXCEPT ALL {before}"
             )
-            gone = _joined("work.before", "SEMI", f"old.{one.name}", one.key)
+            gone = _joined("work.before", "SEMI", old, one.key)
             found = self.run(f"SELECT DISTINCT filename FROM {gone}").fetchall()
             remove = [row[0] for row in found]
         else:
-            self.run(f"CREATE OR REPLACE TABLE old.{one.name} AS FROM work.found LIMIT 0")
+            self.run(f"CREATE OR REPLACE TABLE {old} AS FROM work.found LIMIT 0")
             self.run("DROP TABLE IF EXISTS work.before")
-            self.run(f"CREATE OR REPLACE TABLE new.{one.name} AS FROM work.found")
+            self.run(f"CREATE OR REPLACE TABLE {new} AS FROM work.found")
         self._offer_both(one.name)
         changed = self.count(f"main.changed_{one.name}")
-        is_first = self._store.schema(one.name) is None
-        if changed or is_first:
+        if changed or is_first or is_redefined:
             if is_read and not is_first:
                 self._keep(one.name)
             self._store.replace(
-                one.name, remove=remove, add=self._rows_to_add(one, remove), version=self._version
+                one.name,
+                remove=remove,
+                add=self._rows_to_add(one, remove),
+                version=self._version,
+                is_whole=is_redefined,
             )
         self.see(one.name)
         return changed
@@ -406,7 +481,7 @@ class TableRefresh(Database):
     def _columns(self) -> str:
         """Name the columns in the order of the stored table."""
         names = [row[0] for row in self.run("DESCRIBE work.before").fetchall()]
-        return ", ".join(f'"{name}"' for name in names if name != "filename")
+        return quoted(*(name for name in names if name != "filename"))
 
     def _change_file(self, name: str) -> str:
         return f"{self._version}-{name}.parquet"
@@ -414,8 +489,8 @@ class TableRefresh(Database):
     def _keep(self, name: str) -> None:
         """Write the changes of a table before its commit, which makes them hard to find again."""
         rows = self.arrow(
-            f"SELECT *, -1::TINYINT AS {CHANGE} FROM old.{name}"
-            f" UNION ALL BY NAME SELECT *, 1::TINYINT AS {CHANGE} FROM new.{name}"
+            f"SELECT *, -1::TINYINT AS {CHANGE} FROM old.{quoted(name)}"
+            f" UNION ALL BY NAME SELECT *, 1::TINYINT AS {CHANGE} FROM new.{quoted(name)}"
         )
         lake, file = self._store.files_of_lake, self._change_file(name)
         lake.new_name(CHANGES)
@@ -424,22 +499,24 @@ class TableRefresh(Database):
 
     def _rows_to_add(self, one: Query | Mart, remove: Sequence[str]) -> Iterator[pa.Table]:
         """Read the new rows, and those that stay of the files to remove, a file's worth each."""
-        rows = f"FROM new.{one.name}"
+        rows = f"FROM new.{quoted(one.name)}"
         if remove:
-            kept = _joined(self.rows(remove), "ANTI", f"old.{one.name}", one.key)
+            kept = _joined(self.rows(remove), "ANTI", f"old.{quoted(one.name)}", one.key)
             rows += f" UNION ALL BY NAME FROM {kept}"
-        found = self.connection.sql(f"SELECT * FROM ({rows}) ORDER BY {', '.join(one.sorted_by)}")
+        found = self.connection.sql(f"SELECT * FROM ({rows}) ORDER BY {quoted(*one.sorted_by)}")
         yield from _tables(found.to_arrow_reader(ROWS_PER_FILE))
 
 
 def _joined(rows: str, kind: str, others: str, columns: Sequence[str]) -> str:
     """Join rows with others that have the same values, be they null, in some columns."""
-    same = " AND ".join(f"those.{name} IS NOT DISTINCT FROM these.{name}" for name in columns)
+    same = " AND ".join(
+        f"those.{name} IS NOT DISTINCT FROM these.{name}" for name in map(quoted, columns)
+    )
     return f"{rows} AS these {kind} JOIN {others} AS those ON {same}"
 
 
-def _summed(names: Iterable[str]) -> str:
-    return ", ".join(f"sum({name})::BIGINT AS {name}" for name in names)
+def _summed(types: Mapping[str, str]) -> str:
+    return ", ".join(f"sum({name})::{type_} AS {name}" for name, type_ in types.items())
 
 
 def _tables(batches: pa.RecordBatchReader) -> Iterator[pa.Table]:

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from conquiet.errors import ConfigError
 from conquiet.lake.definition import Definition
-from conquiet.lake.query import Database, Query
+from conquiet.lake.query import Database, Query, quoted
 
 COMPLETENESS, DELIVERY = "recon_completeness", "outbox_delivery"
 MOST_NAMED = 100
@@ -314,5 +314,5 @@ def disagreements(database: Database) -> Iterator[tuple[str, dict[str, Any]]]:
     for name in (COMPLETENESS, *mismatches(database.names)):
         database.offer(name)
         where = "WHERE NOT complete" if name == COMPLETENESS else ""
-        for row in database.arrow(f"FROM {name} {where} ORDER BY ALL").to_pylist():
+        for row in database.arrow(f"FROM {quoted(name)} {where} ORDER BY ALL").to_pylist():
             yield name, row

@@ -14,7 +14,7 @@ from math import floor, log10
 from typing import Any
 
 from conquiet.lake.definition import ROWS_QUARANTINE
-from conquiet.lake.query import Database
+from conquiet.lake.query import Database, quoted
 from conquiet.lake.reconcile import mismatches
 
 _WIDTH, _HEIGHT = 720, 250
@@ -100,7 +100,7 @@ def _summary(database: Database) -> str:
         rows = _number(database, f"SELECT count(*) FROM {ROWS_QUARANTINE}")
         counts.append(("rows of facts are in quarantine", rows))
     for name in mismatches(database.names):
-        rows = _number(database, f"SELECT count(*) FROM {name}")
+        rows = _number(database, f"SELECT count(*) FROM {quoted(name)}")
         counts.append((f"rows of {name}: events contradict each other", rows))
     cells = [f"<div class=card><b>{count:,}</b> {escape(text)}</div>" for text, count in counts]
     return f"{said}<div class=facts>{''.join(cells)}</div>"

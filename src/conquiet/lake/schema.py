@@ -24,6 +24,10 @@ _PLAIN: dict[type, pa.DataType] = {
     inspect.BytesType: pa.binary(),
     inspect.DateType: pa.date32(),
     inspect.DateTimeType: TIME,
+    # As msgspec writes them, without the quotes of JSON: SQL can cast them.
+    inspect.DecimalType: pa.string(),
+    inspect.TimeType: pa.string(),
+    inspect.TimeDeltaType: pa.string(),
 }
 _KEPT = (datetime, date, bytes)
 """Values that Arrow takes as Python objects; msgspec turns the others into JSON's types."""
@@ -105,6 +109,7 @@ class _Column:
     """One field of a struct as a column."""
 
     def __init__(self, field: inspect.Field) -> None:
+        self._name = field.name
         self._read = attrgetter(field.name)
         self._type = arrow_type(field.type)
         self._complete = _completion(field.type)
@@ -118,7 +123,10 @@ class _Column:
             values = msgspec.to_builtins(values, builtin_types=_KEPT)
             if self._complete is not None:
                 values = [None if one is None else self._complete(one) for one in values]
-        return pa.array(values, self._type)
+        try:
+            return pa.array(values, self._type)
+        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+            raise type(error)(f"{self._name}: {error}") from error
 
 
 _PLAIN_KINDS = (

@@ -71,6 +71,9 @@ _PARTS_PER_CORE = 16
 """Parts of a job, which are entered when it is done: a replay judges all files of a lake."""
 _FEW_ROWS = 10_000
 _BYTES_PER_FILE = 64 * 2**20
+_MOST_IDS = 20_000_000
+"""Beyond so many known ids, of 16 bytes each, days that the last batch had no event of are dropped
+from memory."""
 _DICTIONARY = (
     "stream",
     "type",
@@ -271,7 +274,7 @@ def _sequences(rows: pa.Table) -> np.ndarray:
 class KnownIds:
     """The ids of events that silver or the quarantine has, by day, as hashes.
 
-    A day is read from the tables when a batch has events of it, and kept.
+    A day is read from the tables when a batch has events of it, and kept as long as there is room.
     """
 
     def __init__(self, store: Store, tables: Sequence[str]) -> None:
@@ -283,6 +286,7 @@ class KnownIds:
         """Return of each id whether it is known on its day."""
         wanted = [int(day) for day in np.unique(days)]
         self._load([day for day in wanted if day not in self._days])
+        self._make_room(wanted)
         found = np.zeros(len(hashes), bool)
         for day in wanted:
             rows = np.flatnonzero(days == day)
@@ -318,8 +322,20 @@ class KnownIds:
             rows = pa.concat_tables(parts)
             self.add(*(rows[name].to_numpy() for name in columns[1:] + columns[:1]))
 
+    def _make_room(self, wanted: list[int]) -> None:
+        """Drop days, those first that no batch has had for longest."""
+        for day in wanted:
+            self._days[day] = self._days.pop(day)
+        sizes = {day: sum(len(one) for one, _ in parts) for day, parts in self._days.items()}
+        total = sum(sizes.values())
+        for day in [*self._days][: -len(wanted) or None]:
+            if total <= _MOST_IDS:
+                break
+            total -= sizes[day]
+            del self._days[day]
+
     def add(self, hashes: np.ndarray, checks: np.ndarray, days: np.ndarray) -> None:
-        """Add ids of days that were read before."""
+        """Add ids of days that are kept."""
         if not len(hashes):
             return
         order = np.lexsort((hashes, days))

@@ -410,23 +410,26 @@ class Store:
         remove: Sequence[str] = (),
         app: str | None = None,
         is_change: bool = True,
+        is_whole: bool = False,
     ) -> bool:
         """Add files and remove others (URIs) in one commit; False if the table has this version.
 
         The application transaction is what makes a repeated commit change nothing. `is_change` is
-        false for rows that are only stored in other files.
+        false for rows that are only stored in other files; with `is_whole` the files and the
+        columns take the place of all that the table has.
         """
         table = self._table(name) or self._create(name, schema)
         if self.version(name, app) >= version:
             return False
-        self._add_columns(table, name, schema)
+        if not is_whole:
+            self._add_columns(table, name, schema)
         now = int(time.time() * 1000)
         start = len(self.files_of_lake.uri(name, ""))
         gone = [RemoveAction(uri[start:], is_change, now) for uri in remove]
         table.create_write_transaction(
             [*gone, *(one.action(is_change) for one in add)],
-            "append",
-            table.schema(),
+            "overwrite" if is_whole else "append",
+            DeltaSchema.from_arrow(schema) if is_whole else table.schema(),
             [],
             commit_properties=CommitProperties(
                 app_transactions=[Transaction(app or self.app, version)], max_commit_retries=0
@@ -467,8 +470,10 @@ class Store:
         remove: Sequence[str] = (),
         add: pa.Table | Iterable[pa.Table],
         version: int,
+        is_whole: bool = False,
     ) -> bool:
-        """Write rows as new files in place of some files, in one commit."""
+        """Write rows as new files in place of some files, in one commit; `is_whole` is as for
+        `commit`."""
         if self.version(name) >= version:
             return False
         schema = self.schema(name)
@@ -478,7 +483,7 @@ class Store:
             written += self._write(name, part)
         if schema is None:
             raise ConfigError(f"table {name} has neither columns nor rows yet")
-        return self.commit(name, written, version, schema=schema, remove=remove)
+        return self.commit(name, written, version, schema=schema, remove=remove, is_whole=is_whole)
 
     def _write(
         self, name: str, rows: pa.Table, rows_per_file: int = ROWS_PER_FILE
@@ -520,9 +525,8 @@ class Store:
         if self.version(name) >= version:
             return False
         added = changes.filter(pc.equal(changes[CHANGE], 1)).select(schema.names)
-        removed = changes.filter(pc.equal(changes[CHANGE], -1)).select(
-            [*key, *([partition_by] if partition_by else [])]
-        )
+        needed = [*key, *([partition_by] if partition_by and partition_by not in key else [])]
+        removed = changes.filter(pc.equal(changes[CHANGE], -1)).select(needed)
         gone = _keys(removed, key)
         writes: list[pa.Table] = []
         remove: list[str] = []

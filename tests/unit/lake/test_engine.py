@@ -7,16 +7,25 @@ import sys
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from uuid import UUID
 
 import msgspec
 import pyarrow as pa
 import pytest
 from tests import zygote
-from tests.unit.lake.payments import CATALOG, START, Captured, entries, entry, pipeline
+from tests.unit.lake.payments import (
+    CATALOG,
+    START,
+    Captured,
+    PaymentState,
+    entries,
+    entry,
+    pipeline,
+)
 
 from conquiet.errors import ConfigError
 from conquiet.lake import ExpectationFailed, Pipeline, facts, journal, silver
-from conquiet.lake.facts import FactFailed
+from conquiet.lake.definition import FactFailed
 from conquiet.lake.pipeline import Driver
 from conquiet.lake.report import report
 from conquiet.lake.tables import Files
@@ -332,6 +341,74 @@ def test_a_fact_that_raises_is_named_with_its_event(tmp_path):
         bad.run(as_table(entries(1)))
 
 
+class Counted(msgspec.Struct):
+    payment_id: str
+    events: int
+
+
+@pytest.mark.parametrize(
+    ("key", "rows", "said"),
+    [
+        ("payment_id", [("p", 1), ("p", 2)], "gave two rows with one key of their table"),
+        ("payment_id", [("p", "one")], "table counted: a row's events: Could not convert 'one'"),
+        (lambda event: event.data.nothing, [], "its key raised AttributeError.* on the event"),
+    ],
+)
+def test_a_fact_that_gives_what_no_table_can_hold_is_named(tmp_path, key, rows, said):
+    bad = Pipeline(CATALOG, lake=tmp_path / "lake", name="bad")
+    bad.table(key="payment_id")(Counted)
+
+    @bad.fact(key=key)
+    class Given(msgspec.Struct):
+        applied: bool = False
+
+        def apply(self, event):
+            self.applied = True
+
+        def rows(self):
+            return [Counted(*row) for row in rows if self.applied]
+
+    with pytest.raises(FactFailed, match=said):
+        bad.run(as_table(entries(1)))
+
+
+def test_keys_of_a_function_may_be_of_any_plain_type(tmp_path):
+    made = Pipeline(CATALOG, lake=tmp_path / "lake", name="keys")
+    made.table(key="payment_id")(Counted)
+
+    @made.fact(key=lambda event: [UUID(int=1), event.version, "text"])
+    class Seen(msgspec.Struct):
+        key: str = ""
+
+        def apply(self, event):
+            pass
+
+        def rows(self):
+            yield Counted(self.key, 1)
+
+    made.run(as_table(entries(1)))
+    found = made.read("counted")["payment_id"].to_pylist()
+    assert sorted(found) == [str(UUID(int=1)), "1", "text"]
+
+
+def test_a_name_that_is_misspelt_is_refused_where_it_is_declared(tmp_path):
+    made = Pipeline(CATALOG, lake=tmp_path / "lake")
+    made.table(key="payment_id")(Counted)
+    with pytest.raises(ConfigError, match="mart daily: Counted has no field day, evnts"):
+        made.mart("daily", of=Counted, by=("day",), sums=("evnts",))
+    with pytest.raises(ConfigError, match="its key 'paymnt_id' is no field of any event that is"):
+        made.fact(key="paymnt_id")(PaymentState)
+    both = ("payment_captured", "payment_corrected")
+    with pytest.raises(ConfigError, match="'captured_at' is no field of payment_corrected"):
+        made.fact(key="captured_at", events=both)(PaymentState)
+    made.query(
+        "worst", sql="SELECT nothing FROM counted", group="payment_id", key="payment_id",
+        touched="SELECT payment_id FROM changed_counted",
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"the SQL of the table worst: Binder Error: .*nothing"):
+        made.run(as_table(entries(1)))
+
+
 def test_quarantine_comes_back_after_a_fix(tmp_path):
     def version(known: int) -> Pipeline:
         made = Pipeline(None, lake=tmp_path / "lake", name="late")
@@ -606,6 +683,18 @@ def test_a_late_redelivery_shows_the_earliest_time(lake):
     assert tables["events"][0]["first_seen_at"] == early["entry_time"].astimezone(UTC)
     assert tables["events"][0]["delivery_count"] == 2
     assert isinstance(tables["events"][0]["occurred_at"], datetime)
+
+
+def test_ids_of_other_days_leave_the_memory_and_are_found_again(lake, monkeypatch):
+    monkeypatch.setattr(silver, "_MOST_IDS", 3)
+    days = [[entry("payment_corrected", {"payment_id": "p", "cents": n}, hour=24 * day, number=n)
+             for n in range(day * 10, day * 10 + 2)] for day in range(4)]  # fmt: skip
+    with lake.driver() as driver:
+        for number, log in enumerate([*days, *days]):
+            driver.take(as_table(log), "rows", number)
+            assert len(driver.known._days) <= 2
+    assert lake.read("events").num_rows == 8
+    assert set(lake.read("events")["delivery_count"].to_pylist()) == {2}
 
 
 def test_a_batch_of_a_day_between_the_days_of_a_file(lake):

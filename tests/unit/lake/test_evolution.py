@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import time, timedelta
+from decimal import Decimal
 from pathlib import Path
 
 import msgspec
@@ -30,6 +32,12 @@ class PaidInCurrency(Paid):
 class PaidByText(msgspec.Struct):
     payment_id: str
     cents: str
+
+
+class PaidExactly(Paid):
+    exact: Decimal
+    took: timedelta
+    at: time
 
 
 class Row(msgspec.Struct):
@@ -142,3 +150,110 @@ def test_another_type_of_a_column_is_refused_before_anything_is_written(
     assert columns(tmp_path, "raw_events", "event_id") == before
     pipeline(tmp_path, Paid).run(as_table([paid(3)]))
     assert columns(tmp_path, "payment", "payment_id", "cents") == [("p1", 1), ("p3", 3)]
+
+
+def test_decimals_and_times_of_day_are_text_that_sql_can_cast(tmp_path):
+    made = pipeline(tmp_path, PaidExactly)
+    made.run(as_table([paid(1, exact="1.50", took="PT90S", at="12:30:00")]))
+    assert columns(tmp_path, "paid", "exact", "took", "at") == [("1.50", "PT90S", "12:30:00")]
+    with made.database() as database:
+        database.offer("paid")
+        assert (
+            database.count("paid WHERE exact::DECIMAL(18, 2) = 1.5 AND \"at\"::TIME > '12:00'") == 1
+        )
+
+
+def with_tables(lake: Path, *, by: str = "cents", low: bool = False) -> Pipeline:
+    """Return a pipeline with a query, a mart over it, and a mart over rows, defined in two ways."""
+    made = pipeline(lake, Paid)
+    more = ", min(payment_id) AS first_id" if low else ""
+    made.query(
+        "group_row", key="cents", group="cents", touched="SELECT cents FROM changed_payment",
+        sql=f"SELECT cents, count(*) AS payments{more} FROM payment"
+        " WHERE cents IN (FROM touched) GROUP BY cents",
+    )  # fmt: skip
+    made.mart("of_query", of="group_row", by=("cents",), sums=("payments",))
+    counts = {"payments": None, **({"large": "cents > 1"} if low else {})}
+    made.mart("of_rows", of=Row, by=(by,), sums=() if low else ("cents",), counts=counts)
+    return made
+
+
+def all_rows(made: Pipeline) -> dict[str, list[tuple]]:
+    names = ("payment", "group_row", "of_query", "of_rows", "total")
+    return {
+        name: sorted(map(tuple, map(dict.items, made.read(name).to_pylist()))) for name in names
+    }
+
+
+def test_a_mart_or_query_that_is_defined_otherwise_is_made_again(tmp_path):
+    """Also without new events, and when each of its commits is the last before a kill."""
+    log = [paid(1), paid(2), paid(3)]
+    expected = with_tables(tmp_path / "new", by="payment_id", low=True)
+    expected.run(as_table(log))
+    committed: list[str] = []
+
+    class Killed(Exception):
+        pass
+
+    def kill(progress):
+        if progress.step.endswith("committed") and progress.step not in committed:
+            committed.append(progress.step)
+            raise Killed
+
+    with_tables(tmp_path / "old").run(as_table(log))
+    changed = with_tables(tmp_path / "old", by="payment_id", low=True)
+    while True:
+        try:
+            with changed.driver(on_progress=kill) as driver:
+                driver.refresh()
+            break
+        except Killed:
+            continue
+    assert {"group_row committed", "of_query committed", "of_rows committed"} < set(committed)
+    assert all_rows(changed) == all_rows(expected)
+    assert columns(tmp_path / "old", "of_rows", "payment_id", "large")[0] == ("p1", 0)
+    files = changed.open_store().files("of_rows")
+    assert changed.refresh() == 0
+    assert changed.open_store().files("of_rows") == files
+    changed.run(as_table([paid(4)]))
+    assert changed.read("of_rows").num_rows == 4
+
+
+def test_tables_and_columns_may_have_names_of_sql_and_sums_may_be_floats(tmp_path):
+    class Order(msgspec.Struct):
+        user: str
+        group: int
+        value: float
+
+    made = Pipeline(lake=tmp_path, name="evolution")
+    made.event("paid", Paid)
+    made.table(key=("user", "group"), partition_by="group")(Order)
+
+    @made.fact(key="payment_id")
+    class State(msgspec.Struct):
+        key: str = ""
+        cents: int = 0
+
+        def apply(self, event):
+            self.cents = max(self.cents, event.data.cents)
+
+        def rows(self):
+            yield Order(self.key, 1, self.cents / 10)
+
+    made.mart("table", of=Order, by=("group",), sums=("value",), counts={"from": None})
+    made.query(
+        "end", key="user", group="user", touched="SELECT \"user\" FROM changed_order",
+        sql='SELECT "user", max(value) AS "desc" FROM "order" WHERE "user" IN (FROM touched)'
+        " GROUP BY 1",
+    )  # fmt: skip
+    for cents in (1, 2, 4):
+        made.run(
+            as_table(
+                [
+                    paid(cents),
+                    entry("paid", {"payment_id": "p1", "cents": cents}, hour=0, number=90 + cents),
+                ]
+            )
+        )
+    assert made.read("table").to_pylist() == [{"group": 1, "value": 1.0, "from": 3}]
+    assert made.read("end").num_rows == made.read("order").num_rows == 3
