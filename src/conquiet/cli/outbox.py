@@ -68,6 +68,11 @@ def register(commands: Any, common: ArgumentParser) -> None:
     for parser in (schema, verify, migrate):
         _add_table(parser)
         _add_table_options(parser)
+    migrate.add_argument(
+        "--by-day",
+        action="store_true",
+        help="divide the outbox into a partition per day, on PostgreSQL; there is no way back",
+    )
     rows = [add_verb(verbs, common, verb) for verb in _ROW_VERBS]
     for parser in rows:
         add_database(parser)
@@ -197,6 +202,8 @@ def _migrate(options: Namespace) -> int:
     done = [item for item in before if item not in differences]
     created = [item.table for item in done if item.what == "table"]
     changed = [f"{item.table}: {item.what}" for item in done if item.what != "table"]
+    if options.by_day:
+        changed.append("the outbox: divided by day")
     if options.json:
         left = [str(item) for item in differences]
         answer = {"ok": not left, "created": created, "changed": changed, "differences": left}
@@ -210,7 +217,7 @@ def _migrate(options: Namespace) -> int:
         print(red(str(item), sys.stdout))
     if differences:
         print("migrate does not repair them; conquiet outbox schema prints how", file=sys.stderr)
-    elif not done:
+    elif not done and not changed:
         print(green("the tables were up to date already", sys.stdout))
     return FAILED if differences else OK
 
@@ -241,7 +248,7 @@ def _generic_tables(table: str, options: Namespace) -> _Tables:
     return _Tables(
         partial(schema.ddl, **names),
         partial(schema.verify, **names),
-        partial(schema.migrate, **names),
+        partial(schema.migrate, by_day="by_day" in options and options.by_day, **names),
     )
 
 
@@ -249,6 +256,8 @@ def _events_tables(table: str, options: Namespace) -> _Tables:
     from conquiet.config import ORDERED, read
     from conquiet.events import schema
 
+    if "by_day" in options and options.by_day:
+        raise ConfigError("--by-day is for the generic outbox; outbox_events is one table")
     ordered = options.ordered or read(ORDERED)
     named: dict[str, Any] = {"catalog": _catalog(options), "table": table, "ordered": ordered}
     guarded = {**named, "append_only": not options.no_trigger}
@@ -525,6 +534,7 @@ _TABLE_VERBS = (
             "conquiet outbox migrate --database postgresql://app@localhost/shop",
             "conquiet outbox migrate --database sqlite:///shop.sqlite",
             "conquiet outbox migrate --table outbox_events --catalog shop.events:CATALOG",
+            "conquiet outbox migrate --by-day --database postgresql://app@localhost/shop",
         ),
         "0 the tables are up to date, 1 they still differ or it failed, 2 wrong usage or settings",
         _migrate,

@@ -39,7 +39,7 @@ from sqlalchemy import (
 from conquiet.config import has_events_layout
 from conquiet.errors import ConfigError
 from conquiet.events.table import UuidText
-from conquiet.sql import Cleanup, dialect
+from conquiet.sql import Cleanup, days, dialect
 from conquiet.sql.schema import Xid8, delayed_table, split_name
 from conquiet.sql.wal import Slot, find_slot
 
@@ -410,6 +410,11 @@ class Inspection:
                 if slot is not None:
                     passed = and_(published.is_(None), self._states(slot)["published"])
                     old = or_(old, and_(passed, self._table.c.created_at < before))
+                if days.is_divided(connection, self.name):  # whole days go
+                    end = days.passed(connection, self.name, older_than)
+                    if end is None:
+                        return 0
+                    old = and_(old, self._table.c.created_at < datetime.fromisoformat(end))
             else:
                 ago = f"-{older_than} seconds"
                 old = published < func.datetime("now", ago, type_=Text)

@@ -14,11 +14,12 @@ from sqlalchemy.exc import SQLAlchemyError
 from conquiet.backoff import Backoff
 from conquiet.config import has_events_layout
 from conquiet.errors import ConfigError, StoreError
-from conquiet.sql import dialect, wal
+from conquiet.sql import days, dialect, wal
 from conquiet.sql.schema import (
     INBOX_TABLE,
     OUTBOX_TABLE,
     inbox_table,
+    lock_tables,
     outbox_table,
     positions_table,
     retries_table,
@@ -54,6 +55,10 @@ class Cleanup:
 
     `relayed=False` is for an outbox that no relay publishes: its rows go by their age, once every
     group of their topic has passed them. Rows of a topic without a group stay.
+
+    Of an outbox that is divided by day, whole days are dropped, when a day ended longer ago than
+    `retention` and no row of it is needed; rows are deleted only from a day that has to stay for
+    others. Each round adds the days to come. Both take the owner of the table.
 
     `inbox=None` or `outbox=None` leaves that table out.
 
@@ -92,7 +97,7 @@ class Cleanup:
 
     def run_once(self, progress: Callable[[int], object] | None = None) -> Removed:
         """Delete all expired rows, batch by batch; call `progress` with the count so far."""
-        removed = {"inbox": 0, "outbox": 0}
+        removed = {"inbox": 0, "outbox": self._drop_days()}
         for name, statement in self._statements():
             while not self._stopping.is_set():
                 began = time.monotonic()
@@ -153,14 +158,20 @@ class Cleanup:
             with self.engine.connect() as connection:
                 has_groups = dialect.has_table(connection, positions_table(self._outbox).fullname)
                 slot = self._slot(connection)
+                is_divided = days.is_divided(connection, self._outbox)
+                end = days.passed(connection, self._outbox, self.retention) if is_divided else None
         except SQLAlchemyError as error:
             raise dialect.store_error(self.engine, error) from error
         if not has_groups:  # of an earlier release, or another layout
             if self.relayed:
                 yield "outbox", self._statement(outbox_table(self._outbox), "published_at", "")
             return
+        if is_divided and end is None:  # each day goes as a whole, later
+            return
         quote = self.engine.dialect.identifier_preparer.format_table
         needs = _PASSED if self.relayed else _PASSED + _READ
+        if end is not None:
+            needs += f"\n       AND o.created_at < '{end}'::timestamptz"
         xid = "o.xid::text::bigint" if dialect.is_postgresql(self.engine.dialect) else "o.xid"
         needs = needs.format(
             positions=quote(positions_table(self._outbox)),
@@ -178,6 +189,40 @@ class Cleanup:
                 behind.bindparams(
                     seconds=float(self.retention), batch=self.batch_size, horizon=str(slot.horizon)
                 ),
+            )
+
+    def _drop_days(self) -> int:
+        """Add the days to come, and drop those that are done; return how many rows they had."""
+        if self._outbox is None or has_events_layout(self._outbox):
+            return 0
+        table = self._outbox
+        with dialect.raise_store_errors(self.engine):
+            if not dialect.is_postgresql(self.engine.dialect):
+                return 0
+            with self.engine.connect() as connection:
+                if not days.is_divided(connection, table):
+                    return 0
+                slot = self._slot(connection) if self.relayed else None
+            with lock_tables(self.engine) as connection:
+                days.add(connection, table)
+            quote = self.engine.dialect.identifier_preparer.format_table
+            published = _PUBLISHED if slot is None else _BEHIND_THE_SLOT
+            needs = (_HELD + (published if self.relayed else _UNREAD)).format(
+                day="{day}",
+                positions=quote(positions_table(self._outbox)),
+                retries=quote(retries_table(self._outbox)),
+                unmarked=wal.UNMARKED,
+                deferred=wal.DEFERRED,
+                horizon=0 if slot is None else slot.horizon,
+                seconds=float(self.retention),
+            )
+
+            def is_needed(connection: Connection, day: str) -> bool:
+                query = f"SELECT {needs.format(day=day)}"
+                return bool(connection.exec_driver_sql(query).scalar())
+
+            return days.drop(
+                self.engine, table, self.retention, is_needed, lambda: not self._stopping.is_set()
             )
 
     def _slot(self, connection: Connection) -> wal.Slot | None:
@@ -236,3 +281,21 @@ _PASSED = """
        AND NOT EXISTS (SELECT 1 FROM {retries} AS r WHERE r.id = o.id)"""
 _READ = """
        AND parked_at IS NULL AND o.topic IN (SELECT topic FROM {positions})"""
+# Whether a day must stay: each part ends at the first such row, found by an index.
+_HELD = """
+EXISTS (SELECT 1 FROM {day} AS o WHERE parked_at IS NOT NULL)
+OR EXISTS (SELECT 1 FROM {positions} AS p JOIN {day} AS o ON o.topic = p.topic
+              AND (o.xid, o.id) > (p.xid::text::xid8, p.id))
+OR EXISTS (SELECT 1 FROM {retries} AS r JOIN {day} AS o ON o.id = r.id)"""
+_PUBLISHED = """
+OR EXISTS (SELECT 1 FROM {day} AS o WHERE published_at IS NULL AND parked_at IS NULL)
+OR EXISTS (SELECT 1 FROM {day} AS o
+            WHERE published_at >= now() - make_interval(secs => {seconds}))"""
+_BEHIND_THE_SLOT = """
+OR EXISTS (SELECT 1 FROM {day} AS o
+            WHERE published_at IS NULL AND parked_at IS NULL AND {deferred})
+OR EXISTS (SELECT 1 FROM {day} AS o WHERE {unmarked} AND xid >= '{horizon}'::xid8)
+OR EXISTS (SELECT 1 FROM {day} AS o
+            WHERE published_at >= now() - make_interval(secs => {seconds}))"""
+_UNREAD = """
+OR EXISTS (SELECT 1 FROM {day} AS o WHERE o.topic NOT IN (SELECT topic FROM {positions}))"""

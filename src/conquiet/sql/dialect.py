@@ -62,6 +62,7 @@ _READ_ONLY = "25006"
 _CONFLICT_CODES = {"40001", "40P01"}  # serialization failure, deadlock
 _IN_FAILED_TRANSACTION = "25P02"
 _UNDEFINED_TABLE = "42P01"
+_CHECK_VIOLATION = "23514"
 # Primary result codes of SQLite: busy, locked, no memory, interrupted, I/O, full, cannot open,
 # lock protocol.
 _SQLITE_STORE_CODES = {5, 6, 7, 9, 10, 13, 14, 15}
@@ -607,18 +608,26 @@ def has_column(connection: Connection, table: str, column: str) -> bool:
 
 
 def is_missing_table(error: BaseException) -> bool:
-    """Return whether a statement failed because a table does not exist."""
+    """Return whether a statement failed because a table does not exist, or its day."""
     original = _original(error)
-    return _sqlstate(original) == _UNDEFINED_TABLE or str(original).startswith("no such table")
+    return _lacks_table(original) or str(original).startswith("no such table")
 
 
 def names_table(error: BaseException, tables: Collection[str]) -> bool:
     """Return whether a statement failed because one of these tables is missing."""
     original = _original(error)
-    if _sqlstate(original) == _UNDEFINED_TABLE:
+    if _lacks_table(original):
         reason = str(original).partition("\n")[0]  # behind it is the statement
         return any(f'"{table}"' in reason for table in tables)
     return any(str(original) == f"no such table: {table}" for table in tables)
+
+
+def _lacks_table(original: BaseException) -> bool:
+    """Return whether PostgreSQL lacks a table, or the partition for a row."""
+    state = _sqlstate(original)
+    if state == _CHECK_VIOLATION:  # of a partitioned table, and of no constraint that has a name
+        return getattr(getattr(original, "diag", original), "constraint_name", None) is None
+    return state == _UNDEFINED_TABLE
 
 
 def is_conflict(error: BaseException) -> bool:

@@ -14,6 +14,7 @@ an Alembic project of your own, `include_object` keeps autogenerate from droppin
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ from sqlalchemy.types import TypeEngine, UserDefinedType
 
 from conquiet.config import TABLE_NAME
 from conquiet.errors import ConfigError
-from conquiet.sql import dialect
+from conquiet.sql import days, dialect
 
 if TYPE_CHECKING:
     from alembic.config import Config
@@ -354,6 +355,7 @@ OWN_TABLES = (
 """The tables that `include_object` leaves alone: those of `conquiet.events` too."""
 _SUFFIXES = ("_delayed", "_history", "_positions", "_retries", "_schedules", "_wal")
 """Of the tables beside an outbox."""
+_day = re.compile(r"_(first|d\d{8})\Z")
 DIALECTS = ("postgresql", "sqlite")
 LOCK = 0x636F6E71  # "conq": the advisory lock for changes of the tables
 
@@ -378,12 +380,13 @@ def init(
     outbox: str | None = OUTBOX_TABLE,
     *,
     version_table: str = VERSION_TABLE,
+    by_day: bool = False,
 ) -> None:
     """Create missing tables at the newest version; safe to repeat, also concurrently.
 
     `inbox` and `outbox` are names of tables, perhaps with a schema; None leaves a table out.
     Existing tables stay as they are: `migrate` upgrades them, `verify` reports differences. The
-    version is kept in `version_table`.
+    version is kept in `version_table`. `by_day` is as for `migrate`.
     """
     from alembic import command  # for migrations alone, and slow to import
 
@@ -392,6 +395,7 @@ def init(
         metadata.create_all(connection)
         if not inspect(connection).has_table(version_table):
             command.stamp(_config(connection, inbox, outbox, version_table), "head")
+        _divide(connection, outbox, by_day)
 
 
 def migrate(
@@ -401,12 +405,17 @@ def migrate(
     *,
     version_table: str = VERSION_TABLE,
     revision: str = "head",
+    by_day: bool = False,
 ) -> None:
     """Create or upgrade the tables by Alembic's migrations.
 
     `inbox` and `outbox` are as for `init`; `revision` is a version to stop at. A second pair of
     tables in one database needs a `version_table` of its own, or only the first pair would be
     upgraded.
+
+    `by_day` divides the outbox into a partition per day, on PostgreSQL, so that `Cleanup` drops
+    whole days; writers wait while its rows are read once. There is no way back. The days to come
+    are added by each `migrate`, and by `Cleanup`.
     """
     from alembic import command
 
@@ -415,6 +424,7 @@ def migrate(
         if revision == "head":
             # The version may be that of other tables: of a second pair, or after init(outbox=None).
             _metadata(inbox, outbox).create_all(connection)
+            _divide(connection, outbox, by_day)
 
 
 def ddl(
@@ -493,7 +503,7 @@ def include_object(
     """
     if kind != "table" or not reflected or compare_to is not None:
         return True
-    full: str = item.fullname
+    full: str = _day.sub("", item.fullname)
     return full not in tables and not any(
         full.endswith(suffix) and full.removesuffix(suffix) in tables for suffix in _SUFFIXES
     )
@@ -560,6 +570,18 @@ def _metadata(inbox: str | None, outbox: str | None) -> MetaData:
     return metadata
 
 
+def _divide(connection: Connection, outbox: str | None, by_day: bool) -> None:
+    """Divide the outbox by day if that is wanted; add the days to come if it is divided."""
+    if outbox is None:
+        if by_day:
+            raise ConfigError("by_day divides the outbox: give it, too")
+        return
+    if by_day:
+        days.divide(connection, outbox)
+    if days.is_divided(connection, outbox):
+        days.add(connection, outbox)
+
+
 def _config(
     connection: Connection, inbox: str | None, outbox: str | None, version_table: str
 ) -> Config:
@@ -597,11 +619,17 @@ def _differences(connection: Connection, table: Table) -> Iterator[Difference]:
         if there.is_required and not there.has_default:
             filled = there._replace(has_default=True)
             yield Difference(name, f"column {other}, which is yours,", str(filled), str(there))
-    inspector = inspect(connection)
-    key = inspector.get_pk_constraint(table.name, schema=table.schema)["constrained_columns"]
-    expected_key = [column.name for column in table.primary_key]
-    if key != expected_key:
-        yield Difference(name, "primary key", ", ".join(expected_key), ", ".join(key) or "missing")
+    if days.is_divided(connection, name):  # by its own primary key, each day
+        for what, should, found in days.differences(connection, name):
+            yield Difference(name, what, should, found)
+    else:
+        inspector = inspect(connection)
+        key = inspector.get_pk_constraint(table.name, schema=table.schema)["constrained_columns"]
+        wanted_key = [column.name for column in table.primary_key]
+        if key != wanted_key:
+            yield Difference(
+                name, "primary key", ", ".join(wanted_key), ", ".join(key) or "missing"
+            )
     indexes = _indexes(connection, table)
     for index in _sorted_indexes(table):
         wanted = _index_text(index, connection.dialect)
