@@ -253,6 +253,12 @@ class Router:
         limits = [getattr(item, "capacity", None) for item in self._middlewares]
         return min((limit for limit in limits if limit is not None), default=None)
 
+    @property
+    def pool(self) -> object:
+        """Return the pool that the transaction takes its connections from, if it has one."""
+        transactions = (item for item in self._middlewares if stage_of(item) is Stage.TRANSACTION)
+        return getattr(next(transactions, None), "pool", None)
+
     def start(self, publish: Middleware | None = None, inbox: Middleware | None = None) -> Process:
         """Check and build the chain; called by a worker, or for the first message.
 

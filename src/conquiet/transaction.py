@@ -64,6 +64,8 @@ class Transaction(ABC):
     """Whether it has an async client, and needs an async worker."""
     capacity: int | None = None
     """How many transactions can be open at once; None if there is no limit."""
+    pool: object = None
+    """Where its connections come from: async workers on one pool share the capacity."""
     max_store_attempts = 3
     """How often a batch is run while the store fails, before it is cut into smaller groups."""
 

@@ -17,10 +17,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 from conquiet import bridge
 from conquiet.acking import Error, defer_settlements
@@ -345,7 +347,7 @@ class Worker:
             )
             count = capacity
         self._intake = _intake(self.source, self._in_flight, count, self._ordered)
-        self._lanes = Lanes(self, self._intake, count)
+        self._lanes = Lanes(self, self._intake, count, _slots(self.router))
         self._lanes.start()
         self._keeper.start()
 
@@ -640,10 +642,13 @@ class Lanes:
     a read each; behind slow ones nothing is.
     """
 
-    def __init__(self, worker: Worker, intake: Intake, count: int) -> None:
+    def __init__(
+        self, worker: Worker, intake: Intake, count: int, slots: AbstractAsyncContextManager[object]
+    ) -> None:
         self._worker = worker
         self._intake = intake
         self._count = count
+        self._slots = slots
         self._loop = asyncio.get_running_loop()
         self._context = copy_context()
         self._free = set(range(count))
@@ -728,7 +733,9 @@ class Lanes:
         STOPPING.set(self._worker._stopping)
         began = self._loop.time()
         outages = self._outages[lane]
-        if await bridge.run(self._handle, taken):
+        async with self._slots:
+            is_fine = await bridge.run(self._handle, taken)
+        if is_fine:
             outages.reset()
         else:
             await self._worker._stopping.wait_async(outages.next())
@@ -812,6 +819,23 @@ class Lanes:
     def _unfinished(self) -> list[asyncio.Task[None]]:
         tasks = (*self._groups, self._reader, self._settler)
         return [task for task in tasks if task is not None and not task.done()]
+
+
+_slots_of_loops: WeakKeyDictionary[
+    asyncio.AbstractEventLoop, WeakKeyDictionary[object, dict[int, asyncio.Semaphore]]
+] = WeakKeyDictionary()
+
+
+def _slots(router: Router) -> AbstractAsyncContextManager[object]:
+    """Return what a group holds while it runs: as many can as the pool has connections for.
+
+    The workers of a loop whose transactions use one pool share them.
+    """
+    pool, capacity = router.pool, router.capacity
+    if pool is None or capacity is None:
+        return nullcontext()
+    pools = _slots_of_loops.setdefault(asyncio.get_running_loop(), WeakKeyDictionary())
+    return pools.setdefault(pool, {}).setdefault(capacity, asyncio.Semaphore(capacity))
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:

@@ -163,6 +163,12 @@ class Database:
             node = self.client.nodes_manager.get_node_from_slot(slot)
         return self.client.get_redis_connection(node).connection_pool
 
+    @property
+    def max_connections(self) -> int:
+        """Return how many connections the pool of the server has, or that of a node."""
+        count: int = self._pool(None).max_connections
+        return count
+
     def _check_transactions(self, connection: Connection) -> None:
         """Refuse a user without MULTI or EXEC: without MULTI, commands would take effect singly."""
         try:

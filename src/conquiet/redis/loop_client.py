@@ -48,6 +48,7 @@ class LoopPool:
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
+        self.max_connections: int = pool.max_connections
 
     def get_connection(self) -> LoopConnection:
         return LoopConnection(_wait_for(self._pool.get_connection()))

@@ -519,8 +519,9 @@ class Transaction(transaction.Transaction):
     database it is a part of that one, and undone alone if it fails. One connection of the pool is
     in use from the inbox to EXEC; reads of handlers need another.
 
-    A client of `redis.asyncio` is for an async worker, `await worker.run_async()`, which keeps half
-    of its `max_connections` for reads of handlers.
+    A client of `redis.asyncio` is for an async worker, `await worker.run_async()`. With any client
+    such a worker uses two fifths of `max_connections`, and keeps the rest for reads of handlers and
+    sources.
 
     EXEC is no rollback: see `PartialExecError`.
     """
@@ -530,10 +531,16 @@ class Transaction(transaction.Transaction):
         self._database = Database(client)
         self.is_async = self._database.is_async
         self.blocks = not self.is_async
-        if self.is_async:
-            # Handlers read by other connections of the pool; if all were in transactions, none
-            # could end.
-            self.capacity = max(1, client.connection_pool.max_connections // 2)
+
+    @property
+    def capacity(self) -> int | None:  # type: ignore[override]
+        # Each handler may read by one more, and sources read and settle; a pool of redis-py refuses
+        # a connection too many.
+        return max(1, self._database.max_connections * 2 // 5)
+
+    @property
+    def pool(self) -> object:  # type: ignore[override]
+        return getattr(self.client, "connection_pool", self.client)  # a cluster has several
 
     def check_chain(self, middlewares: Sequence[object]) -> None:
         """Refuse a client of `redis.asyncio` where no event loop can be waited for."""

@@ -610,6 +610,10 @@ class Transaction(transaction.Transaction):
         # session of their own, none could end. Notifications of relays use it too.
         return None if connections is None else max(1, connections - 1)
 
+    @property
+    def pool(self) -> object:  # type: ignore[override]
+        return self.engine.pool
+
     def _check_loop(self) -> None:
         if not self.blocks and not bridge.is_inside():
             raise ConfigError(

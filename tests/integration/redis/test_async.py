@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 import redis
@@ -242,7 +242,61 @@ def test_a_pool_that_is_small_bounds_the_transactions(run, redis_client, publish
         async with working(client, chain(client, handle), source, batch_size=1):
             await until(lambda: redis_client.xlen("outbox") == 30)
 
-    run(test, max_connections=6)
+    run(test, max_connections=8)
+    assert counted(redis_client) == once(30)
+    assert [record for record in caplog.records if record.levelname == "WARNING"] == []
+
+
+def test_workers_on_one_client_share_its_connections(run, redis_client, publish, caplog):
+    """redis-py refuses a connection too many, it does not wait for one."""
+    publish(30)
+    running = []
+
+    async def test(client):
+        count = counts(client)
+
+        async def handle(item: Message[bytes]) -> list[Message[bytes]]:
+            running.append(1)
+            assert len(running) <= 3
+            await commands(client).reader.get("other")
+            outputs = await count(item)
+            running.pop()
+            return outputs
+
+        async with AsyncExitStack() as workers:
+            for _ in range(3):
+                source = StreamSource(redis_client, "orders", "billing")
+                worker = working(client, chain(client, handle), source, batch_size=1)
+                await workers.enter_async_context(worker)
+            await until(lambda: redis_client.xlen("outbox") == 30)
+
+    run(test, max_connections=8)
+    assert counted(redis_client) == once(30)
+    assert [record for record in caplog.records if record.levelname == "WARNING"] == []
+
+
+def test_a_sync_client_bounds_the_transactions_of_an_async_worker_too(
+    run, redis_client, redis_url, publish, caplog
+):
+    publish(30)
+    running = []
+
+    async def test(client):
+        with redis.Redis.from_url(redis_url, max_connections=8) as sync_client:
+
+            def handle(item: Message[bytes]) -> list[Message[bytes]]:
+                running.append(1)
+                assert len(running) <= 3
+                commands(sync_client).reader.get("other")
+                commands(sync_client).hincrby("count", item.id, 1)
+                running.pop()
+                return [Message(b"", {"type": "billed"})]
+
+            source = StreamSource(sync_client, "orders", "billing")
+            async with working(client, chain(sync_client, handle), source, batch_size=1):
+                await until(lambda: redis_client.xlen("outbox") == 30)
+
+    run(test)
     assert counted(redis_client) == once(30)
     assert [record for record in caplog.records if record.levelname == "WARNING"] == []
 

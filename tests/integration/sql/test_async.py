@@ -333,6 +333,31 @@ def test_no_more_transactions_are_open_than_the_pool_has_connections(asyncpg: Da
     asyncio.run(main())
 
 
+def test_workers_on_one_engine_share_its_connections(asyncpg: Database) -> None:
+    """A session beside the transactions finds one: else all would wait until the pool times out."""
+
+    async def main() -> None:
+        async with asyncpg.open(pool_size=3, max_overflow=0) as engine:
+            running, most = 0, 0
+
+            async def place(order: Place) -> None:
+                nonlocal running, most
+                running += 1
+                most = max(most, running)
+                async with engine.connect() as beside:
+                    await beside.execute(text("SELECT 1"))
+                running -= 1
+
+            shops = [Shop(engine) for _ in range(3)]
+            async with asyncio.TaskGroup() as workers:
+                for shop in shops:
+                    shop.publish(*numbers(12))
+                    workers.create_task(shop.work(shop.router(place)))
+            assert most == 2, "one is left over"
+
+    asyncio.run(main())
+
+
 def test_handlers_with_sessions_of_their_own_do_not_wait_for_each_other(asyncpg: Database) -> None:
     """As they would if all connections were in transactions, until the pool times out."""
 
