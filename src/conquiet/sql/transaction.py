@@ -64,6 +64,7 @@ if TYPE_CHECKING:
         AsyncConnection,
         AsyncEngine,
         AsyncSession,
+        async_scoped_session,
         async_sessionmaker,
     )
 
@@ -472,14 +473,33 @@ class async_connection:  # noqa: N801 - a context manager, used as a function
             await self._own.__aexit__(kind, error, trace)
 
 
-def async_session(factory: async_sessionmaker[A]) -> AbstractAsyncContextManager[A]:
+def async_session(
+    factory: async_sessionmaker[A] | async_scoped_session[A],
+) -> AbstractAsyncContextManager[A]:
     """Open an async session of `factory` in the ambient transaction, or in one for this block.
 
-    In an ambient transaction it is flushed and closed as by `session`.
+    In an ambient transaction it is flushed and closed as by `session`. An `async_scoped_session`
+    gives its factory.
     """
-    bind: Any = getattr(factory, "kw", {}).get("bind")
-    unit = find(_sync_engine(bind))
-    return factory.begin() if unit is None else unit.async_session(factory, bind)
+    given: Any = getattr(factory, "session_factory", factory)
+    settings = getattr(given, "kw", None)
+    if settings is None:
+        raise ConfigError(
+            f"async_session() takes an async_sessionmaker, or an async_scoped_session of one, not"
+            f" {type(given).__name__}; as in async_session(async_sessionmaker(engine))"
+        )
+    bind: Any = settings.get("bind")
+    if bind is None:
+        unit = current("an async session without an engine of its own")
+        return unit.async_session(given, _async_engine(unit.engine))
+    found = find(_sync_engine(bind))
+    return given.begin() if found is None else found.async_session(given, bind)
+
+
+def _async_engine(engine: Engine) -> AsyncEngine:
+    from sqlalchemy.ext.asyncio import AsyncEngine  # needs greenlet
+
+    return AsyncEngine(engine)
 
 
 def _sync_engine(engine: Any) -> Engine:

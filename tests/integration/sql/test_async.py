@@ -16,7 +16,12 @@ import msgspec
 import pytest
 from sqlalchemy import Engine, NullPool, event, text
 from sqlalchemy.exc import IntegrityError
-from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker, create_async_engine
+from sqlalchemy.ext.asyncio import (
+    AsyncEngine,
+    async_scoped_session,
+    async_sessionmaker,
+    create_async_engine,
+)
 from sqlalchemy.orm import sessionmaker
 from tests.integration.sql.orders import SAVE, Order, remembered, saved
 
@@ -197,6 +202,42 @@ def test_an_async_session_joins_the_transaction(database: Database) -> None:
     asyncio.run(main())
     assert saved(database.engine) == ["good", "outside"]
     assert database.events() == ["good"]
+
+
+@pytest.mark.parametrize("kind", ["scoped", "without an engine"])
+def test_other_factories_of_async_sessions_join_too(asyncpg: Database, kind: str) -> None:
+    async def main() -> None:
+        async with asyncpg.open() as engine:
+            shop = Shop(engine)
+            factory: Any = async_sessionmaker()
+            if kind == "scoped":
+                factory = async_scoped_session(async_sessionmaker(engine), asyncio.current_task)
+
+            async def place(order: Place) -> Placed:
+                async with async_session(factory) as joined:
+                    joined.add(Order(id=order.id, amount=1))
+                if order.id == "bad":
+                    raise ValueError("refused")
+                return Placed(order.id)
+
+            shop.publish("good", "bad")
+            await shop.work(shop.router(place), lambda health: health.failed)
+
+    asyncio.run(main())
+    assert saved(asyncpg.engine) == ["good"]
+    assert asyncpg.events() == ["good"]
+
+
+def test_what_is_no_factory_of_async_sessions_is_refused(asyncpg: Database) -> None:
+    async def main() -> None:
+        async with asyncpg.open() as engine:
+            given: Any = engine
+            with pytest.raises(ConfigError, match=r"an async_sessionmaker, .* not AsyncEngine"):
+                async_session(given)
+            with pytest.raises(HandlerError, match="without an engine of its own was used outside"):
+                async_session(async_sessionmaker())
+
+    asyncio.run(main())
 
 
 def test_a_plain_handler_joins_the_transaction_in_a_thread(database: Database) -> None:
