@@ -56,6 +56,10 @@ class TestLogUnderWorker(InLog, WorkerContract):
     lease = 0.5
 
 
+class TestLogUnderAsyncWorker(TestLogUnderWorker):
+    on_loop = True
+
+
 class TestLogDelays(InLog, DelayContract):
     lease = 0.5
 

@@ -98,6 +98,28 @@ class TestAsyncStreamSource(OnLoop, TestStreamSource):
         self.client = redis.asyncio.Redis.from_url(redis_url)
 
 
+class OnAsyncRedis(OnRedis):
+    """A client that the loop of the workers owns; messages are sent by another one."""
+
+    @pytest.fixture(autouse=True)
+    def _connect(self, redis_client: Any, redis_url: str) -> None:
+        self.direct = redis_client
+        self.client = redis.asyncio.Redis.from_url(redis_url)
+
+    def publish(self, messages: Sequence[Message[Any]]) -> None:
+        StreamSink(self.direct, "orders").publish(messages)
+
+
+@pytest.mark.slow
+class TestAsyncStreamSourceUnderWorker(OnLoop, OnAsyncRedis, WorkerContract):
+    pass
+
+
+@pytest.mark.slow
+class TestAsyncStreamSourceDelays(OnLoop, OnAsyncRedis, DelayContract):
+    pass
+
+
 @pytest.mark.slow
 class TestAsyncStreamSink(OnLoop, TestStreamSink):
     @pytest.fixture(autouse=True)

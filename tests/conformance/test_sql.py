@@ -241,6 +241,11 @@ class TestAsyncpgOutbox(OverAsyncDatabase, OverPostgresql, OutboxContract):
 
 
 @pytest.mark.slow
+class TestAsyncpgDelays(OverAsyncDatabase, OverPostgresql, PromotionContract):
+    pass
+
+
+@pytest.mark.slow
 class TestAsyncPsycopgTransaction(TestAsyncpgTransaction):
     driver = "postgresql+psycopg_async"
 
@@ -319,6 +324,11 @@ class TestSqliteLogUnderWorker(OverPartitions, OverSqlite, WorkerContract):
 
 class TestPostgresqlLogUnderWorker(OverPartitions, OverPostgresql, WorkerContract):
     pass
+
+
+@pytest.mark.slow
+class TestPostgresqlLogUnderAsyncWorker(TestPostgresqlLogUnderWorker):
+    on_loop = True  # which reads the log in threads
 
 
 class TestSqliteLogDelays(OverPartitions, OverSqlite, DelayContract):

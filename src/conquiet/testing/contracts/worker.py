@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -26,30 +28,55 @@ Run = Callable[[Message[Any]], Any]
 
 
 class WorkerBinding(ConsumerContract):
-    """Starts workers over a source; the base of the contracts of worker and delays."""
+    """Starts workers over a source; the base of the contracts of worker and delays.
+
+    As needed, beside those of `ConsumerContract`: `on_loop`.
+    """
+
+    bindings = ConsumerContract.bindings | {"on_loop", "loop"}
+
+    on_loop: bool = False
+    """True to run workers by `run_async()`, with async handlers, on an event loop."""
+
+    loop: asyncio.AbstractEventLoop | None = None
+    """A loop for them that runs in another thread than the test; else each test has one."""
 
     @pytest.fixture(autouse=True)
     def _stop_workers(self) -> Iterator[None]:
         self._workers: list[Worker] = []
         self._go = threading.Event()  # lets handlers go that wait for it
         self._calls: list[tuple[str, int]] = []
-        yield
-        self._go.set()
-        for worker in self._workers:
-            worker.stop(grace=5)
+        with _running_loop() if self.on_loop else nullcontext() as self._own_loop:
+            yield
+            self._go.set()
+            for worker in self._workers:
+                worker.stop(grace=5)
 
     def work(self, run: Run, sink: Sink | None = None, lease: float = LONG, **options: Any) -> Any:
         """Start a worker whose handler notes each call, and then does `run`."""
         router: Router = options.pop("router", None) or Router()
 
-        @router.raw(name="handler", source="/contract")
         def handle(message: Message[Any]) -> Any:
             self._calls.append((message.id, message.deliveries))
             return run(message)
 
+        async def handle_async(message: Message[Any]) -> Any:
+            return await asyncio.to_thread(handle, message)  # it may block
+
+        loop = self.loop or self._own_loop
+        register = router.raw(name="handler", source="/contract")
+        if loop is None:
+            register(handle)
+        else:
+            register(handle_async)
+            options["concurrency"] = options.pop("threads", 1)
         worker = Worker(self.consumer(lease), router, sink, **options)
         self._workers.append(worker)
-        worker.start()
+        if loop is None:
+            worker.start()
+        else:
+            working = asyncio.run_coroutine_threadsafe(worker.run_async(), loop)
+            eventually(lambda: working.done() or worker.health().state == "running", timeout=30)
         return worker
 
     def list_calls(self) -> list[str]:
@@ -262,6 +289,17 @@ class WorkerContract(WorkerBinding):
 
     def _wait(self, message: Message[Any]) -> None:
         assert self._go.wait(60)
+
+
+@contextmanager
+def _running_loop() -> Iterator[asyncio.AbstractEventLoop]:
+    with asyncio.Runner() as runner:
+        loop = runner.get_loop()
+        thread = threading.Thread(target=loop.run_forever, name="contract-loop", daemon=True)
+        thread.start()
+        yield loop
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
 
 
 class _Sink(Sink):
