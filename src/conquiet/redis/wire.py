@@ -19,6 +19,7 @@ from typing import Any, TypeAlias, cast
 
 try:
     import redis
+    import redis.asyncio
 except ImportError as error:  # pragma: no cover - the extra installs it
     raise ImportError("conquiet.redis needs redis-py: pip install 'conquiet[redis]'") from error
 
@@ -316,6 +317,10 @@ def _refuse_unless_usable(client: object) -> None:
         why = "a pipeline collects commands and has no replies to give"
     elif isinstance(client, (redis.Redis, redis.RedisCluster)):
         return
+    elif isinstance(client, redis.asyncio.RedisCluster):
+        why = (
+            "on a cluster an async worker takes the client without asyncio, and uses it in threads"
+        )
     elif kind.startswith("redis.asyncio."):
         why = "it is an asyncio client"
     else:

@@ -601,7 +601,7 @@ def test_clients_that_cannot_serve_are_refused(redis_client):
     cluster._initialize = True  # else it warns when it is collected
     for client, why in (
         (single, "single_connection_client"),
-        (cluster, "cannot be used"),
+        (cluster, "in threads; give a redis.Redis or redis.RedisCluster"),
         (redis.asyncio.Redis().pipeline(), "cannot be used"),
     ):
         for make in (Transaction, StreamSink, lambda c: StreamSource(c, "orders", "billing")):
