@@ -339,6 +339,20 @@ def find_pipeline(target: str | None, lake: str | None) -> Pipeline:
     return found
 
 
+def find_lake(target: str | None, lake: str | None) -> Pipeline:
+    """Return the pipeline as `find_pipeline` does, if its lake is there."""
+    from conquiet.lake.tables import Files
+
+    pipeline = find_pipeline(target, lake)
+    try:
+        is_there = Files(pipeline.lake).exist()
+    except OSError as error:
+        raise ConfigError(f"the lake {pipeline.lake} cannot be read: {error}") from error
+    if not is_there:
+        raise ConfigError(f"there is no lake at {pipeline.lake}: name it by --to")
+    return pipeline
+
+
 # --- commands -----------------------------------------------------------------------------------
 
 
@@ -357,11 +371,10 @@ def _show(options: Namespace) -> int:
     names = [name for name in options.names if ":" not in name]
     if len(targets) > 1 or len(names) > 1 or (names and options.sql):
         raise ConfigError("name one pipeline and one table, or ask by --sql")
-    pipeline = find_pipeline(targets[0] if targets else None, options.to)
+    pipeline = find_lake(targets[0] if targets else None, options.to)
     with pipeline.database() as database:
-        if names and names[0] not in database.names:
-            known = ", ".join(sorted(database.names)) or "none"
-            raise ConfigError(f"no table {names[0]!r:.60} in {pipeline.lake}; there are {known}")
+        if names:
+            database.require(names[0])
         if not names and not options.sql:
             return _list_tables(database, options.json)
         sql = options.sql or f"FROM {quoted(names[0])} ORDER BY ALL"
@@ -381,7 +394,9 @@ def _list_tables(database: Database, as_json: bool) -> int:
     rows = []
     for name in sorted(database.names):
         database.offer(name)
-        rows.append({"table": name, "rows": database.count(quoted(name))})
+        rows.append(
+            {"table": name, "rows": database.count(quoted(name)) if database.exists(name) else 0}
+        )
     _print_rows(["table", "rows"], rows, as_json)
     return OK
 
@@ -409,7 +424,7 @@ def _plain(value: Any) -> Any:
 def _report(options: Namespace) -> int:
     from conquiet.lake.report import report
 
-    pipeline = find_pipeline(options.pipeline, options.to)
+    pipeline = find_lake(options.pipeline, options.to)
     with pipeline.database() as database:
         page = report(database, pipeline.name, pipeline.charts)
     options.output.write_text(page)
@@ -422,7 +437,7 @@ def _report(options: Namespace) -> int:
 def _reconcile(options: Namespace) -> int:
     from conquiet.lake.reconcile import disagreements
 
-    pipeline = find_pipeline(options.pipeline, options.to)
+    pipeline = find_lake(options.pipeline, options.to)
     pipeline.reconcile(outbox=options.database, all=options.all)
     wrong = 0
     with pipeline.database() as database:
@@ -446,7 +461,7 @@ def _replay(options: Namespace) -> int:
     since, until = options.since, options.until
     if since is not None and until is not None and since >= until:
         raise ConfigError(f"--since {since} is not before --until {until}")
-    pipeline = find_pipeline(options.pipeline, options.to)
+    pipeline = find_lake(options.pipeline, options.to)
     with Waiting("replay") as waiting:
         days = pipeline.replay(
             since, until, on_progress=lambda done: waiting.show(f"replay: {done.step}")
@@ -456,7 +471,7 @@ def _replay(options: Namespace) -> int:
 
 
 def _quarantine(options: Namespace) -> int:
-    pipeline = find_pipeline(options.pipeline, options.to)
+    pipeline = find_lake(options.pipeline, options.to)
     if options.do == "retry":
         back = pipeline.quarantine.retry(reason=options.reason)
         _print_done({"events": back}, f"{back:,} events left the quarantine", options.json)
@@ -468,7 +483,7 @@ def _quarantine(options: Namespace) -> int:
 
 
 def _optimize(options: Namespace) -> int:
-    pipeline = find_pipeline(options.pipeline, options.to)
+    pipeline = find_lake(options.pipeline, options.to)
     done = pipeline.optimize(hours=options.hours)
     removed = sum(done.values())
     _print_done(done, f"{removed:,} files of {len(done)} tables were removed", options.json)

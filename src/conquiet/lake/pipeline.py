@@ -639,12 +639,7 @@ class Pipeline(Definitions):
         row per rule and day.
         """
         with self.database() as database:
-            if name not in database.names:
-                raise ConfigError(
-                    f"the pipeline {self.name} has no table {name!r:.60}; its tables:"
-                    f" {', '.join(self.names)}"
-                )
-            database.offer(name)
+            database.require(name)
             return database.arrow(f"FROM {quoted(name)}")
 
     def database(self) -> Database:

@@ -175,6 +175,17 @@ class Database:
         """Return whether a table was ever written."""
         return self._store.exists(name)
 
+    def require(self, name: str) -> None:
+        """Make the view of a table; raise if there is none."""
+        if name not in self.names:
+            raise ConfigError(
+                f"{self._store.files_of_lake.root} has no table {name!r:.60}; there are"
+                f" {', '.join(sorted(self.names)) or 'none'}"
+            )
+        self.see(name)
+        if name not in self._views:
+            raise ConfigError(f"the table {name} is not made yet: the first refresh makes it")
+
     def offer(self, text: str) -> None:
         """Make views of the tables that a text of SQL names."""
         for name in sorted(self.names & set(_word.findall(text.lower())) - self._views):

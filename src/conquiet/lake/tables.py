@@ -174,6 +174,11 @@ class Files:
         except FileNotFoundError:
             return None
 
+    def exist(self) -> bool:
+        """Return whether there is anything below the root."""
+        selector = pyarrow.fs.FileSelector(self._base, allow_not_found=True)
+        return bool(self.fs.get_file_info(selector))
+
     def list(self, folder: str) -> list[str]:
         """Return the names of the files in a folder below the root."""
         selector = pyarrow.fs.FileSelector(f"{self._base}/{folder}", allow_not_found=True)

@@ -105,6 +105,32 @@ def test_wrong_usage_is_exit_code_2_and_a_line(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "verb", ["show", "report", "reconcile", "replay", "quarantine list", "optimize"]
+)
+def test_a_lake_that_is_not_there_is_not_made(
+    tmp_path: Path, verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lake = tmp_path / "misspelt"
+    assert main(["pipeline", *verb.split(), TARGET, "--to", str(lake)]) == 2
+    assert f"there is no lake at {lake}" in capsys.readouterr().err
+    assert not lake.exists()
+
+
+def test_tables_are_shown_before_the_first_refresh_makes_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from marketplace.lake import pipeline
+
+    pipeline.lake = str(tmp_path)
+    pipeline.take([])
+    tables = {row["table"]: row["rows"] for row in answers(capsys, "show", TARGET)}
+    assert tables["store_daily"] == tables["outbox_delivery"] == 0
+    assert main(["pipeline", "show", TARGET, "store_daily"]) == 2
+    said = "the table store_daily is not made yet: the first refresh makes it"
+    assert said in capsys.readouterr().err
+
+
 def test_rows_and_days_are_checked_by_the_parser(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["pipeline", "show", "store_daily", "--limit", "0"])
