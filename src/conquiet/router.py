@@ -534,4 +534,12 @@ def _log_failure(message: Message[Any], error: Exception) -> None:
         message.deliveries,
         printable(str(error)) if known else f"{describe(message.attributes)}: {error!r}",
         exc_info=None if known else error,
+        extra={
+            "event_id": message.attributes.get("id", ""),
+            "event_type": message.attributes.get("type", ""),
+            "handler": handler,
+            "attempt": message.deliveries,
+            "reason": type(error).__name__,
+            "is_told": True,
+        },
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from tests.unit.chains import (
 )
 
 from conquiet import ConquietError, Message, Router, Worker
+from conquiet.cli.logs import ConsoleFormatter, JsonFormatter
 from conquiet.errors import (
     ConfigError,
     GivenBack,
@@ -191,6 +193,11 @@ def test_a_failure_is_logged_with_message_and_handler(caplog):
     router_with(fail).process([Ledger().message(1)])
     assert "nack handler=fail delivery=1: place.order id=1 source=/test" in caplog.text
     assert "no stock" in caplog.text
+    [record] = caplog.records
+    line = json.loads(JsonFormatter().format(record))
+    fields = {name: line[name] for name in ("event_id", "event_type", "handler", "attempt")}
+    assert fields == {"event_id": "1", "event_type": "place.order", "handler": "fail", "attempt": 1}
+    assert "event_id=" not in ConsoleFormatter().format(record)  # its text names them
 
 
 @pytest.mark.parametrize("ack", ["", "auto", None])

@@ -15,8 +15,9 @@ from conquiet.message import STEERING, printable
 
 _EXTRAS = (
     *("event_id", "event_type", "aggregate_type", "aggregate_id", "attempt"),
-    *("duplicate", "reason", "topic", "settings"),
+    *("duplicate", "reason", "topic", "handler", "settings"),
 )
+"""A record with `is_told` names them in its text, too: a console does not repeat them."""
 
 
 class JsonFormatter(logging.Formatter):
@@ -46,7 +47,8 @@ class ConsoleFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         moment = datetime.fromtimestamp(record.created).strftime("%H:%M:%S.%f")[:-3]
-        about = {name: value for name, value in _extras(record).items() if name != "settings"}
+        told = getattr(record, "is_told", False)
+        about = {} if told else {k: v for k, v in _extras(record).items() if k != "settings"}
         pairs = "".join(f" {name}={value}" for name, value in about.items())
         message = printable(f"{record.name}: {record.getMessage()}{pairs}")
         text = f"{moment} {record.levelname:<7} {message}"
