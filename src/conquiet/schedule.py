@@ -95,7 +95,8 @@ class Schedule:
             self._seconds = _whole_seconds(name, seconds)
         else:
             self._check_cron(self._cron)
-        self.definition = f"every {self._seconds} s" if cron is None else f"{self._cron} {zone}"
+        interval = f"every {_span(self._seconds)}"
+        self.definition = interval if cron is None else f"{self._cron} {zone}"
         """Text that is equal for schedules with the same times."""
 
     def _check_cron(self, cron: str) -> None:
@@ -208,6 +209,16 @@ def _find_zone(name: str, zone: str) -> Any:
             f"schedule {name}: zone={zone!r:.60} is not known; write Europe/Berlin, and on a"
             " machine without time zones: pip install tzdata"
         ) from None
+
+
+def _span(seconds: int) -> str:
+    """Write an interval in the largest unit that it is a multiple of.
+
+    >>> _span(300), _span(90), _span(7_200), _span(86_400)
+    ('5 min', '90 s', '2 h', '1 d')
+    """
+    units = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
+    return next(f"{seconds // size} {unit}" for size, unit in units if seconds % size == 0)
 
 
 def _whole_seconds(name: str, seconds: float) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 _scheme = re.compile(r"(?:[\w+.-]+:)?//")
-_port = re.compile(r"(\d{1,5}|PORT)(?=$|[/?#,;.)'\"])")
+_port = re.compile(r"(\d{1,5}|PORT)(?=:?$|[/?#,;.)'\"])")
 _parameter = re.compile(
     r"(?i)([?&;][\w.%-]*(?:pass|pwd|secret|token|key|sig|credential|auth|code|jaas)[\w.%-]*=)[^&]*"
 )

@@ -126,7 +126,7 @@ def test_a_schedule_changed_in_code_takes_effect_at_the_start(app: App) -> None:
     assert state_of(app).definition == "0 6 * * MON Europe/Berlin"  # type: ignore[union-attr]
     let_pass(app, "job", 100)
     former.beat()
-    assert state_of(app).definition == "every 60 s"  # type: ignore[union-attr]
+    assert state_of(app).definition == "every 1 min"  # type: ignore[union-attr]
     assert written(app) == []
 
 

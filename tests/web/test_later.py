@@ -148,16 +148,16 @@ def app(request, shop):
 
 def test_schedules_are_shown_paused_resumed_and_run(make, app) -> None:
     client = Browser(make(app=app))
-    assert "&lt;rates&gt; every 3600 s new" in text_of(client.get("/later"))
+    assert "&lt;rates&gt; every 1 h new" in text_of(client.get("/later"))
 
     def act(verb: str) -> str:
         form = form_of(client.get("/later"), f"/schedules/{verb}")
         return text_of(client.post(f"/schedules/{verb}", data=form))
 
     assert "&lt;rates&gt; is paused." in act("pause")
-    assert "every 3600 s paused in " in text_of(client.get("/later"))
+    assert "every 1 h paused in " in text_of(client.get("/later"))
     assert "&lt;rates&gt; is active." in act("resume")
-    assert "every 3600 s active in " in text_of(client.get("/later"))
+    assert "every 1 h active in " in text_of(client.get("/later"))
     assert "is in the log; a worker of the app handles it." in act("run")
     unknown = {**form_of(client.get("/later"), "/schedules/run"), "name": "other"}
     assert client.post("/schedules/run", data=unknown).status_code == 404
@@ -171,14 +171,14 @@ def test_schedules_are_not_changed_without_the_token_of_a_form_or_read_only(make
         forged = client.post(f"/schedules/{verb}", data={**form, "csrf": "0" * 64})
         assert forged.status_code == 403
         assert reader.post(f"/schedules/{verb}", data=form).status_code == 403
-    assert "every 3600 s new" in text_of(client.get("/later"))
+    assert "every 1 h new" in text_of(client.get("/later"))
 
 
 def test_a_stale_schedule_has_no_buttons(make, app, shop) -> None:
     app.schedules.register()
     later = App("shop", shop.redis if "redis:" in repr(app.store) else shop.database)
     text_ = text_of(Browser(make(app=later)).get("/later"))
-    assert "&lt;rates&gt; every 3600 s stale" in text_
+    assert "&lt;rates&gt; every 1 h stale" in text_
     assert "conquiet schedule forget" in text_
     later.store.close()
 
