@@ -163,7 +163,7 @@ def test_what_waits_is_listed_and_tried_now_or_never(place: Place, capsys: Any) 
     assert main(["retries", "list", *place.arguments]) == 0
     assert "does not exist" not in capsys.readouterr().err
     wrong = [place.arguments[0].replace("orders", "o"), *place.arguments[1:]]
-    assert main(["retries", "list", *wrong]) == 0
+    assert main(["retries", "list", *wrong]) == 1
     assert "does not exist (yet)" in capsys.readouterr().err
 
 

@@ -18,11 +18,13 @@ from conquiet.cli.terminal import (
     confirm,
     dim,
     green,
+    hang,
     in_one_row,
     one_line,
     print_errors,
     print_facts,
     print_json,
+    print_row,
     print_table,
     red,
 )
@@ -90,13 +92,14 @@ def _list(options: Namespace) -> int:
         print_json([asdict(letter) for letter in found])
         return OK
     for letter in found:
-        about = f"{letter.id}  {letter.time}  {letter.event_type}  {letter.event_id}"
-        handler = f"  {letter.handler}" if letter.handler else ""
-        print(in_one_row(f"{about}{handler}  {letter.attempts} attempts"))
-        print(dim(f"    {one_line(letter.reason):.{_SHOWN}}", sys.stdout))
+        print_row(
+            *(letter.id, letter.time, letter.event_type, letter.event_id, letter.handler),
+            f"{letter.attempts} attempts",
+        )
+        print(dim(f"    {hang(f'{one_line(letter.reason):.{_SHOWN}}', 4)}", sys.stdout))
     if not found:
         print(green("no dead letters", sys.stdout))
-        if not is_there:
+        if not is_there:  # the first letter creates it
             print(f"{letters.name}: does not exist (yet)", file=sys.stderr)
     return OK
 

@@ -17,6 +17,7 @@ from conquiet.cli.terminal import (
     OK,
     dim,
     green,
+    hang,
     in_one_row,
     one_line,
     print_json,
@@ -132,9 +133,10 @@ def _print(checks: Sequence[Check]) -> None:
             print(f"{section}")
         paint = {"ok": green, "absent": dim, "notice": yellow, "broken": red}[check.status]
         status = paint(f"{check.status:<6}", sys.stdout)
-        print(f"  {status}  {check.name:<{width}}  {in_one_row(check.detail)}")
+        margin = width + 12
+        print(f"  {status}  {check.name:<{width}}  {hang(in_one_row(check.detail), margin)}")
         if check.fix and check.status != "ok":
-            print(f"  {'':<6}  {'':<{width}}  → {check.fix}")
+            print(f"{'':<{margin}}→ {hang(check.fix, margin + 2)}")
 
 
 # --- Python and its packages ----------------------------------------------------------------

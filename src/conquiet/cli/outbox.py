@@ -35,10 +35,12 @@ from conquiet.cli.terminal import (
     confirm,
     dim,
     green,
+    hang,
     in_one_row,
     one_line,
     print_facts,
     print_json,
+    print_row,
     red,
     watch,
     yellow,
@@ -342,14 +344,13 @@ def _list(options: Namespace) -> int:
         print_json([asdict(entry) for entry in entries])
         return OK
     for entry in entries:
-        about = " ".join(filter(None, (entry.aggregate_type, entry.aggregate_id)))
-        line = (
-            f"{entry.event_id}  {entry.state:<9}  {entry.attempts:>3} attempts"
-            f"  {entry.created_at}  {entry.event_type}  {about}"
+        print_row(
+            *(entry.event_id, f"{entry.state:<9}", f"{entry.attempts:>3} attempts"),
+            *(entry.created_at, entry.event_type),
+            " ".join(filter(None, (entry.aggregate_type, entry.aggregate_id))),
         )
-        print(in_one_row(line.rstrip()))
         if entry.last_error:
-            print(dim(f"    {one_line(entry.last_error):.200}", sys.stdout))
+            print(dim(f"    {hang(f'{one_line(entry.last_error):.200}', 4)}", sys.stdout))
     if not entries:
         is_plain = search in (Search("waiting"), Search("parked"))
         nothing = "nothing is parked" if state == "parked" else "nothing waits"
@@ -365,11 +366,10 @@ def _list_delayed(options: Namespace) -> int:
         print_json([asdict(entry) for entry in entries])
         return OK
     for entry in entries:
-        line = (
-            f"{entry.event_id}  {entry.due_at}  in {_duration(entry.seconds_left)}"
-            f"  {entry.event_type}  {entry.topic} {entry.key}"
+        print_row(
+            *(entry.event_id, entry.due_at, f"in {_duration(entry.seconds_left)}"),
+            *(entry.event_type, f"{entry.topic} {entry.key}".rstrip()),
         )
-        print(in_one_row(line.rstrip()))
     if not entries:
         print("no such event" if options.type else green("nothing is delayed", sys.stdout))
     return OK

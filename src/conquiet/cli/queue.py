@@ -15,10 +15,10 @@ from conquiet.cli.terminal import (
     OK,
     dim,
     green,
-    in_one_row,
     one_line,
     print_facts,
     print_json,
+    print_row,
     print_table,
     printable,
     yellow,
@@ -178,8 +178,7 @@ def _peek(options: Namespace) -> int:
         print_json([asdict(entry) for entry in found])
         return OK
     for entry in found:
-        about = f"{entry.id}  {entry.time}  {entry.event_type}  {entry.event_id}"
-        print(in_one_row(about.rstrip()))
+        print_row(entry.id, entry.time, entry.event_type, entry.event_id)
         if options.whole:
             print_facts([(f"  {name}", value) for name, value in entry.attributes.items()])
         data = entry.data if options.whole else f"{one_line(entry.data):.{_DATA_SHOWN}}"

@@ -15,11 +15,12 @@ from conquiet.cli.terminal import (
     OK,
     dim,
     green,
-    in_one_row,
+    hang,
     one_line,
     print_errors,
     print_facts,
     print_json,
+    print_row,
 )
 from conquiet.config import DATABASES
 from conquiet.errors import ConfigError
@@ -60,17 +61,17 @@ def _list(options: Namespace) -> int:
         is_there = bool(found) or retries.exists()
     if options.json:
         print_json([asdict(item) for item in found])
-        return OK
+        return OK if is_there else FAILED
     for item in found:
         until = f"until {item.due}" if item.due else "behind another"
-        about = f"{item.id}  {until}  {item.event_type}  {item.event_id}"
-        print(in_one_row(f"{about}  {item.attempts} attempts"))
+        print_row(*(item.id, until, item.event_type, item.event_id, f"{item.attempts} attempts"))
         why = one_line(item.reason) or "waits for an earlier message of its key"
-        print(dim(f"    {why:.{_SHOWN}}", sys.stdout))
+        print(dim(f"    {hang(f'{why:.{_SHOWN}}', 4)}", sys.stdout))
+    if not is_there:
+        print(f"no message waits: {retries.name} does not exist (yet)", file=sys.stderr)
+        return FAILED
     if not found:
         print(green("no message waits", sys.stdout))
-        if not is_there:
-            print(f"{retries.name}: does not exist (yet)", file=sys.stderr)
     return OK
 
 
@@ -137,7 +138,7 @@ _VERBS = (
             "conquiet retries list orders --group billing",
             "conquiet retries list 'postgresql://app@localhost/shop?topic=shop&group=shop' --json",
         ),
-        "0 listed; 1 the store is out of reach; 2 wrong usage",
+        "0 listed; 1 no such stream or group, or the store is out of reach; 2 wrong usage",
         _list,
         _PLACES,
     ),

@@ -7,10 +7,10 @@ import re
 import shutil
 import sys
 import time
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
-from textwrap import indent
+from textwrap import indent, wrap
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from conquiet.cli.progress import end_waiting
@@ -128,9 +128,10 @@ def print_table(
     """
     texts = [[_cell(value) for value in row] for row in rows]
     is_number = [_are_numbers([row[at] for row in rows]) for at in range(len(head))]
-    widths = [max(map(len, column)) for column in zip(head, *texts, strict=True)]
+    columns = [[row[at] for row in texts] for at in range(len(head))]
+    widths = [max(len(name), *map(len, cells)) for name, cells in zip(head, columns, strict=True)]
     if sys.stdout.isatty():
-        widths = _fit(widths, is_number, shutil.get_terminal_size().columns)
+        widths = _fit(head, columns, widths, is_number, shutil.get_terminal_size().columns)
     for line in _lines(head, widths, is_number):
         print(dim(line, sys.stdout))
     for at, text in enumerate(texts):
@@ -141,17 +142,43 @@ def print_table(
 
 _LEAST = 8
 """A column of texts is not made narrower than this."""
+_DATE = len("2026-01-31T")
+_time = re.compile(r"\d{4}-\d\d-\d\dT(\d\d:\d\d\S*)")
 
 
-def _fit(widths: list[int], is_number: Sequence[bool], most: int) -> list[int]:
-    """Narrow the widest columns of texts until a line fits, or none can be narrowed further."""
-    widths = list(widths)
-    while sum(widths) + 2 * (len(widths) - 1) > most:
-        texts = [at for at, right in enumerate(is_number) if not right and widths[at] > _LEAST]
-        if not texts:
-            break
-        widths[max(texts, key=widths.__getitem__)] -= 1
-    return widths
+def _fit(
+    head: Sequence[str],
+    columns: Sequence[Sequence[str]],
+    widths: Sequence[int],
+    is_number: Sequence[bool],
+    most: int,
+) -> list[int]:
+    """Narrow columns until a line fits, or none can be narrowed further.
+
+    First names over narrow numbers, then times, each to date above clock, then the widest texts.
+    Numbers and words of names are not broken.
+    """
+    found = list(widths)
+    words = [max(map(len, name.split()), default=0) for name in head]
+    clocks = [[_time.fullmatch(cell) for cell in cells] for cells in columns]
+
+    def is_wide() -> bool:
+        return sum(found) + 2 * (len(found) - 1) > most
+
+    def narrow(chosen: Sequence[int], least: Callable[[int], int]) -> None:
+        while is_wide() and (wider := [at for at in chosen if found[at] > least(at)]):
+            found[max(wider, key=found.__getitem__)] -= 1
+
+    def least_number(at: int) -> int:
+        return max(words[at], *map(len, columns[at]))
+
+    narrow([at for at, right in enumerate(is_number) if right], least_number)
+    texts = [at for at, right in enumerate(is_number) if not right]
+    for at in texts:
+        if is_wide() and clocks[at] and all(clocks[at]):
+            found[at] = max(words[at], _DATE, *(len(one[1]) for one in clocks[at] if one))
+    narrow(texts, lambda at: max(_LEAST, words[at]))
+    return found
 
 
 def _lines(cells: Sequence[str], widths: Sequence[int], is_number: Sequence[bool]) -> list[str]:
@@ -168,6 +195,12 @@ def _lines(cells: Sequence[str], widths: Sequence[int], is_number: Sequence[bool
 
 def _break(text: str, width: int) -> list[str]:
     parts: list[str] = []
+    if (
+        len(text) > width
+        and (found := _time.fullmatch(text))
+        and max(_DATE, len(found[1])) <= width
+    ):
+        return [text[: found.start(1)], found[1]]
     while len(text) > width:
         at = max(text.rfind(mark, 0, width) for mark in " -:/._") + 1
         at = at if at > width // 2 else width
@@ -177,8 +210,8 @@ def _break(text: str, width: int) -> list[str]:
 
 
 def _are_numbers(column: Sequence[object]) -> bool:
-    """Return whether a column holds numbers, empty cells, or lower bounds such as `>10,000`."""
-    kinds = [isinstance(cell, (int, float)) or str(cell).startswith(">") for cell in column]
+    """Return whether a column holds numbers, empty cells, or bounds such as `>10,000`."""
+    kinds = [isinstance(cell, (int, float)) or str(cell).startswith(("<", ">")) for cell in column]
     return any(kinds) and all(kind or cell == "" for kind, cell in zip(kinds, column, strict=True))
 
 
@@ -193,6 +226,33 @@ def _cell(value: object) -> str:
     if isinstance(value, float):
         return f"{value:,.1f}"
     return f"{value:,}" if isinstance(value, int) else in_one_row(str(value))
+
+
+def print_row(*fields: str) -> None:
+    """Print fields in one row; on a terminal, those that do not fit go below, indented."""
+    shown = [in_one_row(field) for field in fields if field]
+    most = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+    line = ""
+    for field in shown:
+        if line and len(line) + 2 + len(field) > most:
+            print(line)
+            line = f"  {field}"
+        else:
+            line = f"{line}  {field}" if line else field
+    print(line)
+
+
+def hang(text: str, margin: int) -> str:
+    """Break a text between its words, where a terminal ends, and indent what follows.
+
+    >>> hang("not a terminal", 4)
+    'not a terminal'
+    """
+    if not sys.stdout.isatty():
+        return text
+    width = max(_LEAST, shutil.get_terminal_size().columns - margin)
+    lines = wrap(text, width, break_long_words=False, break_on_hyphens=False)
+    return ("\n" + " " * margin).join(lines)
 
 
 def print_facts(facts: Sequence[tuple[str, object]]) -> None:
@@ -249,11 +309,18 @@ def add_watch(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--watch",
         nargs="?",
-        type=float,
+        type=_seconds,
         const=2.0,
         metavar="SECONDS",
         help="show it again every so many seconds (2), until Ctrl-C",
     )
+
+
+def _seconds(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is not a number of seconds") from None
 
 
 def watch(seconds: float | None, show: Callable[[], int]) -> int:

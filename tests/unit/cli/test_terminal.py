@@ -22,6 +22,7 @@ from conquiet.sql import engine, schema
         (["steams", "lag"], "there is no 'steams'; did you mean streams?"),
         (["streams", "lgs"], "there is no 'lgs'; did you mean lag?"),
         (["streams", "lag", "--wach"], "unrecognized arguments: --wach; did you mean --watch?"),
+        (["streams", "lag", "--watch", "soon"], "'soon' is not a number of seconds"),
         (["worker", "run", "app:router", "--thread=2"], "did you mean --threads"),
     ],
 )
@@ -76,6 +77,41 @@ def test_a_table_fits_the_terminal_and_nothing_is_cut() -> None:
     assert "1,234,567" in said
     wide = read_terminal(code, 200)
     assert len(wide.splitlines()) == 2
+
+
+def test_a_narrow_table_breaks_its_head_and_times_between_date_and_clock() -> None:
+    code = (
+        "from conquiet.cli.terminal import print_table\n"
+        "row = ('1795120567087-0', '2026-11-19T20:36:07.087Z', 'vm-1911-770aaa5b87ec', 1.8, 24)\n"
+        "print_table(('entry', 'added', 'consumer', 'seconds idle', 'deliveries'), [row])"
+    )
+    said = read_terminal(code, 80)
+    assert max(map(len, said.splitlines())) <= 80
+    assert said.splitlines() == [
+        "entry            added          consumer              seconds  deliveries",
+        "                                                         idle",
+        "1795120567087-0  2026-11-19T    vm-1911-770aaa5b87ec      1.8          24",
+        "                 20:36:07.087Z",
+    ]
+    assert len(read_terminal(code, 90).splitlines()) == 2
+
+
+def test_a_row_of_a_list_goes_on_below_where_the_terminal_ends() -> None:
+    code = (
+        "from conquiet.cli.terminal import hang, print_row\n"
+        "print_row('0197f6c1-5f5e-7a53-9d0c-9d6f1f0b6a11', 'published', '', 'order.placed')\n"
+        "print('    ' + hang('no such customer, or one without an address', 4))"
+    )
+    assert read_terminal(code, 50).splitlines() == [
+        "0197f6c1-5f5e-7a53-9d0c-9d6f1f0b6a11  published",
+        "  order.placed",
+        "    no such customer, or one without an address",
+    ]
+    assert read_terminal(code, 30).splitlines()[-2:] == [
+        "    no such customer, or one",
+        "    without an address",
+    ]
+    assert len(read_terminal(code, 100).splitlines()) == 2
 
 
 def test_a_table_in_a_pipe_has_one_line_per_row(capsys: pytest.CaptureFixture[str]) -> None:
