@@ -13,6 +13,7 @@ from tests.waiting import eventually
 
 from conquiet import Message, Router, Worker
 from conquiet.cli import main
+from conquiet.operations import history
 from conquiet.redis import StreamSink, StreamSource
 
 
@@ -141,3 +142,68 @@ def test_doctor_says_what_a_crash_of_sqlite_loses(tmp_path: Any, capsys: Any) ->
     main(["doctor", "--json", "--database", f"sqlite:///{tmp_path / 'shop.db'}"])
     checks = {one["name"]: one for one in json.loads(capsys.readouterr().out)["checks"]}
     assert "journal_mode" in checks["database durability"]["detail"]
+
+
+def test_top_shows_handlers_groups_queues_and_processes(
+    client: Any, redis_url: str, capsys: Any
+) -> None:
+    look = ["top", "--broker", redis_url]
+    assert main(look) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "no handler has reported",
+        "",
+        "0 processes alive",
+    ]
+    StreamSink(client, "orders").publish(
+        [Message(b"{}", {"id": f"o-{n}", "type": "place", "source": "/w"}) for n in range(30)]
+    )
+    router = Router()
+
+    @router.raw(type="place", name="place_order")
+    def place(message: Message[bytes]) -> None:
+        if message.id == "o-7":
+            raise ValueError("no")
+
+    worker = Worker(
+        StreamSource(client, "orders", "billing", "box-7", max_attempts=1), router, batch_size=5
+    )
+    recorder = history.record([worker])
+    assert recorder is not None
+    worker.start()
+    eventually(lambda: worker.health().handled >= 29, timeout=30)
+    eventually(lambda: client.xlen("orders:dead") == 1, timeout=30)
+    worker.stop()
+    recorder.write()
+    client.xgroup_create("conquiet:kombu:q:0:mail", "conquiet", "0", mkstream=True)
+    client.xadd("conquiet:kombu:q:0:mail", {"m": "{}"})
+    assert main([*look, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    [handler] = found["handlers"]
+    assert (handler["name"], handler["type"], handler["errors"]) == ("place_order", "place", 1)
+    assert handler["dead"] == 1
+    groups = {one["name"]: (one["waiting"], one["alive"]) for one in found["groups"]}
+    assert groups["queue mail"] == (1, 0)
+    assert groups["billing"][0] == 0
+    assert [(one["name"], one["alive"]) for one in found["processes"]] == [("box-7", True)]
+    assert main([*look, "--limit", "1"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"place_order +place +0\.\d +<1 +", out)
+    assert "queue mail" in out
+    assert "billing" not in out
+    assert "1 process alive  box-7 (worker)" in out
+
+
+def test_top_without_a_store_or_with_one_that_is_away(
+    redis_url: str, tmp_path: Any, monkeypatch: Any, capsys: Any
+) -> None:
+    for name in ("CONQUIET_BROKER_URL", "CONQUIET_DATABASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    assert main(["top"]) == 2
+    assert main(["top", "--broker", "redis://localhost:1"]) == 1
+    database = f"sqlite:///{tmp_path / 'shop.db'}"
+    (tmp_path / "shop.db").touch()
+    capsys.readouterr()
+    assert main(["top", "--broker", redis_url, "--database", database]) == 1
+    said = capsys.readouterr()
+    assert "0 processes alive" in said.out  # the other store is shown all the same
+    assert "outbox_history" in said.err

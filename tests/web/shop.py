@@ -138,6 +138,15 @@ class Shop:
                 ],
             )
 
+    def enqueue(self, queue: str, count: int, prefix: str = "") -> list[str]:
+        """Messages in a queue of Celery, of two priorities; their streams."""
+        streams = [f"{prefix}conquiet:kombu:q:{priority}:{queue}" for priority in (0, 9)]
+        for stream in streams:
+            self.client.xgroup_create(stream, "conquiet", "0", mkstream=True)
+        for number in range(count):
+            self.client.xadd(streams[number % 2], {"m": b"{}"})
+        return streams
+
     def bury(self, count: int = 1, stream: str = "orders", why: str = "no such customer") -> None:
         """Dead letters of a stream, in the stream `dead`."""
         source = StreamSource(

@@ -40,7 +40,7 @@ def test_a_handler_shows_its_figures_charts_and_dead_letters(client, shop, ids) 
     text = text_of(answer)
     assert re.search(r"Rate \d+/s p50 \d+ ms p95 1\d\d ms Busy \d+ % Errors \d+", text)
     assert "Duration of a call" in text
-    assert answer.text.count('<path class="line') == 5
+    assert answer.text.count('<path class="line') == 6
     assert answer.text.count("<rect") == 30  # three charts of ten minutes
     assert "LookupError: no such customer" in text  # by its type: the letter names no handler
     none = text_of(client.get("/handler", params={"name": "unknown"}))
@@ -138,6 +138,24 @@ def test_streams_of_celery_and_of_retries_are_folded_away(client, shop) -> None:
     assert "3 streams, by name" in text_of(client.get("/streams?all=1"))
     assert "1 stream, by name" in text_of(client.get("/streams?q=celery"))
     assert "Processes 0 alive" in text_of(client.get("/"))
+
+
+def test_queues_of_celery_are_shown_with_what_is_ready_and_who_reads(client, shop) -> None:
+    first, _ = shop.enqueue("mail", 5)
+    shop.enqueue("reports", 0, prefix="shop:")
+    shop.client.xadd("conquiet:kombu:dead:mail", {"m": "{}"})
+    text = text_of(client.get("/streams"))
+    assert re.search(r"Queues of Celery .* mail 5 \S+ .*s – 0 no live consumer 1 ", text)
+    assert "reports of shop: 0 – – 0 0 alive 0" in text
+    assert "reports" not in text_of(client.get("/streams?q=mai"))
+    text = text_of(client.get("/"))
+    assert "No live consumer reads 1 group or queue with a backlog" in text
+    assert "queue mail 5 ready" in text
+    assert "queue mail 1" in text  # its dead letters
+    shop.client.xreadgroup("conquiet", "box:7:c-1", {first: ">"}, count=2)
+    client.app.pulse._cached._until = 0
+    text = text_of(client.get("/streams"))
+    assert re.search(r"mail 3 .* 2 1 alive 1 ", text)
 
 
 def test_streams_are_found_and_ordered(client, shop) -> None:

@@ -17,13 +17,25 @@ from tests.web.serving import serving
 
 WIDTHS = {"wide": 1400, "phone": 390}
 
-# Elements of the page whose text is wider than they are, and which hide what does not fit; and
-# those that reach beyond the screen.
+# Elements of the page whose text is wider than they are, and which hide what does not fit; those
+# whose label, before them, reaches into their text; selects that cut their choice; and those that
+# reach beyond the screen.
 _CUT = """
 width => [...document.querySelectorAll('body *')].filter(one => {
-  if (one.closest('.hidden, .skip, svg, select, thead') && !one.matches('.scroll')) return false;
+  if (one.closest('.hidden, .skip, svg, option, thead') && !one.matches('.scroll')) return false;
   const style = getComputedStyle(one), box = one.getBoundingClientRect();
   if (!box.width || style.visibility === 'hidden') return false;
+  const label = getComputedStyle(one, '::before');
+  if (label.position === 'absolute' && parseFloat(label.width) > parseFloat(style.paddingLeft)) {
+    return true;
+  }
+  if (one.matches('select')) {
+    const line = document.createElement('canvas').getContext('2d');
+    line.font = style.font;
+    const chosen = one.selectedOptions[0];
+    const room = one.clientWidth - parseFloat(style.paddingLeft) - 16;  // the arrow
+    return chosen && line.measureText(chosen.textContent).width > room;
+  }
   const hides = style.overflowX !== 'visible' && !one.matches('pre, input, select');
   return (hides && one.scrollWidth > one.clientWidth + 1) || box.right > width + 1 || box.left < -1;
 }).map(one => `${one.tagName}.${one.className} ${one.textContent.trim().slice(0, 60)}`)
@@ -100,6 +112,7 @@ def pages(shop, ids) -> dict[str, str]:
 def test_nothing_is_cut_or_pale(chromium, make, shop, ids, tmp_path, width, scheme) -> None:
     shop.remember(24 * 60)
     shop.bury(5, why="card network answered 503 to request 4711")
+    shop.enqueue("mail", 7)
     folder = Path(os.environ.get("CONQUIET_SCREENSHOTS") or tmp_path)
     folder.mkdir(parents=True, exist_ok=True)
     wrong: list[str] = []

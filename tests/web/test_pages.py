@@ -56,6 +56,9 @@ def test_streams_and_groups_show_who_has_what(client, ids) -> None:
     text = text_of(client.get("/group", params={"stream": "orders", "name": "billing"}))
     assert re.search(r"billing-1 alive 5 ", text)
     assert "Delivered, and not acked" in text
+    assert re.search(
+        r"order\. ?placed \{&#34;order&#34;:&#34;o-0&#34;,&#34;amount&#34;:4200\}", text
+    )
 
 
 def test_long_lists_are_paged(client, shop) -> None:

@@ -28,6 +28,7 @@ from conquiet.cli import (
     retries,
     schedule,
     streams,
+    top,
     trace,
     worker,
 )
@@ -42,6 +43,7 @@ GROUPS = (
     schedule,
     worker,
     relay,
+    top,
     outbox,
     queue,
     streams,

@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -616,3 +616,95 @@ def quantile(buckets: Mapping[str, float], part: float) -> float | None:
             return lower + (upper - lower) * (wanted - passed) / count
         passed, lower = passed + count, upper
     return BOUNDS[-1]
+
+
+# --- what they amount to --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class HandlerFigures:
+    """What a handler did in a span of time."""
+
+    name: str
+    type: str
+    calls: float
+    rate: float
+    """Messages per second, tries that failed included."""
+    p50: float | None
+    """Of the seconds of a call; None if there was none."""
+    p95: float | None
+    busy: float
+    """Seconds of work in a second."""
+    errors: float
+    failing: float
+    """The part of the tries that failed, from 0 to 1."""
+    retries: float
+    dead: float
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The last report of a process that has not ended by itself."""
+
+    name: str
+    role: str
+    seconds: float
+    """Since the report."""
+    in_flight: int
+
+    @property
+    def is_alive(self) -> bool:
+        return self.seconds < ALIVE_SECONDS
+
+
+def span(entries: Collection[Entry], now: float, minutes: int) -> float:
+    """Return how many seconds of the last `minutes` there has been something in."""
+    first = min((entry.minute for entry in entries), default=0)
+    begun = max(first * 60, now - minutes * 60)
+    return max(now - begun, 60.0) if entries else 0.0
+
+
+def list_handlers(entries: Iterable[Entry], seconds: float) -> list[HandlerFigures]:
+    """Return what each handler did in a span of so many seconds."""
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for entry in entries:
+        if entry.key.kind == "handler":
+            figures = found.setdefault((entry.key.name, entry.key.type), {})
+            figures[entry.key.figure] = figures.get(entry.key.figure, 0.0) + entry.value
+    return [summarize(*names, figures, seconds) for names, figures in found.items()]
+
+
+def summarize(
+    name: str, type_: str, figures: Mapping[str, float], seconds: float
+) -> HandlerFigures:
+    """Return what a handler did, by the sums of its figures in a span of so many seconds."""
+    ok, errors, busy, calls, retries, dead = (
+        figures.get(figure, 0.0)
+        for figure in ("ok", "errors", "seconds", "calls", "retries", "dead")
+    )
+    tries = ok + errors
+    return HandlerFigures(
+        name,
+        type_,
+        calls,
+        tries / seconds if seconds else 0.0,
+        quantile(figures, 0.5),
+        quantile(figures, 0.95),
+        busy / seconds if seconds else 0.0,
+        errors,
+        errors / tries if tries else 0.0,
+        retries,
+        dead,
+    )
+
+
+def list_reports(entries: Iterable[Entry], now: float) -> Iterator[Report]:
+    """Return the processes that report, unless they have ended by themselves."""
+    latest: dict[Key, float] = {}
+    for entry in sorted(entries):
+        if entry.key.kind == "process":
+            latest[entry.key] = entry.value
+    for key, seen in latest.items():
+        if key.figure == SEEN and latest.get(key._replace(figure=ENDED), 0.0) < seen:
+            in_flight = int(latest.get(key._replace(figure="in_flight"), 0.0))
+            yield Report(key.name, key.type, max(0.0, now - seen), in_flight)

@@ -10,7 +10,7 @@ megabytes do not travel with every look at a list.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -62,6 +62,21 @@ for _ = 1, tonumber(ARGV[4]) do
   end
   found[#found + 1] = {entry[1], fields}
   at, previous = entry[1], entry[1]
+end
+return found
+"""
+# KEYS: a stream. ARGV: how many fields of an entry, and how many bytes of a name or a value, are
+# wanted; ids of entries. Returns those that are there.
+_CHOSEN = b"""
+local found = {}
+for at = 3, #ARGV do
+  for _, entry in ipairs(redis.call('XRANGE', KEYS[1], ARGV[at], ARGV[at])) do
+    local fields = {}
+    for place = 1, math.min(#entry[2], 2 * tonumber(ARGV[1])) do
+      fields[place] = string.sub(entry[2][place], 1, tonumber(ARGV[2]))
+    end
+    found[#found + 1] = {entry[1], fields}
+  end
 end
 return found
 """
@@ -193,6 +208,24 @@ class Claimed:
 
 
 @dataclass(frozen=True, slots=True)
+class CeleryQueue:
+    """A queue of Celery or Kombu on Redis Streams, all its priorities together."""
+
+    prefix: str
+    """The `global_keyprefix` of the application."""
+    name: str
+    ready: int
+    in_flight: int
+    behind_seconds: float
+    """Age of the oldest message that no consumer has had."""
+    alive: int
+    """Consumers that read it: one for each process of a worker."""
+    dead: int
+    """Consumers that are gone and hold messages; others take them over."""
+    streams: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class IdleConsumer:
     """A consumer of a group that holds nothing, and has not read for long."""
 
@@ -229,7 +262,8 @@ def describe(client: Any, name: str) -> StreamInfo:
     raise NotFound(f"stream {name!r}: does not exist; conquiet streams list shows all")
 
 
-_INTERNAL = re.compile(r"(^|:)conquiet:(kombu:q|again):")
+_INTERNAL = re.compile(r"conquiet:(kombu:q:\d|again):")
+_OF_KOMBU = re.compile(r"(?P<prefix>.*?)conquiet:kombu:q:\d:(?P<queue>.*)", re.DOTALL)
 
 
 def is_internal(name: str) -> bool:
@@ -241,6 +275,37 @@ def is_internal(name: str) -> bool:
     (False, False)
     """
     return _INTERNAL.search(name) is not None
+
+
+def list_celery_queues(found: Iterable[StreamInfo]) -> list[CeleryQueue]:
+    """Put together what streams of `conquiet.kombu` tell of each queue, by name.
+
+    A queue has a stream for each priority; others are left out. An entry is deleted when it is
+    acked, so what is not in flight is ready.
+    """
+    queues: dict[tuple[str, str], list[StreamInfo]] = {}
+    for stream in found:
+        if match := _OF_KOMBU.fullmatch(stream.name):
+            queues.setdefault((match["prefix"], match["queue"]), []).append(stream)
+    return [_celery_queue(*names, streams) for names, streams in sorted(queues.items())]
+
+
+def _celery_queue(prefix: str, name: str, streams: Sequence[StreamInfo]) -> CeleryQueue:
+    groups = [group for stream in streams for group in stream.groups]
+    consumers = [one for group in groups for one in group.consumers]
+    readers = [one for one in consumers if one.name != _GIVEN_BACK.decode()]
+    in_flight = sum(one.pending for one in readers)
+    silent = {one.name for one in readers if not one.alive and one.pending}
+    return CeleryQueue(
+        prefix,
+        name,
+        max(0, sum(stream.length for stream in streams) - in_flight),
+        in_flight,
+        max((group.behind_seconds for group in groups), default=0.0),
+        len({one.name for one in readers if one.alive}),
+        len(silent),
+        tuple(stream.name for stream in streams),
+    )
 
 
 def names_of(wire: Wire, pattern: str = "*", kind: bytes = b"stream") -> list[str]:
@@ -507,6 +572,19 @@ def read_entry(client: Any, stream: str, entry_id: str) -> LogEntry:
         if found.id == entry_id:
             return found
     raise NotFound(f"stream {stream!r} has no entry {entry_id}; it may have been trimmed")
+
+
+def read_entries(
+    client: Any, stream: str, ids: Sequence[str], *, max_bytes: int
+) -> dict[str, LogEntry]:
+    """Read the entries of these ids that are there, by id: `max_bytes` of each field at most."""
+    if not ids:
+        return {}
+    with open_wire(client, f"stream {stream!r}") as wire:
+        key = stream.encode()
+        reply = wire.call(key, b"EVAL", _CHOSEN, 1, key, _FIELDS, max_bytes, *ids)
+    found = [decode(stream, entry_id, fields) for entry_id, fields in reply]
+    return {entry.id: entry for entry in found}
 
 
 def list_pending(

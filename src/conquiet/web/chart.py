@@ -6,6 +6,7 @@ line and a label under the pointer.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from datetime import UTC, datetime
 from typing import NamedTuple
 
 from conquiet.errors import ConquietError
-from conquiet.operations.history import GAUGES, Entry, Key
+from conquiet.operations.history import GAUGES, Entry, Key, span
 from conquiet.web import words
 from conquiet.web.pulse import Cached
 from conquiet.web.stores import Stores
@@ -69,9 +70,7 @@ class Past:
     @property
     def seconds(self) -> float:
         """Return how long the window is, or how long there has been something in it."""
-        first = min((entry.minute for entry in self.entries), default=0)
-        begun = max(first * 60, self.now - self.window.minutes * 60)
-        return max(self.now - begun, 60.0) if self.entries else 0.0
+        return span(self.entries, self.now, self.window.minutes)
 
     def total(self, chosen: Callable[[Key], bool]) -> float:
         return sum(entry.value for entry in self.entries if chosen(entry.key))
@@ -190,14 +189,21 @@ def draw(
     lines: Iterable[Line],
     show: Callable[[float | None], str] = words.rate,
     mark: Callable[[float], str] = words.mark,
+    *,
+    whole: bool = False,
 ) -> Chart:
-    """Draw series over the steps of a window; without a value it has no columns."""
+    """Draw series over the steps of a window; without a value it has no columns.
+
+    With `whole` the numbers of the vertical axis are whole.
+    """
     given = list(lines)
     known = [value for line in given for value in line.values if value is not None]
     steps = past.steps
     if not known or not steps:
         return Chart(title, unit)
     top = nice_top(max(known))
+    if whole:
+        top = float(_LINES * math.ceil(top / _LINES))
     width = WIDTH / len(steps)
     drawn = [
         Line(

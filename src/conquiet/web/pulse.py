@@ -17,7 +17,7 @@ from conquiet.web.stores import Stores
 
 if TYPE_CHECKING:
     from conquiet.operations.log_groups import LogGroup
-    from conquiet.operations.streams import GroupInfo, StreamInfo
+    from conquiet.operations.streams import CeleryQueue, GroupInfo, StreamInfo
     from conquiet.relay.inspection import Figures
 
 Found = TypeVar("Found")
@@ -57,6 +57,13 @@ class Sample:
     def own_groups(self) -> list[tuple[StreamInfo, GroupInfo]]:
         """Return the groups but those of Celery's queues and of messages that wait for a retry."""
         return [pair for pair in self.groups() if not _is_internal(pair[0])]
+
+    def celery_queues(self) -> list[CeleryQueue]:
+        if not self.streams:
+            return []
+        from conquiet.operations.streams import list_celery_queues  # needs redis-py
+
+        return list_celery_queues(self.streams)
 
     def count_added(self) -> dict[Hashable, int]:
         """Return the entries ever added; before Redis 7, the present length."""

@@ -61,9 +61,24 @@ def show_place(place: str) -> str:
 
     >>> show_place("?topic=orders&group=billing"), show_place("orders:dead")
     ('group billing of orders', 'orders:dead')
+    >>> show_place("conquiet:kombu:dead:mail"), show_place("shop:conquiet:kombu:dead:mail")
+    ('queue mail', 'queue mail of shop:')
     """
+    if is_of_kombu(place):
+        prefix, _, queue = place.partition(_OF_KOMBU)
+        return show_queue(prefix, queue)
     of_log = read_log(place)
     return place if of_log is None else f"group {of_log[1]} of {of_log[0]}"
+
+
+def show_queue(prefix: str, name: str) -> str:
+    """Return the name of a queue of Celery for readers."""
+    return f"queue {name} of {prefix}" if prefix else f"queue {name}"
+
+
+def name_letters(prefix: str, queue: str) -> str:
+    """Return the stream with the dead letters of a queue of Celery."""
+    return f"{prefix}{_OF_KOMBU}{queue}"
 
 
 class Stores:

@@ -6,6 +6,7 @@ import json
 from datetime import UTC, datetime
 
 from conquiet.message import printable
+from conquiet.operations.history import BOUNDS
 
 FIELD_CHARS = 2_000
 """Longest text of one field of a page, but for payloads."""
@@ -36,11 +37,13 @@ def rate(value: float | None) -> str:
 def age(seconds: float | None) -> str:
     """Write a time span by its two largest units.
 
-    >>> age(0.42), age(12), age(200), age(7500), age(100_000)
-    ('0.4 s', '12 s', '3 min 20 s', '2 h 5 min', '1 d 3 h')
+    >>> age(0.02), age(0.42), age(12), age(200), age(7500), age(100_000)
+    ('< 0.1 s', '0.4 s', '12 s', '3 min 20 s', '2 h 5 min', '1 d 3 h')
     """
     if seconds is None:
         return "–"
+    if 0 < seconds < 0.05:
+        return "< 0.1 s"
     if seconds < 10:
         return f"{seconds:.1f} s"
     whole = int(seconds)
@@ -51,6 +54,17 @@ def age(seconds: float | None) -> str:
     if whole < 86_400:
         return f"{whole // 3_600} h {whole % 3_600 // 60} min"
     return f"{whole // 86_400} d {whole % 86_400 // 3_600} h"
+
+
+def since(seconds: float | None) -> str:
+    """Write how long ago something was.
+
+    >>> since(0.4), since(200), since(None)
+    ('now', '3 min 20 s ago', '–')
+    """
+    if seconds is None:
+        return "–"
+    return "now" if seconds < 1 else f"{age(seconds)} ago"
 
 
 def mark(value: float) -> str:
@@ -73,6 +87,18 @@ def duration(seconds: float | None) -> str:
     value, unit = (seconds * 1000, "ms") if seconds < 0.9995 else (seconds, "s")
     digits = 0 if value >= 10 or value == 0 else 1 if value >= 1 else 2
     return f"{value:.{digits}f} {unit}"
+
+
+def estimate(seconds: float | None) -> str:
+    """Write a duration that was estimated from a histogram: no less than its first bound.
+
+    >>> estimate(0.0005), estimate(0.0123), estimate(300.0), estimate(None)
+    ('< 1 ms', '12 ms', '≥ 300 s', '–')
+    """
+    if seconds is not None and seconds < BOUNDS[0]:
+        return f"< {1000 * BOUNDS[0]:g} ms"
+    at_least = "≥ " if seconds is not None and seconds >= BOUNDS[-1] else ""
+    return f"{at_least}{duration(seconds)}"
 
 
 def size(count: int | None) -> str:
@@ -110,9 +136,7 @@ def ago(text: str | None, now: datetime | None = None) -> str:
     if at is None:
         return text or "–"
     seconds = ((now or datetime.now(UTC)) - at).total_seconds()
-    if abs(seconds) < 1:
-        return "now"
-    return f"{age(seconds)} ago" if seconds > 0 else f"in {age(-seconds)}"
+    return since(seconds) if seconds > -1 else f"in {age(-seconds)}"
 
 
 def iso(text: str | None) -> str:

@@ -20,6 +20,7 @@ from tests.integration.kombu.brokers import (
 
 from conquiet.kombu import inspection, scripts
 from conquiet.kombu.layout import GROUP, Keys
+from conquiet.operations.streams import list_celery_queues, survey
 
 # --- purging and deleting ---------------------------------------------------------------------
 
@@ -447,3 +448,22 @@ def test_one_group_however_the_database_is_written(redis_url, redis_client):
         assert kombu.Queue("orders")(one.default_channel).get() is None
     [group] = redis_client.xinfo_groups(Keys().stream("orders", 0))
     assert group["name"].decode() == GROUP
+
+
+def test_a_survey_of_the_streams_tells_of_each_queue_what_its_inspection_does(
+    redis_url, redis_client
+):
+    with connected(redis_url, global_keyprefix="shop-") as connection:
+        put(connection, "orders", *range(5), priority=3)
+        put(connection, "orders", *range(5))
+        put(connection, "mail:urgent", "a")
+        channel = connection.default_channel
+        held = [kombu.Queue("orders")(channel).get() for _ in range(4)]
+        channel.give_back([message.delivery_tag for message in held[:2]])
+        mail, orders = list_celery_queues(survey(redis_client))
+        told = {info.name: info for info in inspection.queues(redis_client, "shop-")}
+    assert (orders.prefix, orders.name, mail.name) == ("shop-", "orders", "mail:urgent")
+    assert (orders.ready, orders.in_flight, orders.alive, orders.dead) == (8, 2, 1, 0)
+    assert (told["orders"].ready, told["orders"].pending, told["orders"].alive) == (8, 2, 1)
+    assert (mail.ready, mail.in_flight, mail.alive) == (1, 0, 0)
+    assert orders.behind_seconds > 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from conquiet.errors import NotFound
-from conquiet.operations.streams import claim, list_pending, peek, read_entry
+from conquiet.operations.streams import claim, list_pending, peek, read_entries, read_entry
 
 
 def test_peek_shows_events_from_either_end(redis_client, publish) -> None:
@@ -30,6 +30,19 @@ def test_peek_shows_whatever_lies_there(redis_client) -> None:
         read_entry(redis_client, "queue", "5-2")
     with pytest.raises(NotFound, match="does not exist"):
         peek(redis_client, "nowhere")
+
+
+def test_entries_by_their_ids_without_what_is_too_long_for_a_list(redis_client, publish) -> None:
+    publish(3)
+    redis_client.xadd("orders", {"data": "x" * 1000})
+    first, second, _, last = (key.decode() for key, _ in redis_client.xrange("orders"))
+    redis_client.xdel("orders", second)
+    found = read_entries(redis_client, "orders", [last, second, first], max_bytes=50)
+    assert list(found) == [last, first]
+    assert (found[first].event_id, found[first].data) == ("m-0", '{"n": 0}')
+    assert found[last].data == "x" * 50
+    assert read_entries(redis_client, "orders", [], max_bytes=50) == {}
+    assert read_entries(redis_client, "nowhere", [first], max_bytes=50) == {}
 
 
 def test_pending_by_idle_time_and_consumer(redis_client, publish, source) -> None:

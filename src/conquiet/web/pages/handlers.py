@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,13 @@ from starlette.routing import BaseRoute, Route
 
 from conquiet.errors import ConquietError
 from conquiet.operations.dead_letters import Filter, Letter
-from conquiet.operations.history import Key, quantile
+from conquiet.operations.history import (
+    HandlerFigures,
+    Key,
+    list_handlers,
+    quantile,
+    summarize,
+)
 from conquiet.web import words
 from conquiet.web.chart import WINDOWS, Chart, Line, Past, draw, window_of
 from conquiet.web.forms import link, read_query
@@ -31,27 +36,7 @@ _LETTERS_READ = 1_000
 _PLACES = 10
 
 
-@dataclass(frozen=True)
-class Row:
-    """A handler in the time of a window."""
-
-    name: str
-    type: str
-    calls: float
-    rate: float
-    """Messages per second."""
-    p50: float | None
-    p95: float | None
-    busy: float
-    """Seconds of work in a second."""
-    errors: float
-    failing: float
-    """The part of the tries that failed, from 0 to 1."""
-    retries: float
-    dead: float
-
-
-SORTS: dict[str, tuple[str, Callable[[Row], object]]] = {
+SORTS: dict[str, tuple[str, Callable[[HandlerFigures], object]]] = {
     "p95": ("p95", lambda row: -(row.p95 or 0.0)),
     "p50": ("p50", lambda row: -(row.p50 or 0.0)),
     "rate": ("Rate", lambda row: -row.rate),
@@ -71,39 +56,6 @@ def routes(app: Dashboard) -> list[BaseRoute]:
     ]
 
 
-def list_rows(past: Past) -> list[Row]:
-    """Return the handlers of a window, by name."""
-    found: dict[tuple[str, str], dict[str, float]] = {}
-    for entry in past.entries:
-        if entry.key.kind == "handler":
-            figures = found.setdefault((entry.key.name, entry.key.type), {})
-            figures[entry.key.figure] = figures.get(entry.key.figure, 0.0) + entry.value
-    return [_row(name, type_, figures, past.seconds) for (name, type_), figures in found.items()]
-
-
-def _row(name: str, type_: str, figures: Mapping[str, float], seconds: float) -> Row:
-    count = partial(_count, figures)
-    errors = count("errors")
-    tries = count("ok") + errors
-    return Row(
-        name,
-        type_,
-        count("calls"),
-        tries / seconds if seconds else 0.0,
-        quantile(figures, 0.5),
-        quantile(figures, 0.95),
-        count("seconds") / seconds if seconds else 0.0,
-        errors,
-        errors / tries if tries else 0.0,
-        count("retries"),
-        count("dead"),
-    )
-
-
-def _count(figures: Mapping[str, float], *names: str) -> float:
-    return sum(figures.get(name, 0.0) for name in names)
-
-
 # --- the list -------------------------------------------------------------------------------
 
 
@@ -120,7 +72,10 @@ def _part(request: Request) -> str:
     past = app.archive.read(window_of(read_query(request, "window")))
     sort = read_query(request, "sort")
     sort = sort if sort in SORTS else "p95"
-    rows = sorted(list_rows(past), key=lambda row: (SORTS[sort][1](row), row.name, row.type))
+    rows = sorted(
+        list_handlers(past.entries, past.seconds),
+        key=lambda row: (SORTS[sort][1](row), row.name, row.type),
+    )
     slowest = max((row.p95 or 0.0 for row in rows), default=0.0)
     return fragment(
         request,
@@ -153,7 +108,7 @@ def _handler(request: Request) -> Response:
     name, type_ = read_query(request, "name"), read_query(request, "type")
     window = window_of(read_query(request, "window"))
     past = app.archive.read(window).of_handler(name, type_)
-    rows = list_rows(past)
+    rows = list_handlers(past.entries, past.seconds)
     letters, trouble = _last_letters(app, name, type_)
     return page(
         request,
@@ -163,7 +118,7 @@ def _handler(request: Request) -> Response:
         name=name,
         type=type_,
         rows=rows,
-        row=rows[0] if rows else _row(name, type_, {}, 0.0),
+        row=rows[0] if rows else summarize(name, type_, {}, 0.0),
         charts=_charts(past),
         letters=letters,
         trouble=trouble,
@@ -181,13 +136,21 @@ def _charts(past: Past) -> list[Chart]:
         return past.each_step(lambda figures: quantile(figures, part))
 
     return [
-        draw("Rate", "/s", past, [Line("handled", "good", past.series(of("ok"), second))]),
+        draw(
+            "Rate",
+            "/s",
+            past,
+            [
+                Line("handled", "good", past.series(of("ok"), second)),
+                Line("failed", "warn", past.series(of("errors"), second)),
+            ],
+        ),
         draw(
             "Duration of a call",
             "",
             past,
             [Line("p95", "warn", duration(0.95)), Line("p50", "good", duration(0.5))],
-            words.duration,
+            words.estimate,
             words.duration,
         ),
         draw(
@@ -198,6 +161,7 @@ def _charts(past: Past) -> list[Chart]:
                 Line("errors", "warn", past.series(of("errors"), minute)),
                 Line("dead letters", "bad", past.series(of("dead"), minute)),
             ],
+            whole=True,
         ),
     ]
 

@@ -16,8 +16,9 @@ from conquiet.web.chart import Chart, Line, Past, draw, window_of
 from conquiet.web.forms import link, read_query
 from conquiet.web.pages.handlers import of_window
 from conquiet.web.pages.processes import Process, list_processes
+from conquiet.web.pages.streams import list_queues
 from conquiet.web.pulse import POINTS, Point, Sample
-from conquiet.web.stores import show_place
+from conquiet.web.stores import show_place, show_queue
 from conquiet.web.template import fragment, page
 
 if TYPE_CHECKING:
@@ -62,7 +63,8 @@ def _part(request: Request) -> str:
         concerns=find_concerns(request, sample),
         groups=groups[:_MOST_GROUPS],
         more=max(0, len(groups) - _MOST_GROUPS),
-        folded=len(sample.groups()) - len(sample.own_groups()),
+        queues=list_queues(app),
+        most_queues=_MOST_GROUPS,
         has_broker=app.stores.has_broker,
         **of_window(request, past, "/"),
     )
@@ -96,6 +98,7 @@ def list_charts(past: Past) -> Iterator[Chart]:
             Line("in the outbox", "warn", past.gauges("waiting")),
         ],
         words.number,
+        whole=True,
     )
     yield draw(
         "Failures",
@@ -105,6 +108,7 @@ def list_charts(past: Past) -> Iterator[Chart]:
             Line("errors", "warn", count("handler", minute, "errors")),
             Line("dead letters", "bad", count("handler", minute, "dead")),
         ],
+        whole=True,
     )
 
 
@@ -228,7 +232,13 @@ def _of_outbox(request: HTTPConnection, sample: Sample) -> Iterator[Concern]:
 
 def _of_groups(request: HTTPConnection, sample: Sample) -> Iterator[Concern]:
     places = []
-    for stream, group in sample.groups():
+    queues = sample.celery_queues()
+    for queue in queues:
+        backlog = [(queue.ready, "ready"), (queue.in_flight, "in flight")]
+        if any(count for count, _ in backlog) and not queue.alive:
+            name, href = show_queue(queue.prefix, queue.name), link(request, "/streams")
+            places.append(_alone(name, backlog, href))
+    for stream, group in sample.own_groups():
         backlog = [(group.lag or 0, "unread"), (group.pending, "in flight")]
         if any(count for count, _ in backlog) and not group.alive:
             href = link(request, "/group", stream=stream.name, name=group.name)
@@ -239,9 +249,10 @@ def _of_groups(request: HTTPConnection, sample: Sample) -> Iterator[Concern]:
             name, href = f"{one.name} of {one.topic}", link(request, "/processes")
             places.append(_alone(name, backlog, href))
     if places:
+        what, several = ("group or queue", "groups or queues") if queues else ("group", "groups")
         yield _grouped(
-            f"No live consumer reads {words.plural(len(places), 'group')} with a backlog",
-            "Start a worker of the group, or remove the group.",
+            f"No live consumer reads {words.plural(len(places), what, several)} with a backlog",
+            "Start a worker, or remove the group.",
             places,
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,8 +10,8 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from conquiet.errors import ConquietError
-from conquiet.operations.history import ALIVE_SECONDS, ENDED, SEEN, Key
-from conquiet.web.chart import WINDOWS, Past
+from conquiet.operations.history import list_reports
+from conquiet.web.chart import WINDOWS
 from conquiet.web.pulse import SECONDS, Cached, Sample
 from conquiet.web.template import fragment, page
 
@@ -72,7 +71,11 @@ def list_processes(app: Dashboard, sample: Sample) -> list[Process]:
     A name of a consumer that is gone, and holds nothing, is none. Consumers of Celery are not
     counted: `celery status` knows them.
     """
-    found = {one.name: one for one in _reported(app.archive.read(WINDOWS[0]))}
+    past = app.archive.read(WINDOWS[0])
+    found = {
+        one.name: Process(one.name, one.role, one.is_alive, one.seconds, one.in_flight)
+        for one in list_reports(past.entries, past.now)
+    }
     of_name: dict[str, list[tuple[str, str, ConsumerInfo]]] = {}
     for stream, group in sample.own_groups():
         for consumer in group.consumers:
@@ -93,20 +96,6 @@ def list_processes(app: Dashboard, sample: Sample) -> list[Process]:
                 tuple((stream, group) for stream, group, _ in reads),
             )
     return sorted(found.values(), key=lambda one: (one.is_alive, -one.in_flight, one.name))
-
-
-def _reported(past: Past) -> Iterator[Process]:
-    """Return the processes that report, unless they have ended by themselves."""
-    latest: dict[Key, float] = {}
-    for entry in past.entries:  # in the order of minutes
-        if entry.key.kind == "process":
-            latest[entry.key] = entry.value
-    for key, seen in latest.items():
-        if key.figure != SEEN or latest.get(key._replace(figure=ENDED), 0.0) >= seen:
-            continue
-        seconds = max(0.0, past.now - seen)
-        in_flight = int(latest.get(key._replace(figure="in_flight"), 0.0))
-        yield Process(key.name, key.type, seconds < ALIVE_SECONDS, seconds, in_flight)
 
 
 def routes(app: Dashboard) -> list[BaseRoute]:
@@ -134,8 +123,7 @@ def _part(request: Request) -> str:
         more=max(0, len(workers) - _MOST_WORKERS),
         most_groups=_MOST_GROUPS,
         relays=app.relays(),
-        named=bool(app.stores.relays),
+        has_relay=any("relay" in one.role for one in workers),
         has_broker=app.stores.has_broker,
-        has_database=app.stores.has_database,
         trouble=sample.troubles,
     )

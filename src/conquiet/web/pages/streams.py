@@ -14,15 +14,17 @@ from starlette.routing import BaseRoute, Route
 from conquiet.errors import NotFound, StoreError
 from conquiet.web import words
 from conquiet.web.forms import Form, Note, action, go, link, read_entry_id, read_query
+from conquiet.web.stores import name_letters
 from conquiet.web.template import fragment, page
 
 if TYPE_CHECKING:
-    from conquiet.operations.streams import GroupInfo, StreamInfo
+    from conquiet.operations.streams import CeleryQueue, GroupInfo, StreamInfo
     from conquiet.web.app import Dashboard
 
 _PAGE = 50
 _STREAMS = 100
 _MOST_GROUPS = 6
+MOST_QUEUES = 100
 _FIELD_BYTES = 64 * 1024
 
 
@@ -115,6 +117,7 @@ def _part(request: Request) -> str:
     return fragment(
         request,
         "streams_part.html",
+        queues=list_queues(app, said["q"]),
         rows=rows[first : first + _STREAMS],
         count=len(rows),
         folded=len(fitting) - len(shown),
@@ -124,9 +127,35 @@ def _part(request: Request) -> str:
         pattern=app.stores.streams,
         sorts={name: title for name, (title, _) in SORTS.items()},
         most_groups=_MOST_GROUPS,
+        most_queues=MOST_QUEUES,
         said=said,
         **said,
     )
+
+
+@dataclass(frozen=True)
+class Queue:
+    """A queue of Celery."""
+
+    info: CeleryQueue
+    rate: float | None
+    """Messages added per second."""
+    dead_letters: int
+    letters: str
+    """The stream with its dead letters."""
+
+
+def list_queues(app: Dashboard, wanted: str = "") -> list[Queue]:
+    """Return the queues of Celery, those with the most messages first."""
+    sample, rates = app.pulse.sample(), app.pulse.rates
+    found = []
+    for info in sample.celery_queues():
+        letters = name_letters(info.prefix, info.name)
+        known = [rates[name] for name in info.streams if name in rates]
+        rate = sum(known) if known else None
+        if _fits(info.name, wanted):
+            found.append(Queue(info, rate, (sample.letters or {}).get(letters, 0), letters))
+    return sorted(found, key=lambda one: (-one.info.ready - one.info.in_flight, one.info.name))
 
 
 def _fits(name: str, wanted: str) -> bool:
@@ -172,7 +201,7 @@ def _group(request: Request) -> Response:
     app: Dashboard = request.app
     client = app.stores.client
     from conquiet.operations.retries import open_retries
-    from conquiet.operations.streams import describe, list_pending
+    from conquiet.operations.streams import describe, list_pending, read_entries
 
     name, group_name = read_query(request, "stream"), read_query(request, "name")
     after = read_entry_id(request, "after")
@@ -187,6 +216,9 @@ def _group(request: Request) -> Response:
         stream=found,
         group=group,
         rows=rows[:_PAGE],
+        entries=read_entries(
+            client, name, [row.id for row in rows[:_PAGE]], max_bytes=_FIELD_BYTES
+        ),
         after=after,
         newer=rows[_PAGE - 1].id if len(rows) > _PAGE else "",
         waiting=open_retries(name, client, group_name).list(_PAGE),
