@@ -6,8 +6,10 @@ here, before a benchmark could show it. `make round-trips` writes what it counts
 
 from __future__ import annotations
 
+import asyncio
 import os
 import tomllib
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -20,10 +22,12 @@ import pytest
 import redis
 from sqlalchemy import Column, Engine, Integer, MetaData, Table, Text
 from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.ext.asyncio import create_async_engine
 from tests.round_trips import Count, PostgresCounter, count_sockets, count_statements
 
-from conquiet import Message, Router, Worker
+from conquiet import Message, Router, Worker, events
 from conquiet.acking import settle
+from conquiet.memory import Log
 from conquiet.queue import QueueConfig, RedisStreamsQueue
 from conquiet.redis import Inbox as RedisInbox
 from conquiet.redis import Outbox as RedisOutbox
@@ -39,10 +43,13 @@ from conquiet.sql import (
     OutboxSource,
     PositionInbox,
     Transaction,
+    WalSource,
+    async_connection,
     connection,
     engine,
     schema,
 )
+from marketplace.catalog import CATALOG, NotificationRequested
 
 FILE = Path(__file__).resolve().parents[1] / "round_trips.toml"
 WARM_UP, BATCHES = 8, 5
@@ -163,6 +170,36 @@ def worker_by_sql(servers: Servers, batch: int) -> Window:
     return work(router, stream_of_orders(servers, batch), servers, batch, save)
 
 
+def async_worker_by_sql(servers: Servers, batch: int) -> Window:
+    """One group at a time, by asyncpg; the messages come from memory."""
+    assert servers.engine is not None
+    address = servers.engine.url.set(drivername="postgresql+asyncpg")
+    window = Window(servers, batch)
+    log = Log()
+    log.sink().publish([order(number) for number in range(window.size)])
+
+    async def run() -> None:
+        made = create_async_engine(address, connect_args={"ssl": False})
+        router = Router()
+        router.use(Transaction(made), Inbox("billing"), Outbox("orders", notify=False))
+
+        @router.command(source="/shop")
+        async def place_order(order: PlaceOrder) -> OrderPlaced:
+            window.note()
+            if window.is_over:
+                worker.stop()
+            async with async_connection(made) as found:
+                await found.execute(SAVE, {"id": order.order_id, "total": order.total})
+            return OrderPlaced(order.order_id)
+
+        worker = Worker(log.source("billing"), router, batch_size=batch, concurrency=1)
+        assert await worker.run_async()
+        await made.dispose()
+
+    asyncio.run(run())
+    return window
+
+
 def worker_on_redis(servers: Servers, batch: int) -> Window:
     client = servers.redis
     router = Router()
@@ -230,7 +267,45 @@ def relay(servers: Servers, batch: int, *, ordered: bool = False) -> Window:
         for number, message in enumerate(messages):
             message.attributes["subject"] = f"{number % 1000}"
         Outbox("orders", notify=False).add(opened, messages)
-    source = OutboxSource(engine, wakeup=False, ordered=ordered)
+    return publish(OutboxSource(engine, wakeup=False, ordered=ordered), servers, window, batch)
+
+
+def relay_from_the_log(servers: Servers, batch: int) -> Window:
+    engine = servers.engine
+    assert engine is not None
+    window = Window(servers, batch)
+    source = WalSource(engine)
+    source.read(1, 0.0)  # the slot begins before the rows
+    with engine.begin() as opened:
+        messages = [order(number) for number in range(window.size)]
+        Outbox("orders", notify=False).add(opened, messages)
+    sink = StreamSink(servers.redis, "orders")
+    while not window.is_over:
+        window.note(batch)
+        messages: list[Message[bytes]] = []
+        while len(messages) < batch:  # they come when PostgreSQL has sent them
+            messages += source.read(batch - len(messages), 10.0)
+        sink.publish(messages)
+        settle([message.acking for message in messages if message.acking is not None])
+    source.close()
+    return window
+
+
+def relay_of_events(servers: Servers, batch: int) -> Window:
+    engine = servers.engine
+    assert engine is not None
+    window = Window(servers, batch)
+    events.schema.init(engine, CATALOG)
+    with engine.begin() as opened:
+        for _ in range(window.size):
+            user = uuid.uuid4()
+            asked = NotificationRequested(uuid.uuid4(), user, "email", "hello")
+            events.emit(opened, CATALOG.event(asked, aggregate_id=asked.notification_id))
+    source = events.EventSource(engine, wakeup=False, cloudevents=True)
+    return publish(source, servers, window, batch)
+
+
+def publish(source: Source, servers: Servers, window: Window, batch: int) -> Window:
     sink = StreamSink(servers.redis, "orders")
     while not window.is_over:
         window.note(batch)
@@ -339,6 +414,8 @@ def fill_kombu(channel: Any, count: int) -> None:
 PATHS: dict[str, Callable[[Servers], Window]] = {
     "worker over PostgreSQL, batches of 1": lambda it: worker_by_sql(it, 1),
     "worker over PostgreSQL, batches of 200": lambda it: worker_by_sql(it, 200),
+    "async worker over PostgreSQL, batches of 1": lambda it: async_worker_by_sql(it, 1),
+    "async worker over PostgreSQL, batches of 200": lambda it: async_worker_by_sql(it, 200),
     "worker over SQLite, batches of 1": lambda it: worker_by_sql(it, 1),
     "worker over SQLite, batches of 200": lambda it: worker_by_sql(it, 200),
     "worker over Redis, batches of 1": lambda it: worker_on_redis(it, 1),
@@ -355,6 +432,8 @@ PATHS: dict[str, Callable[[Servers], Window]] = {
     "stream sink, batches of 100": lambda it: stream_sink(it, 100),
     "relay over PostgreSQL, batches of 100": lambda it: relay(it, 100),
     "relay over PostgreSQL, ordered, batches of 100": lambda it: relay(it, 100, ordered=True),
+    "relay over PostgreSQL, from the log, batches of 100": lambda it: relay_from_the_log(it, 100),
+    "relay over PostgreSQL, outbox_events, batches of 100": lambda it: relay_of_events(it, 100),
     "relay over SQLite, batches of 100": lambda it: relay(it, 100),
     "queue, enqueue": lambda it: queue_enqueue(it, 1),
     "queue, read and ack": lambda it: queue_read(it, 1),
