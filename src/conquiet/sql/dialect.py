@@ -50,9 +50,10 @@ _STORE_CLASSES = ("08", "40", "53", "58")
 _STORE_CODES = {"55P03", "57P01", "57P02", "57P03"}
 # Idle and transaction timeouts: the handler's fault, although the connection is lost.
 _HANDLER_CODES = {"25P03", "25P04"}
-# PgBouncer in transaction pooling mixes up prepared statements; psycopg's names have this prefix.
+# PgBouncer in transaction pooling mixes up prepared statements; psycopg's names and ours have these
+# prefixes.
 _PREPARED_CODES = {"26000", "42P05"}
-_PREPARED_NAME = "_pg3_"
+_PREPARED_NAMES = ("_pg3_", "_conquiet_")
 _PREPARE = "prepare_threshold"
 _SQLITE_PARAMETERS = (
     *("timeout", "isolation_level", "detect_types"),
@@ -685,7 +686,9 @@ def _driver_blames_store(error: BaseException, read_only: bool) -> bool:
 
 
 def _is_mixed_up(error: BaseException) -> bool:
-    return _sqlstate(error) in _PREPARED_CODES and _PREPARED_NAME in str(error)
+    return _sqlstate(error) in _PREPARED_CODES and any(
+        name in str(error) for name in _PREPARED_NAMES
+    )
 
 
 def _original(error: BaseException) -> BaseException:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from functools import cache, lru_cache
 from threading import RLock, get_ident
-from typing import Any, NamedTuple, Protocol, overload
+from typing import Any, NamedTuple, Protocol, TypeAlias, overload
 from weakref import WeakKeyDictionary, ref
 
 import psycopg
@@ -401,11 +401,46 @@ class StatementQueue:
                 self._finish_exchange()
 
 
+class Prepared:
+    """Knows which statements a connection has prepared, over all of its transactions.
+
+    As psycopg does: a statement is prepared when it was executed more than `prepare_threshold`
+    times, and `prepared_max` of them at most. To plan the statements of a small transaction
+    costs PostgreSQL as much as to execute them.
+    """
+
+    def __init__(self) -> None:
+        self.names: dict[Key, bytes] = {}
+        self._counts: dict[Key, int] = {}
+        self._number = 0
+
+    def new_name(self, connection: psycopg.Connection[Any], key: Key) -> bytes | None:
+        """Count an execution; return the name to prepare the statement by, if it is time."""
+        threshold, most = connection.prepare_threshold, connection.prepared_max
+        if threshold is None or (most is not None and len(self.names) >= most):
+            return None
+        count = self._counts.get(key, 0)
+        if count < threshold:
+            if len(self._counts) >= MAX_QUEUED:  # of texts that do not come again
+                self._counts.clear()
+            self._counts[key] = count + 1
+            return None
+        self._number += 1
+        return b"_conquiet_%d" % self._number
+
+
+Key: TypeAlias = tuple[bytes, tuple[int, ...]]
+"""The text of a statement, and the types of its parameters."""
+_prepared: WeakKeyDictionary[psycopg.Connection[Any], Prepared] = WeakKeyDictionary()
+_NO_SUCH_NAME = "26000"
+
+
 class Exchange:
     """Sends statements without waiting, and then waits for all of them: one round trip.
 
     PostgreSQL executes them meanwhile. It parses a statement once for a run of equal ones; one that
-    comes back after others gets a name, until the end of the exchange.
+    comes back after others gets a name, until the end of the exchange; one that comes back in
+    later transactions gets one that stays.
     """
 
     def __init__(self, connection: psycopg.Connection[Any]) -> None:
@@ -414,9 +449,12 @@ class Exchange:
         self._sent: list[Statement] = []
         self._owners: list[int] = []
         """The statement that each answer belongs to."""
-        self._names: dict[object, bytes] = {}
-        self._seen: set[object] = set()
-        self._last: object = None
+        self._names: dict[Key, bytes] = {}
+        self._seen: set[Key] = set()
+        self._last: Key | None = None
+        self._prepared = _prepared.setdefault(connection, Prepared())
+        self._new: dict[int, tuple[Key, bytes]] = {}
+        """Statements that are being prepared to stay, by the place of their answer."""
         self._pgconn.enter_pipeline_mode()
 
     def send(self, statements: Iterable[Statement]) -> None:
@@ -431,9 +469,14 @@ class Exchange:
             answers = self._connection.wait(self._finish(statements))
             self._pgconn.exit_pipeline_mode()
         found: dict[int, PGresult] = {}
+        for place, (key, name) in self._new.items():
+            if place < len(answers) and answers[place].status == ExecStatus.COMMAND_OK:
+                self._prepared.names[key] = name
         for owner, answer in zip(self._owners, answers, strict=False):
             if answer.status in _ERRORS:
                 error = error_from_result(answer, encoding=self._connection.info.encoding)
+                if error.sqlstate == _NO_SUCH_NAME:  # DEALLOCATE ALL, DISCARD ALL
+                    self._prepared.names.clear()
                 text = self._sent[owner].text.decode(errors="replace")
                 error.add_note(f"raised late by this statement, which was queued: {text:.300}")
                 raise error
@@ -457,7 +500,9 @@ class Exchange:
             if key == self._last:
                 pgconn.send_query_prepared(b"", values, formats)
                 continue
-            name = self._names.get(key)
+            name = self._prepared.names.get(key) or self._names.get(key)
+            if name is None and values is not None:  # not BEGIN and COMMIT
+                name = self._prepare_to_stay(key)
             if name is None and key in self._seen and _can_close():
                 name = self._names[key] = b"conquiet_%d" % len(self._names)
                 pgconn.send_prepare(name, text, types)
@@ -468,6 +513,17 @@ class Exchange:
                 pgconn.send_query_params(text, values, types, formats)
                 self._seen.add(key)
                 self._last = key
+
+    def _prepare_to_stay(self, key: Key) -> bytes | None:
+        for known, chosen in self._new.values():
+            if known == key:
+                return chosen
+        name = self._prepared.new_name(self._connection, key)
+        if name is not None:
+            self._new[len(self._owners) - 1] = key, name
+            self._owners.append(self._owners[-1])
+            self._pgconn.send_prepare(name, *key)
+        return name
 
     def _finish(self, statements: Iterable[Statement]) -> PQGen[list[PGresult]]:
         pgconn = self._pgconn

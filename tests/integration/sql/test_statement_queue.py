@@ -15,7 +15,7 @@ import pytest
 from psycopg.pq import PipelineStatus
 from sqlalchemy import CursorResult, Engine, delete, event, select, text, update
 from sqlalchemy.dialects.postgresql import insert
-from sqlalchemy.exc import ResourceClosedError
+from sqlalchemy.exc import IntegrityError, ResourceClosedError
 from sqlalchemy.orm import DeclarativeBase, Session, sessionmaker
 from tests.integration.sql.queueing import (
     DOCUMENTS,
@@ -31,7 +31,7 @@ from tests.integration.sql.queueing import (
 from conquiet import Router
 from conquiet.errors import HandlerError
 from conquiet.message import Message
-from conquiet.sql import Inbox, Transaction, connection, session
+from conquiet.sql import Inbox, Transaction, connection, schema, session
 from conquiet.sql import engine as make_engine
 from conquiet.sql.statement_queue import MAX_QUEUED, Exchange, QueuedResult, is_silent, parse
 from conquiet.testing import deliver, message
@@ -107,6 +107,86 @@ def test_begin_has_the_isolation_level_of_the_transaction(postgres: Engine, leve
 
     assert len(deliver(router, message()).acked) == 1
     assert seen == [level.lower()]
+
+
+def prepared_names(connection: Any) -> list[str]:
+    query = (
+        "SELECT name FROM pg_prepared_statements"
+        " WHERE name LIKE '%conquiet%' AND statement NOT LIKE '%pg_prepared%'"
+    )
+    return [name for (name,) in connection.connection.execute(query).fetchall()]
+
+
+def save_one(engine: Engine, number: int) -> list[str]:
+    """Handle a message in a transaction of its own; return what its connection has prepared."""
+    router = Router()
+    router.use(Transaction(engine), Inbox("billing"))
+
+    @router.command(source="/shop", type="test")
+    def save(data: dict[str, int]) -> None:
+        with connection(engine) as found:
+            found.execute(SAVE, {"id": f"o-{number}", "amount": 1})
+
+    assert deliver(router, message({}, id=f"m-{number}")).acked
+    with engine.connect() as found:
+        return prepared_names(found)
+
+
+def test_statements_that_come_back_are_prepared_once_for_all_transactions(
+    database_url: str,
+) -> None:
+    made = one_connection(database_url)
+    names = [save_one(made, number) for number in range(12)]
+    assert names[4] == []
+    assert len(names[-1]) == 2  # that of the inbox and that of the handler
+    assert names[-1] == names[6]
+    assert len(amounts(made)) == 12
+    made.dispose()
+
+
+def test_nothing_is_prepared_where_psycopg_may_not(database_url: str) -> None:
+    made = one_connection(database_url, prepare_threshold=None)
+    assert [save_one(made, number) for number in range(12)][-1] == []
+    made.dispose()
+
+
+@pytest.mark.parametrize("how", ["DEALLOCATE ALL", "DISCARD ALL"])
+def test_statements_that_somebody_deallocated_are_prepared_again(
+    database_url: str, how: str
+) -> None:
+    made = one_connection(database_url)
+    for number in range(12):
+        save_one(made, number)
+    with made.connect() as found:
+        found.connection.driver_connection.autocommit = True
+        found.connection.driver_connection.execute(how, prepare=False)
+        found.connection.driver_connection.autocommit = False
+    for number in range(12, 24):
+        save_one(made, number)
+    assert len(amounts(made)) == 24
+    made.dispose()
+
+
+def test_a_transaction_that_fails_while_it_prepares_spoils_no_later_one(
+    database_url: str,
+) -> None:
+    made = one_connection(database_url)
+    for number in range(4):
+        save_one(made, number)
+    for _ in range(8):  # the inbox is prepared, and the handler's insert fails
+        with pytest.raises(IntegrityError), Transaction(made).scope(()) as found:
+            found.execute(insert(ORDERS), {"id": "o-1", "amount": 1})
+    names = [save_one(made, number) for number in range(4, 16)]
+    assert len(names[-1]) == len(names[-2]) <= 4
+    assert len(amounts(made)) == 16
+    made.dispose()
+
+
+def one_connection(database_url: str, **options: Any) -> Engine:
+    made = make_engine(database_url, pool_size=1, max_overflow=0, connect_args=options)
+    schema.init(made)
+    METADATA.create_all(made)
+    return made
 
 
 def test_pipelines_of_psycopg_work_inside(postgres: Engine) -> None:
