@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sqlalchemy import (
+    DDL,
     JSON,
     URL,
     BigInteger,
@@ -39,6 +40,7 @@ from sqlalchemy import (
     PrimaryKeyConstraint,
     Table,
     Text,
+    event,
     inspect,
 )
 from sqlalchemy.dialects import registry
@@ -119,12 +121,22 @@ AUTOVACUUM = {
 }
 """Of the tables that grow with the traffic. By default a fifth of a table may be dead rows before
 they are vacuumed: two millions of ten, each with an entry in the indexes that claims read."""
+_AUTOVACUUM = ", ".join(f"{name} = {value}" for name, value in AUTOVACUUM.items())
+
+
+def _set_autovacuum(table: Table) -> Table:
+    """Let a table that grows with the traffic get its settings when it is created."""
+    # The argument `postgresql_with` of a Table is unknown to SQLAlchemy 2.0.
+    statement = f"ALTER TABLE {table.fullname} SET ({_AUTOVACUUM})"
+    settings = DDL(statement)  # type: ignore[no-untyped-call]  # SQLAlchemy's own
+    event.listen(table, "after_create", settings.execute_if(dialect="postgresql"))
+    return table
 
 
 def inbox_table(name: str = INBOX_TABLE, metadata: MetaData | None = None) -> Table:
     """Define the inbox: one row per subscriber and handled message."""
     schema, table = split_name(name)
-    return Table(
+    made = Table(
         table,
         metadata if metadata is not None else MetaData(),
         Column("subscriber", Text, nullable=False),
@@ -134,8 +146,8 @@ def inbox_table(name: str = INBOX_TABLE, metadata: MetaData | None = None) -> Ta
         # For cleanup, which deletes the oldest rows.
         Index(f"{table}_created_at", "created_at"),
         schema=schema,
-        postgresql_with=AUTOVACUUM,
     )
+    return _set_autovacuum(made)
 
 
 def outbox_table(name: str = OUTBOX_TABLE, metadata: MetaData | None = None) -> Table:
@@ -147,7 +159,7 @@ def outbox_table(name: str = OUTBOX_TABLE, metadata: MetaData | None = None) -> 
     key = Column("key", Text)
     id_ = Column("id", BigInteger().with_variant(Integer, "sqlite"), primary_key=True)
     claimable = published_at.is_(None) & parked_at.is_(None)
-    return Table(
+    made = Table(
         table,
         metadata if metadata is not None else MetaData(),
         id_,
@@ -208,9 +220,9 @@ def outbox_table(name: str = OUTBOX_TABLE, metadata: MetaData | None = None) -> 
         # Readers of the log go by (transaction, id): ids alone become visible out of order.
         Index(f"{table}_log", "xid", id_),
         schema=schema,
-        postgresql_with=AUTOVACUUM,
         sqlite_autoincrement=True,  # an id is a position of the log and must not be reused
     )
+    return _set_autovacuum(made)
 
 
 def delayed_table(outbox: str = OUTBOX_TABLE, metadata: MetaData | None = None) -> Table:
@@ -218,7 +230,7 @@ def delayed_table(outbox: str = OUTBOX_TABLE, metadata: MetaData | None = None) 
     schema, table = split_name(outbox)
     id_ = Column("id", BigInteger().with_variant(Integer, "sqlite"), primary_key=True)
     due_at = Column("due_at", DateTime(timezone=True), nullable=False)
-    return Table(
+    made = Table(
         f"{table}_delayed",
         metadata if metadata is not None else MetaData(),
         id_,
@@ -235,8 +247,8 @@ def delayed_table(outbox: str = OUTBOX_TABLE, metadata: MetaData | None = None) 
         Index(f"{table}_delayed_due", due_at, id_),
         Index(f"{table}_delayed_event", "event_id"),
         schema=schema,
-        postgresql_with=AUTOVACUUM,
     )
+    return _set_autovacuum(made)
 
 
 def positions_table(outbox: str = OUTBOX_TABLE, metadata: MetaData | None = None) -> Table:
@@ -438,8 +450,11 @@ def ddl(
         raise ConfigError(f"dialect {dialect_name!r}: choose one of {', '.join(DIALECTS)}")
     target: Dialect = registry.load(dialect_name)()
     statements: list[str] = []
+    growing = _growing(inbox, outbox) if dialect.is_postgresql(target) else ()
     for table in _metadata(inbox, outbox).sorted_tables:
-        statements.append(dialect.compile_ddl(CreateTable(table, if_not_exists=True), target))
+        settings = f" WITH ({_AUTOVACUUM})" if table.fullname in growing else ""
+        create = dialect.compile_ddl(CreateTable(table, if_not_exists=True), target)
+        statements.append(create + settings)
         statements.extend(
             dialect.compile_ddl(CreateIndex(index, if_not_exists=True), target)
             for index in _sorted_indexes(table)
@@ -547,11 +562,17 @@ def vacuum_sooner(inbox: str | None, outbox: str | None) -> list[str]:
     `inbox` and `outbox` are as for `init`. A table that has some already keeps them: they are an
     operator's.
     """
+    return [
+        _VACUUM_SOONER.format(table=name, options=_AUTOVACUUM) for name in _growing(inbox, outbox)
+    ]
+
+
+def _growing(inbox: str | None, outbox: str | None) -> list[str]:
+    """Return the names of the tables that grow with the traffic."""
     tables = [inbox_table(inbox)] if inbox is not None else []
     if outbox is not None:
         tables += outbox_table(outbox), delayed_table(outbox)
-    options = ", ".join(f"{name} = {value}" for name, value in AUTOVACUUM.items())
-    return [_VACUUM_SOONER.format(table=table.fullname, options=options) for table in tables]
+    return [table.fullname for table in tables]
 
 
 # A partitioned table has no settings of its own; its partitions have.
