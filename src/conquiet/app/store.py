@@ -29,7 +29,7 @@ from conquiet.stage import Middleware
 from conquiet.task import topic_of_tasks
 
 if TYPE_CHECKING:
-    from sqlalchemy import Engine, MetaData
+    from sqlalchemy import URL, Engine, MetaData
 
     from conquiet.relay.inspection import Figures
     from conquiet.relay.relay import Relay
@@ -147,7 +147,7 @@ class SqlStore(Store):
         from conquiet.sql import Inbox, Outbox, Transaction
         from conquiet.sql.dialect import as_engine, is_in_memory, is_sqlite
 
-        self.engine, factory = _open_engine(database)
+        self.engine, factory, self._url = _open_engine(database)
         self._owns_engine = factory is None and self.engine is not database
         sync = as_engine(self.engine)
         if is_sqlite(sync.dialect) and is_in_memory(sync):
@@ -170,7 +170,7 @@ class SqlStore(Store):
             if self._log_engine is None:
                 from conquiet.sql import engine
 
-                self._log_engine = engine(self.engine.url)
+                self._log_engine = engine(self._url)
             return self._log_engine
 
     def find(self, kind: Any, is_async: bool) -> Provider | None:
@@ -318,8 +318,8 @@ def inside_error(what: str) -> ConfigError:
     )
 
 
-def _open_engine(database: Any) -> tuple[Any, Any]:
-    """Return the engine of a database, and the factory of sessions if that was given."""
+def _open_engine(database: Any) -> tuple[Any, Any, URL]:
+    """Return the engine of a database, the factory of sessions if that was given, and the URL."""
     from sqlalchemy import URL, Engine
     from sqlalchemy.orm import scoped_session, sessionmaker
 
@@ -329,13 +329,13 @@ def _open_engine(database: Any) -> tuple[Any, Any]:
 
     if isinstance(database, (str, URL)):
         url = parse_database(database, "database") if isinstance(database, str) else database
-        return (async_engine(url) if is_async_url(url) else sql.engine(url)), None
+        return (async_engine(url) if is_async_url(url) else sql.engine(url)), None, url
     if isinstance(database, Engine) or hasattr(database, "sync_engine"):
-        return database, None
+        return database, None, database.url
     factory = database.session_factory if isinstance(database, scoped_session) else database
-    bind = getattr(factory, "kw", {}).get("bind")
+    bind: Any = getattr(factory, "kw", {}).get("bind")
     if isinstance(bind, Engine) or hasattr(bind, "sync_engine"):
-        return bind, factory
+        return bind, factory, bind.url
     what = type(database).__name__
     if isinstance(factory, sessionmaker) or hasattr(factory, "configure"):
         raise ConfigError(

@@ -50,11 +50,14 @@ _STORE_CLASSES = ("08", "40", "53", "58")
 _STORE_CODES = {"55P03", "57P01", "57P02", "57P03"}
 # Idle and transaction timeouts: the handler's fault, although the connection is lost.
 _HANDLER_CODES = {"25P03", "25P04"}
-# PgBouncer in transaction pooling mixes up prepared statements; psycopg's names and ours have these
-# prefixes.
+# PgBouncer in transaction pooling mixes up prepared statements; those of psycopg, ours and those of
+# asyncpg have these prefixes.
 _PREPARED_CODES = {"26000", "42P05"}
-_PREPARED_NAMES = ("_pg3_", "_conquiet_")
+_OF_ASYNCPG = "__asyncpg_"
+_PREPARED_NAMES = ("_pg3_", "_conquiet_", _OF_ASYNCPG)
 _PREPARE = "prepare_threshold"
+_UNPREPARED = {"statement_cache_size": 0, "prepared_statement_cache_size": 0}
+"""Settings of asyncpg, and of SQLAlchemy's adapter of it, that prepare no statement by name."""
 _SQLITE_PARAMETERS = (
     *("timeout", "isolation_level", "detect_types"),
     *("check_same_thread", "cached_statements", "uri"),
@@ -101,6 +104,7 @@ def async_engine(url: URL, **options: Any) -> AsyncEngine:
     """Create an AsyncEngine for a URL of an async driver, as `engine` creates one of a sync driver.
 
     asyncpg verifies a server on another host unless the URL, by `ssl`, or PGSSLMODE says otherwise.
+    `?prepare_threshold=none` switches its prepared statements off; it has no other threshold.
     """
     require("greenlet", "async")
     from sqlalchemy.ext.asyncio import create_async_engine
@@ -112,6 +116,13 @@ def async_engine(url: URL, **options: Any) -> AsyncEngine:
         url = verify_server(url)
     elif "ssl" not in url.query and mode_of(url) is None and not is_near(url):
         arguments["ssl"] = ssl.create_default_context()
+    if _PREPARE in url.query:
+        threshold = _prepare_threshold(url)
+        if url.drivername != "postgresql+asyncpg":
+            arguments[_PREPARE] = threshold
+        elif threshold is None:
+            arguments |= _UNPREPARED
+        url = url.difference_update_query([_PREPARE])
     with _name_missing_driver():
         return create_async_engine(url, connect_args=arguments, **options)
 
@@ -544,9 +555,11 @@ def one_line(error: BaseException) -> str:
     original = _original(error)
     reason = " ".join(str(original).split()) or type(original).__name__
     if _is_mixed_up(original):
+        reason, _, _ = reason.partition(" HINT:")  # of asyncpg, which is long
+        settings = _UNPREPARED if _OF_ASYNCPG in reason else {_PREPARE: None}
         reason += (
             " (behind PgBouncer, switch prepared statements off:"
-            " ?prepare_threshold=none in the URL, or connect_args={'prepare_threshold': None})"
+            f" ?prepare_threshold=none in the URL, or connect_args={settings})"
         )
     if is_missing_table(original):
         reason += " (conquiet outbox migrate creates the tables)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -10,12 +11,29 @@ from typing import Any
 
 import msgspec
 import pytest
-from sqlalchemy import Column, Engine, Integer, MetaData, Table, Text, select, text, update
+from sqlalchemy import (
+    Column,
+    Engine,
+    Integer,
+    MetaData,
+    Table,
+    Text,
+    make_url,
+    select,
+    text,
+    update,
+)
 from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.ext.asyncio import (
+    AsyncConnection,
+    AsyncEngine,
+    async_sessionmaker,
+    create_async_engine,
+)
 from tests.integration.sql.claiming import ListSink, fill, unpublished
 from tests.waiting import eventually
 
-from conquiet import Message, Router, Worker
+from conquiet import App, Message, Router, Worker, bridge
 from conquiet.errors import StoreError
 from conquiet.memory import Log
 from conquiet.relay import Relay
@@ -27,10 +45,12 @@ from conquiet.sql import (
     OutboxLog,
     OutboxSource,
     Transaction,
+    async_connection,
     connection,
     schema,
 )
 from conquiet.sql import engine as make_engine
+from conquiet.sql.dialect import async_engine
 
 ORDERS = Table(
     "orders", MetaData(), Column("id", Text, primary_key=True), Column("amount", Integer)
@@ -189,6 +209,100 @@ def test_prepared_statements_that_were_mixed_up_blame_no_message(
     with pytest.raises(StoreError, match=f"{clash}.*prepare_threshold"):
         handle()
     postgres.dispose()
+
+
+@pytest.mark.parametrize("driver", ["asyncpg", "psycopg_async"])
+@pytest.mark.parametrize("batch_size", [1, 40])
+def test_async_workers_store_each_effect_and_each_event_once(
+    bounced: Engine, bounced_url: str, driver: str, batch_size: int
+) -> None:
+    url = make_url(f"{bounced_url}?prepare_threshold=none").set(drivername=f"postgresql+{driver}")
+    commands = Log()
+    send(commands, 120, times=2)
+
+    def start(engine: AsyncEngine) -> Worker:
+        router = Router()
+        router.use(Transaction(engine), Inbox("billing"), Outbox("orders"))
+
+        @router.command(source="/shop")
+        async def place_order(order: PlaceOrder) -> list[OrderPlaced]:
+            async with async_connection(engine) as found:
+                await found.run_sync(read_amid, order.id)
+            return [OrderPlaced(order.id)]
+
+        return Worker(commands.source("billing", lease=60.0), router, batch_size=batch_size)
+
+    async def main() -> None:
+        engines = [async_engine(url) for _ in range(2)]
+        async with asyncio.timeout(60), start(engines[0]), start(engines[1]):
+            while commands.unsettled("billing"):
+                await asyncio.sleep(0.02)
+        for engine in engines:
+            async with async_sessionmaker(engine).begin() as session:  # the other half
+                await Outbox("orders", source="/shop").add(session, [OrderPlaced("by hand")])
+            await engine.dispose()
+
+    asyncio.run(main())
+    expected = {f"o-{number}": 1 for number in range(120)}
+    assert amounts(bounced) == expected
+    with bounced.connect() as looking:
+        events = looking.execute(text("SELECT data FROM outbox")).scalars().all()
+    stored = Counter(msgspec.json.decode(data)["id"] for data in events)
+    assert stored == {**expected, "by hand": 2}
+
+
+def test_an_async_app_gives_the_setting_to_both_of_its_drivers(
+    bounced: Engine, bounced_url: str
+) -> None:
+    url = make_url(f"{bounced_url}?prepare_threshold=none").set(drivername="postgresql+asyncpg")
+    app = App("shop", database=url)
+
+    @app.on
+    async def bill(placed: OrderPlaced, found: AsyncConnection) -> None:
+        await found.execute(UPSERT, {"id": placed.id, "amount": 1})
+
+    async def main() -> None:
+        async with asyncio.timeout(60), app:
+            for number in range(60):
+                async with app.sessions.begin() as session:
+                    await app.emit(session, OrderPlaced(f"o-{number}"))
+            while len(await asyncio.to_thread(amounts, bounced)) < 60:
+                await asyncio.sleep(0.05)
+            assert app.running is not None
+            assert [health.last_error for health in app.running.health()] == [""]
+
+    asyncio.run(main())
+    assert amounts(bounced) == {f"o-{number}": 1 for number in range(60)}
+
+
+@pytest.mark.parametrize("clash", ["already exists", "does not exist"])
+def test_prepared_statements_of_asyncpg_that_were_mixed_up_blame_no_message(
+    postgres: Engine, clash: str
+) -> None:
+    ask = "SELECT count(*) FROM orders WHERE amount = $1"
+
+    async def main() -> None:
+        arguments = {}
+        if clash == "already exists":
+            arguments["prepared_statement_name_func"] = lambda: "__asyncpg_1__"
+        url = postgres.url.set(drivername="postgresql+asyncpg")
+        engine = create_async_engine(url, connect_args=arguments)
+
+        def handle() -> None:
+            with Transaction(engine).scope(()), connection(engine) as found:
+                found.exec_driver_sql(ask, (1,))
+                if clash == "already exists":
+                    found.exec_driver_sql("SELECT 1")
+                found.exec_driver_sql("DO $$ BEGIN EXECUTE 'DEALLOCATE ALL'; END $$")
+                found.exec_driver_sql(ask, (1,))
+
+        try:
+            with pytest.raises(StoreError, match=f"{clash}.*'statement_cache_size': 0"):
+                await bridge.run(handle)
+        finally:
+            await engine.dispose()
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
