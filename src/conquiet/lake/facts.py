@@ -36,8 +36,8 @@ from conquiet.lake.definition import (
 from conquiet.lake.journal import FOLDER, Batch, Feed, Folded, Refresh, States
 from conquiet.lake.judge import BUCKETS, Counts, Judge, event_of, holds
 from conquiet.lake.schema import Encoder
-from conquiet.lake.silver import EXPECTATIONS
-from conquiet.lake.tables import CHANGE, DataFile, Files, Store
+from conquiet.lake.silver import write_counts
+from conquiet.lake.tables import CHANGE, Files, Store
 from conquiet.lake.tasks import Tasks, balance, collector_paused, judge_of
 
 STATES = pa.schema([("hash", pa.int64()), ("key", pa.string()), ("state", pa.binary())])
@@ -471,16 +471,12 @@ def run_fold(
         changes.setdefault(name, []).extend(uris)
     level = [one.states for one in results if one.states is not None]
     counted = [row for one in results for row in one.counts]
-    counts: list[DataFile] = []
-    if counted:
-        columns = [list(one) for one in zip(*counted, strict=True)]
-        counts = [files.write("expectations", pa.table(columns, schema=EXPECTATIONS))]
     return Folded(
         through,
         [level, *levels[merged:]] if level else list(levels),
         changes,
         replace=gone is not None,
-        counts=counts,
+        counts=write_counts(files, counted),
     )
 
 

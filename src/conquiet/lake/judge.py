@@ -33,7 +33,7 @@ from conquiet.lake.definition import (
     FactFailed,
     Rule,
 )
-from conquiet.lake.schema import TIME, Encoder, arrow_schema, without_none
+from conquiet.lake.schema import TIME, Encoder, arrange, arrow_schema, without_none
 
 BUCKETS = 64
 """Into so many parts the keys of a fact are divided; a part is the unit of a task."""
@@ -347,9 +347,7 @@ class Judge:
             "first_seen_at": taken["entry_time"],
             "moment": _moments(good, occurred),
         }
-        events = pa.table(
-            [made[one] if one in made else taken[one] for one in EVENTS.names], schema=EVENTS
-        )
+        events = arrange(taken, EVENTS, made)
         typed = self._typed_tables(events, good) if self.definition.typed else {}
         bound = set(self.definition.streams) if self.definition.typed else set()
         if bound:
@@ -365,11 +363,7 @@ class Judge:
             "first_seen_at": refused["entry_time"],
             "aggregate_id": refused["subject"],
         }
-        quarantine = pa.table(
-            [given[one] if one in given else refused[one] for one in QUARANTINE.names],
-            schema=QUARANTINE,
-        )
-        return Judged(events, quarantine, typed, feed, counts)
+        return Judged(events, arrange(refused, QUARANTINE, given), typed, feed, counts)
 
     def _typed_tables(self, events: pa.Table, good: _Good) -> dict[str, pa.Table]:
         base = events.select(TYPED.names)

@@ -14,6 +14,7 @@ from conquiet.lake import facts, silver
 from conquiet.lake.definition import EPOCH
 from conquiet.lake.journal import Batch
 from conquiet.lake.judge import ENTRIES, Judge
+from conquiet.lake.schema import arrange
 from conquiet.lake.tables import CHANGE, DataFile
 from conquiet.lake.tasks import collector_paused
 
@@ -208,7 +209,7 @@ def retry_quarantine(driver: Driver, reason: str | None) -> int:
         record.add(name, silver.write_rows(files, name, left))
     note_changes(driver, record, name, before, -1)
     note_changes(driver, record, name, quarantined, 1)
-    silver.enter_counts(record, files, result.counts)
+    record.add("expectations", *silver.write_counts(files, result.counts))
     driver.enter(record)
     return accepted
 
@@ -222,4 +223,4 @@ def _entries(rows: pa.Table) -> pa.Table:
         "subject": rows["aggregate_id"],
         "_malformed": pa.nulls(len(rows), pa.string()),
     }
-    return pa.table([given[one] if one in given else rows[one] for one in ENTRIES.names], ENTRIES)
+    return arrange(rows, ENTRIES, given)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date, datetime
 from functools import lru_cache
 from operator import attrgetter
@@ -91,6 +91,12 @@ def arrow_schema(struct: type[msgspec.Struct]) -> pa.Schema:
     value: double
     """
     return pa.schema([(one.encode_name, arrow_type(one.type)) for one in fields_of(struct)])
+
+
+def arrange(rows: pa.Table, schema: pa.Schema, made: Mapping[str, Any]) -> pa.Table:
+    """Return rows in the columns of a schema: those that were made, and of the rows the others."""
+    columns = [made[one] if one in made else rows[one] for one in schema.names]
+    return pa.table(columns, schema=schema)
 
 
 class Encoder:

@@ -24,7 +24,7 @@ import pyarrow.ipc
 from conquiet.lake.definition import Definition
 from conquiet.lake.journal import FOLDER, Batch, Feed
 from conquiet.lake.judge import ENTRIES, EVENTS, FEED, QUARANTINE, Judge, Judged, typed_schemas
-from conquiet.lake.schema import TIME
+from conquiet.lake.schema import TIME, arrange
 from conquiet.lake.source import Split, read_splits
 from conquiet.lake.tables import DataFile, Files, Store
 from conquiet.lake.tasks import Tasks, collector_paused, judge_of
@@ -496,8 +496,7 @@ def first_deliveries(raw: pa.Table, deliveries: np.ndarray) -> pa.Table:
         "_id_hash": pa.array(hashes),
         "_id_check": pa.array(checks),
     }
-    columns = [made[one] if one in made else raw[one] for one in ENTRIES.names]
-    return pa.table(columns, schema=ENTRIES)
+    return arrange(raw, ENTRIES, made)
 
 
 def _redeliveries(raw: pa.Table, deliveries: np.ndarray) -> pa.Table:
@@ -575,19 +574,19 @@ def run_judge(
         on_progress(start + len(some), len(work))
     if again:
         batch.add("redeliveries", files.write("redeliveries", pa.concat_tables(again)))
-    enter_counts(batch, files, counted)
+    batch.add("expectations", *write_counts(files, counted))
 
 
-def enter_counts(
-    batch: Batch, files: Files, counted: Sequence[tuple[str, date | None, int, int]]
-) -> None:
-    """Write the counts of rules as a file of `expectations`."""
-    if counted:
-        columns = [list(column) for column in zip(*counted, strict=True)]
-        rows = pa.table(columns, schema=EXPECTATIONS).group_by(["rule", "day"])
-        table = rows.aggregate([("checked", "sum"), ("failed", "sum")])
-        table = table.rename_columns(EXPECTATIONS.names)
-        batch.add("expectations", files.write("expectations", table))
+def write_counts(
+    files: Files, counted: Sequence[tuple[str, date | None, int, int]]
+) -> list[DataFile]:
+    """Write the counts of rules as a file of `expectations`, if there are any."""
+    if not counted:
+        return []
+    columns = [list(column) for column in zip(*counted, strict=True)]
+    rows = pa.table(columns, schema=EXPECTATIONS).group_by(["rule", "day"])
+    table = rows.aggregate([("checked", "sum"), ("failed", "sum")])
+    return [files.write("expectations", table.rename_columns(EXPECTATIONS.names))]
 
 
 def today() -> date:
