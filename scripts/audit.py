@@ -60,7 +60,7 @@ def findings() -> list[str]:
 
 
 def flaws() -> list[str] | None:
-    """Known flaws of installed packages; None if nobody could be asked."""
+    """Known flaws of installed packages; None if no service could be asked."""
     [packages] = (ROOT / ".venv" / "lib").glob("python3*/site-packages")
     command = [PROGRAMS / "pip-audit", "--path", packages, "--format", "json", "--timeout", "15"]
     for service in ("pypi", "osv"):

@@ -40,7 +40,7 @@ on "PostgreSQL 15 of Debian 12, or the newest in /usr/lib/postgresql (apt-get in
 
 status=0
 if [ ${#missing[@]} -gt 0 ]; then
-    printf '\nnot tested, for want of the server:\n'
+    printf '\nnot tested, since this machine has no such server:\n'
     printf '  %s\n' "${missing[@]}"
     if [ "${CI:-}" = true ]; then
         printf 'in CI nothing may be missing\n'

@@ -69,7 +69,7 @@ if [ -n "$newest" ]; then
     CONQUIET_TEST_LOOP=uvloop run_on "$newest" "Python $newest with uvloop" "${on_loop[@]}"
 fi
 
-[ ${#missing[@]} -gt 0 ] && printf '\nnot tested, for want of the interpreter: %s\n' "$(IFS=,; echo "${missing[*]}")"
+[ ${#missing[@]} -gt 0 ] && printf '\nnot tested, since this machine has no interpreter of: %s\n' "$(IFS=,; echo "${missing[*]}")"
 if [ ${#failed[@]} -gt 0 ]; then
     printf '\nfailed on:\n'
     printf '  %s\n' "${failed[@]}"

@@ -39,7 +39,7 @@ BATCH_SIZE = 200
 """The events that one promotion moves at least, if so many are due."""
 _EPOCH, _MICROSECOND = datetime(1970, 1, 1, tzinfo=UTC), timedelta(microseconds=1)
 _REFUSED_SECONDS = 60.0
-"""How long to wait after Redis has refused it, such as for want of a right."""
+"""How long to wait after Redis has refused it, for example because a right is missing."""
 
 # KEYS: sorted set, hash. ARGV: id, due in µs or empty, delay in µs, fields.
 _HOLD = b"""

@@ -39,7 +39,7 @@ BATCH_SIZE = 200
 _MISSING_SECONDS = 5.0
 """How often a table that is missing is looked for."""
 _REFUSED_SECONDS = 60.0
-"""How long to wait after the database has refused it, such as for want of a right."""
+"""How long to wait after the database has refused it, for example because a right is missing."""
 
 _NAMES = ", ".join(COLUMNS)
 

@@ -70,7 +70,7 @@ _KEEPALIVE_SECONDS = 5.0
 """PostgreSQL ends a connection that is silent for `wal_sender_timeout`, a minute by default."""
 _HORIZON_SECONDS = 10.0
 _BEHIND = "an earlier row of its key failed"
-_STOPPED = "the relay stopped amid its transaction"
+_STOPPED = "the relay stopped in the middle of its transaction"
 _MOST_REST = 10_000
 _REST_SECONDS = 1.0
 _2000 = 946_684_800_000_000
