@@ -599,13 +599,17 @@ class Worker:
         """Renew the leases of messages in flight, and report stuck ones."""
         leased = self.source if isinstance(self.source, Leased) else None
         interval = min(leased.lease / 3 if leased else 1.0, 1.0)
-        reported = False
+        reported = is_failing = False
         while not self._finished.wait(interval):
             if leased is not None:
                 try:
                     self._renew(leased)
                 except Exception as error:  # noqa: BLE001 - the next round may succeed
-                    logger.warning("could not renew leases: %r", error)
+                    if not is_failing:
+                        logger.warning("could not renew leases, trying on: %r", error)
+                    is_failing = True
+                else:
+                    is_failing = False
             health = self.health()
             stuck = health.oldest_seconds >= self.stuck_after
             if stuck and not reported:

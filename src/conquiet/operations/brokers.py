@@ -72,7 +72,10 @@ def is_broker(place: str) -> bool:
 
 def survey(url: str) -> list[Backlog]:
     """Return how much waits, by queue or partition; raise `NotFound` if one does not exist."""
-    return _KINDS[url.partition("://")[0]](url).survey()
+    kind = _KINDS[url.partition("://")[0]](url)
+    if isinstance(kind, _Kafka) and not kind.group:
+        raise ConfigError("kafka://…: say which group, as in ?topic=orders&group=billing")
+    return kind.survey()
 
 
 class BrokerLetters:
@@ -228,21 +231,22 @@ class _Kafka:
         if not self.names:
             raise ConfigError("kafka://…: say which topic, as in ?topic=orders&group=billing")
         self._servers = given.place
-        self._group = given.text("group") or LETTERS_GROUP
+        self.group = given.text("group")
+        self._reader = self.group or LETTERS_GROUP
         _forget(given, "start", "max_in_flight", "positions", "exactly_once", "producers_repeat")
         self._settings = given.others()
 
     def open_source(self) -> Any:
         room = require("conquiet.sources.kafka", "kafka")
         settings = {"max_in_flight": _MAX_LETTERS, "settings": self._settings, **_KEEPING}
-        return room.KafkaSource(self._servers, self.names, self._group, **settings)
+        return room.KafkaSource(self._servers, self.names, self._reader, **settings)
 
     def survey(self) -> list[Backlog]:
         kafka, room = (
             require("confluent_kafka", "kafka"),
             require("conquiet.sources.kafka", "kafka"),
         )
-        own = {"bootstrap.servers": self._servers, "group.id": self._group}
+        own = {"bootstrap.servers": self._servers, "group.id": self._reader}
         try:
             consumer = kafka.Consumer({**self._settings, **own}, logger=room.quiet)
         except (kafka.KafkaException, TypeError, ValueError) as error:
@@ -268,7 +272,7 @@ class _Kafka:
             begin = max(low, each.offset)
             done = {at for at in room.decode_acked(each.offset, each.metadata) if at >= begin}
             waiting = max(0, high - begin - len(done))
-            yield Backlog(f"{name}[{each.partition}]", self._group, waiting, None)
+            yield Backlog(f"{name}[{each.partition}]", self._reader, waiting, None)
 
     def send(self, message: Message[Any], to: str) -> None:
         room = require("conquiet.relay.sinks.kafka", "kafka")

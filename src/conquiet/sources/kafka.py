@@ -37,9 +37,13 @@ Start = Literal["beginning", "now"]
 _PREFIX = "ce_"
 _STRATEGY = "partition.assignment.strategy"
 _COOPERATIVE = "cooperative-sticky"
+_REFRESH = "topic.metadata.refresh.interval.ms"
+_REFRESH_MILLISECONDS = 30_000
 _KEEP_SECONDS = 1.0
 """How often a consumer whose handlers work takes part in the rebalances of its group."""
 _FLUSH_SECONDS = 5.0
+_LOOK_SECONDS = 1.0
+"""How long brokers that were away may take to answer, when a read asks whether they are back."""
 _MAX_METADATA_CHARS = 3_500
 """A broker takes 4096 bytes by default (`offset.metadata.max.bytes`)."""
 _MAX_ACKED = 1_000_000
@@ -250,6 +254,7 @@ class _KafkaClient:
         """Assigned partitions whose stored offset is not known, or no longer."""
         self._start = start
         self._servers = servers
+        self._topics = topics
         self._max_in_flight = max_in_flight
         self._timeout = timeout
         self._settings = settings
@@ -271,6 +276,8 @@ class _KafkaClient:
         """None if some partitions are paused and others not."""
         self._polled_at = time.monotonic()
         self._trouble: str | None = None
+        self._is_doubtful = False
+        """Whether a read has failed, and none has found a broker and a topic since."""
         self._closed = False
         own = {
             "bootstrap.servers": servers,
@@ -281,8 +288,9 @@ class _KafkaClient:
             "error_cb": self._on_error,
             "on_commit": self._on_commit,
         }
-        # A rebalance of this kind leaves partitions alone that do not move.
-        defaults = {_STRATEGY: _COOPERATIVE}
+        # A rebalance of this kind leaves partitions alone that do not move. And librdkafka would
+        # look for topics that did not exist at the start every five minutes.
+        defaults = {_STRATEGY: _COOPERATIVE, _REFRESH: _REFRESH_MILLISECONDS}
         try:
             self._consumer = self._kafka.Consumer({**defaults, **settings, **own}, logger=quiet)
         except (self._kafka.KafkaException, TypeError, ValueError) as error:
@@ -309,10 +317,33 @@ class _KafkaClient:
                 self._pause(room <= 0)
                 self._consume(max(1, min(limit, room)), timeout)
             taken = [self._arrived.popleft() for _ in range(min(limit, len(self._arrived)))]
-            if not taken and self._trouble is not None:
-                why, self._trouble = self._trouble, None
-                raise StoreError(f"cannot read from Kafka: {why}")
+            if not taken:
+                self._raise_trouble()
             return taken
+
+    def _raise_trouble(self) -> None:
+        """Raise while nothing can come: librdkafka reports the beginning of it, and no end."""
+        why, self._trouble = self._trouble, None
+        if why is None and self._is_doubtful:
+            why = self._look_for_topics()
+        self._is_doubtful = why is not None
+        if why is not None:
+            raise StoreError(f"cannot read from Kafka: {why}")
+
+    def _look_for_topics(self) -> str | None:
+        """Return why no broker answers; or that none has a topic of ours."""
+        seconds, why = min(self._timeout, _LOOK_SECONDS), ""
+        for topic in self._topics:
+            is_pattern = topic.startswith("^")
+            try:
+                found = self._consumer.list_topics(None if is_pattern else topic, timeout=seconds)
+            except (self._kafka.KafkaException, RuntimeError) as error:
+                return f"{error}"
+            missing = None if is_pattern else found.topics[topic].error
+            if missing is None or self._partitions:
+                return None
+            why = f"topic {topic!r}: {missing}"
+        return why
 
     def _consume(self, limit: int, timeout: float) -> None:
         """Commit, then poll; the callbacks of a rebalance run inside."""

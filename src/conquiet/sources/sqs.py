@@ -314,6 +314,10 @@ def open_client(region: str | None, endpoint: str | None, timeout: float) -> Any
     wrong: tuple[type[Exception], ...] = (*errors(), ValueError)
     try:
         return boto3.client("sqs", region_name=region, endpoint_url=endpoint, config=settings)
+    except require("botocore.exceptions", "sqs").NoRegionError:
+        raise ConfigError(
+            "SQS: say which region, as in sqs://eu-central-1/orders, or set AWS_DEFAULT_REGION"
+        ) from None
     except wrong as error:
         raise ConfigError(f"the settings of the SQS source: {error}") from error
 

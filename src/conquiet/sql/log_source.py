@@ -735,26 +735,29 @@ class LogSource:
         self._closed = True
         self._wakeup.close()
         with self._busy:
-            held = list(self._held.values())
-            try:
-                with self._begin() as connection:
-                    with self._memory:
-                        moves = [Move.of(tenure, ()) for tenure in held]
-                    if moves:
-                        self.tables.move(connection, self.member, moves)
-                    blamed = [tenure.partition for tenure in held if tenure.is_blamed]
-                    if blamed:
-                        self.tables.clear(connection, self.member, blamed)
-                    self.tables.release(connection, self.member)
-            except SQLAlchemyError as error:
-                logger.warning(
-                    "could not release the partitions of group %s; other members take them within"
-                    " %g s: %s",
-                    *(self.group, self.lease, dialect.one_line(error)),
-                )
-            self._drop(held)
+            if self._partitions:  # else it has taken none
+                self._release(list(self._held.values()))
         if self._owns_engine:
             self.engine.dispose()
+
+    def _release(self, held: Sequence[Tenure]) -> None:
+        try:
+            with self._begin() as connection:
+                with self._memory:
+                    moves = [Move.of(tenure, ()) for tenure in held]
+                if moves:
+                    self.tables.move(connection, self.member, moves)
+                blamed = [tenure.partition for tenure in held if tenure.is_blamed]
+                if blamed:
+                    self.tables.clear(connection, self.member, blamed)
+                self.tables.release(connection, self.member)
+        except SQLAlchemyError as error:
+            logger.warning(
+                "could not release the partitions of group %s; other members take them within"
+                " %g s: %s",
+                *(self.group, self.lease, dialect.one_line(error)),
+            )
+        self._drop(held)
 
     def replay(self, start: str | None = None, end: str | None = None) -> Iterator[Message[bytes]]:
         """Yield the events of the topic from `start` to `end`, both inclusive; no group moves."""
@@ -836,6 +839,11 @@ def open_log(url: str, **options: Any) -> tuple[Engine, dict[str, Any]]:
                 f"{dialect.display_url(address)}: say which {name}, as in"
                 " ?topic=orders&group=billing"
             )
+    if "," in given["topic"]:
+        raise ConfigError(
+            f"topic={given['topic']!r:.80} in the URL: the log of a database is read by topic;"
+            " start a worker for each"
+        )
     settings: dict[str, Any] = {}
     for name, text_ in given.items():
         if not isinstance(text_, str):

@@ -14,11 +14,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import boto3
 import pytest
 from sqlalchemy import Engine, text
+from tests.faults.proxy import Proxy
 from tests.integration.sinks.kafka_broker import SETTINGS, KafkaBroker, PlainSink
 from tests.integration.sinks.kafka_cluster import Cluster
 from tests.integration.sinks.rabbitmq import RabbitMQ
@@ -145,9 +146,20 @@ def on_sqs(_: str) -> Ground:
     endpoint = serving.__enter__()
     client = boto3.client("sqs", region_name=REGION, endpoint_url=endpoint)
     client.create_queue(QueueName="orders")
-    url = f"sqs://{REGION}/orders?lease=10&endpoint={endpoint}"
-    stop: Callable[[], object] = lambda: serving.__exit__(None, None, None)  # noqa: E731
-    return Ground(url, _QueueSink(client, "orders"), stop, min(MESSAGES, SQS_MESSAGES))
+    # Moto keeps its queues in memory: a service that is away for a while, with requests cut off.
+    proxy = Proxy(urlsplit(endpoint).port or 0)
+
+    def stop() -> None:
+        proxy.close()
+        serving.__exit__(None, None, None)
+
+    def restart() -> None:
+        with proxy.outage():
+            time.sleep(1.0)  # no condition: as above
+
+    url = f"sqs://{REGION}/orders?lease=10&timeout=2&endpoint=http://127.0.0.1:{proxy.port}"
+    sink, messages = _QueueSink(client, "orders"), min(MESSAGES, SQS_MESSAGES)
+    return Ground(url, sink, stop, messages, restart)
 
 
 GROUNDS = {
@@ -313,7 +325,7 @@ def test_a_broker_that_is_restarted_amid_batches_loses_and_repeats_no_effect(
     ground: Ground, database: tuple[str, Engine], start: Callable[..., Any]
 ) -> None:
     if ground.restart is None:
-        pytest.skip("moto keeps its queues in memory; a database: tests/faults/sql/test_log.py")
+        pytest.skip("a database restarts in tests/faults/sql/test_log.py")
     made, messages = database[1], min(10_000, ground.messages)
     fill(ground.sink, 0, messages)
     for _ in range(CONSUMERS):

@@ -44,6 +44,8 @@ from conquiet.testing.contracts.samples import ids, make_messages
 
 QUIET = {"log_level": 0}
 QUICK = {**QUIET, "session.timeout.ms": 3_000, "heartbeat.interval.ms": 50}
+SOON = {**QUICK, "session.timeout.ms": 1_500}
+"""The mock cluster lets a member that joins a known group wait for the timeout less a second."""
 
 
 @pytest.fixture
@@ -108,10 +110,12 @@ class OnKafka:
         self.sources: list[KafkaSource] = []
         self.sink = KafkaSink(cluster.servers, "orders", settings=QUIET)
         yield
+        for source in self.sources:
+            source.close()  # the contract closes them when the cluster is gone: they would wait
         self.sink.close()
 
     def open(self, lease: float, group: str = "billing") -> Source:
-        source = KafkaSource(self.cluster.servers, "orders", group, backoff=0.0, settings=QUICK)
+        source = KafkaSource(self.cluster.servers, "orders", group, backoff=0.0, settings=SOON)
         if not any(not other._closed and group in repr(other) for other in self.sources):
             eventually(lambda: source._client.join() > 0, timeout=60)
         self.sources.append(source)
@@ -277,6 +281,38 @@ def test_an_outage_is_reported_and_costs_nothing(
     again = open_source()
     assert list(again.read(1, 0.3)) == []
     assert sum(again.lag().values()) == 0
+
+
+def test_a_cluster_that_is_away_is_reported_until_it_answers(
+    cluster: Cluster, open_source: Callable[..., KafkaSource]
+) -> None:
+    """A worker used to be ready again after the first report."""
+    settings = {**QUICK, "reconnect.backoff.ms": 10, "reconnect.backoff.max.ms": 50}
+    source = open_source(settings=settings)
+    source.read(1, 0.1)
+    with cluster.outage():
+        with pytest.raises(StoreError, match="cannot read from Kafka"):
+            read_until_error(source)
+        for _ in range(2):
+            with pytest.raises(StoreError, match="cannot read from Kafka"):
+                source.read(1, 0.1)
+    publish(cluster, make_messages(1, "after"))
+    assert ids(_take_after(source, 1)) == ["after-0"]
+    assert list(source.read(1, 0.1)) == []
+
+
+def test_topics_that_do_not_exist_are_reported_until_one_does(
+    cluster: Cluster, open_source: Callable[..., KafkaSource]
+) -> None:
+    source = open_source(["late", "later"])
+    with pytest.raises(StoreError, match="late"):
+        read_until_error(source)
+    for _ in range(2):
+        with pytest.raises(StoreError, match=r"topic 'later'.*Unknown topic"):
+            source.read(1, 0.1)
+    cluster.create("late", 1)
+    publish(cluster, make_messages(1), "late")
+    assert ids(_take_after(source, 1)) == ["m-0"]
 
 
 def _take_after(source: Source, count: int) -> list[Message[Any]]:
@@ -670,6 +706,8 @@ def test_the_lag_of_a_group_is_shown_by_partition_without_joining_it(
     assert main(["streams", "lag", place, "--json"]) == 0
     found = {lag["stream"]: lag["lag"] for lag in json.loads(capsys.readouterr().out)["lags"]}
     assert found == {"wide[0]": 0, "wide[1]": 1}
+    assert main(["streams", "lag", place.replace("&group=billing", "")]) == 2
+    assert "say which group" in capsys.readouterr().err
 
 
 # --- by URL -------------------------------------------------------------------------------------

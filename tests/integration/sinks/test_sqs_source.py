@@ -298,8 +298,14 @@ def test_an_app_handles_a_queue_by_a_worker_beside_it(
         ("sqs://eu-central-1/orders?speed=high", "unknown setting 'speed'"),
         ("sqs://eu-central-1/orders?lease=0.5", "whole number of seconds"),
         ("sqs://eu-central-1/orders?endpoint=moto", "write https"),
+        ("sqs:///orders", "say which region"),
     ],
 )
-def test_parameters_that_are_missing_or_wrong_are_named(url: str, says: str) -> None:
+def test_parameters_that_are_missing_or_wrong_are_named(
+    url: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_CONFIG_FILE", "/nowhere")
     with pytest.raises(ConfigError, match=says):
         connect_source(url, SourceOptions())

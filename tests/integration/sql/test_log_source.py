@@ -697,10 +697,22 @@ def test_a_parameter_of_a_url_that_is_missing_unknown_or_wrong_is_named(log: Eng
         ("topic=orders&group=g&exactly_once=position", "producers_repeat=false"),
         ("topic=orders&group=g&producers_repeat=no", "choose true or false"),
         ("topic=orders&topic=bills&group=g", "topic is in the URL 2 times"),
+        ("topic=orders,bills&group=g", "a worker for each"),
         ("topic=orders&group=g&lease=inf", "lease=inf: must be a number of seconds above 0"),
     ):
         with pytest.raises(ConfigError, match=said):
             open_source(url_of(log, query))
+
+
+def test_a_source_that_never_reached_its_database_closes_in_silence(
+    log: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It used to warn that it could not release partitions, of which it had none."""
+    source = member(log, table="elsewhere")
+    with pytest.raises(StoreError):
+        source.read(1, 0.0)
+    source.close()
+    assert not caplog.records
 
 
 def test_a_source_is_opened_by_its_url(log: Engine) -> None:
