@@ -359,7 +359,7 @@ class Router:
                         " outbox: after a crash they would never be sent. Use this order:"
                         " router.use(Transaction, Inbox, Outbox)"
                     )
-        for item in middlewares:
+        for item in reversed(middlewares):  # a transaction asks its database, the last of all
             check = getattr(item, "check_chain", None)
             if check is not None:
                 check(middlewares)

@@ -354,11 +354,19 @@ class _KafkaClient:
             self._commits += 1
             self._commit(offsets, wait=False)
         try:
-            records = self._consumer.consume(limit, timeout)
+            # A call that may wait does so until it has as many as it was asked for.
+            is_empty = not self._receive(limit, 0.0)
+            if is_empty and timeout > 0 and self._receive(1, timeout) and limit > 1:
+                self._receive(limit - 1, 0.0)
         except (self._kafka.KafkaException, RuntimeError) as error:  # the latter if it is closed
             raise StoreError(f"cannot read from Kafka: {error}") from error
         finally:
             self._polled_at = time.monotonic()
+        if self.stored is not None:
+            self._take_again(self.stored)
+
+    def _receive(self, limit: int, timeout: float) -> bool:
+        records = self._consumer.consume(limit, timeout)
         with self._lock:
             for record in records:
                 if record.error() is not None:
@@ -366,8 +374,7 @@ class _KafkaClient:
                     continue
                 self._trouble = None
                 self._add(record)
-        if self.stored is not None:
-            self._take_again(self.stored)
+        return bool(records)
 
     def _add(self, record: Any) -> None:
         place, offset = (record.topic(), record.partition()), record.offset()

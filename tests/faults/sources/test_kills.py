@@ -44,6 +44,8 @@ POSITION = "exactly_once=position&producers_repeat=false"
 KILLS = 8
 SQS_MESSAGES = 300
 """Moto is slow, and the slower the more messages wait: 3,000 took more than five minutes."""
+LOOK_SECONDS = max(0.2, MESSAGES / 500_000)
+"""How often the effects are counted: that reads the whole table."""
 AHEAD = 20_000
 """How many messages wait at most: the mock cluster of Kafka keeps 5 MB of a partition."""
 
@@ -261,7 +263,9 @@ def test_consumers_killed_at_random_are_replaced_and_each_message_takes_effect_o
         more = min(
             messages, done + messages // KILLS, sent - AHEAD // 2 if sent < messages else sent
         )
-        eventually(lambda more=more: count(database[1])[0] >= more, timeout=300, interval=0.2)
+        eventually(
+            lambda more=more: count(database[1])[0] >= more, timeout=300, interval=LOOK_SECONDS
+        )
         done = count(database[1])[0]
     assert kills >= 3
     assert count(database[1]) == (messages, messages)

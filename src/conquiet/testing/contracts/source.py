@@ -208,7 +208,12 @@ class SourceContract(ReplayContract):
     def test_a_waiting_read_wakes_when_something_is_published(self) -> None:
         source = self.consumer()
         got: list[Message[Any]] = []
-        reader = threading.Thread(target=lambda: got.extend(self.take(source, 1)))
+
+        def wait() -> None:
+            while not got:
+                got.extend(source.read(10, 60.0))  # for the first, not for ten
+
+        reader = threading.Thread(target=wait, daemon=True)
         reader.start()
         sent = self.send(1)
         reader.join(30)
