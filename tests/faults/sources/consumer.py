@@ -49,6 +49,7 @@ class Doomed:
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the worker takes it
     source_url, database_url, *batches = sys.argv[1:]
     database = engine(database_url)
     router = Router()

@@ -19,6 +19,7 @@ from urllib.parse import quote, urlsplit
 import boto3
 import pytest
 from sqlalchemy import Engine, text
+from tests import zygote
 from tests.faults.proxy import Proxy
 from tests.integration.sinks.kafka_broker import SETTINGS, KafkaBroker, PlainSink
 from tests.integration.sinks.kafka_cluster import Cluster
@@ -147,11 +148,12 @@ def on_sqs(_: str) -> Ground:
     serving = serve_sqs()
     endpoint = serving.__enter__()
     client = boto3.client("sqs", region_name=REGION, endpoint_url=endpoint)
-    client.create_queue(QueueName="orders")
+    queue = client.create_queue(QueueName="orders")["QueueUrl"]
     # Moto keeps its queues in memory: a service that is away for a while, with requests cut off.
     proxy = Proxy(urlsplit(endpoint).port or 0)
 
     def stop() -> None:
+        client.delete_queue(QueueUrl=queue)  # another server of this process would have it, too
         proxy.close()
         serving.__exit__(None, None, None)
 
@@ -202,7 +204,7 @@ def start(ground: Ground, database: tuple[str, Engine]) -> Iterator[Callable[...
     def start_(*batches: int) -> subprocess.Popen[bytes]:
         script = Path(__file__).with_name("consumer.py")
         command = [sys.executable, str(script), ground.source, database[0], *map(str, batches)]
-        processes.append(subprocess.Popen(command))
+        processes.append(zygote.Popen(command))
         return processes[-1]
 
     yield start_
@@ -245,10 +247,11 @@ def test_consumers_killed_at_random_are_replaced_and_each_message_takes_effect_o
 ) -> None:
     chance = random.Random(SEED)
     messages = ground.messages
+    ahead = min(AHEAD, messages // 5)  # else few of them could be done between two kills
     consumers = [start() for _ in range(CONSUMERS)]
     sent = done = kills = 0
     while done < messages:
-        room = min(messages, done + AHEAD)
+        room = min(messages, done + ahead)
         if sent < room:
             fill(ground.sink, sent, room)
             sent = room
@@ -260,9 +263,8 @@ def test_consumers_killed_at_random_are_replaced_and_each_message_takes_effect_o
             consumers[victim].wait()
             consumers[victim] = start()
             kills += 1
-        more = min(
-            messages, done + messages // KILLS, sent - AHEAD // 2 if sent < messages else sent
-        )
+        enough = sent if sent == messages else sent - ahead // 2
+        more = min(done + messages // KILLS, enough)
         eventually(
             lambda more=more: count(database[1])[0] >= more, timeout=300, interval=LOOK_SECONDS
         )
