@@ -1,10 +1,12 @@
 """Delayed events: how late they are published, and what promoting costs beside a million that wait.
+Retries: what messages cost that wait for a later try, and come back, beside a million others.
 
     python -m bench.time            a thousand due per second; 10³ to 10⁶ waiting
     python -m bench.time --quick    for a quarter of the time; 10³ to 10⁵ waiting
 
 How late is the time from when an event is due, by the clock of the store, to when a relay has read
-it. Store and relay are on one machine, so they have one clock.
+it. Store and relay are on one machine, so they have one clock. Retries are those of an ordered
+worker, each with a key of its own.
 """
 
 from __future__ import annotations
@@ -23,9 +25,11 @@ import redis
 
 from conquiet import Message, embedded
 from conquiet import redis as on_redis
+from conquiet.errors import TryLater
+from conquiet.redis.delay import DelayKeys
 from conquiet.redis.promotion import Delayed
 from conquiet.redis.wire import Wire
-from conquiet.sql import Outbox, OutboxSource, engine, schema
+from conquiet.sql import LogSource, Outbox, OutboxSource, engine, schema
 from conquiet.sql.promotion import Promoter
 
 RATE = 1_000
@@ -46,16 +50,35 @@ class OnSql:
     def source(self) -> Any:
         return OutboxSource(self.engine)
 
+    def group(self) -> Any:
+        return LogSource(self.engine, "bench", "group")
+
+    def publish(self, messages: list[Message[Any]]) -> None:
+        self.add(messages)
+
+    def _series(self, count: int) -> tuple[str, str]:
+        """Return how a query of the numbers up to `count` begins, and what it is from."""
+        if self.engine.dialect.name != "sqlite":
+            return "SELECT", f"generate_series(1, {count}) AS numbers (n)"
+        numbers = f"SELECT 1 UNION ALL SELECT n + 1 FROM numbers WHERE n < {count}"
+        return f"WITH RECURSIVE numbers (n) AS ({numbers}) SELECT", "numbers"
+
+    def fill_retries(self, count: int) -> None:
+        """Let `count` messages wait for a later try; their rows in the log are not needed."""
+        series, rows = self._series(count)
+        with self.engine.begin() as connection:
+            for table in ("outbox_retries", "outbox_positions", "outbox"):
+                connection.exec_driver_sql(f"DELETE FROM {table}")
+            connection.exec_driver_sql(
+                "INSERT INTO outbox_retries (id, consumer_group, topic, partition, xid, key,"
+                f" attempts, next_try, last_error) {series} -n, 'group', 'bench', mod(n, 8), 0,"
+                f" 'far-' || n, 1, {time.time() + FAR.total_seconds()} + n, 'no stock' FROM {rows}"
+            )
+
     def fill(self, count: int) -> None:
         """Let `count` events wait; in SQL itself, which is faster."""
         is_sqlite = self.engine.dialect.name == "sqlite"
-        series = (
-            "WITH RECURSIVE numbers (n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM numbers"
-            f" WHERE n < {count}) SELECT"
-            if is_sqlite
-            else "SELECT"
-        )
-        rows = "numbers" if is_sqlite else f"generate_series(1, {count}) AS numbers (n)"
+        series, rows = self._series(count)
         data = "x'7b7d'" if is_sqlite else "'{}'::bytea"
         due = (
             "datetime('now', '+1 year', n || ' seconds') || '.000000'"
@@ -96,6 +119,26 @@ class OnRedis:
     def source(self) -> Any:
         return on_redis.OutboxSource(self.client, STREAM)
 
+    def group(self) -> Any:
+        return on_redis.StreamSource(self.client, "bench", "group")
+
+    def publish(self, messages: list[Message[Any]]) -> None:
+        on_redis.StreamSink(self.client, "bench").publish(messages)
+
+    def fill_retries(self, count: int) -> None:
+        """Let `count` entries wait for a later try."""
+        self.client.flushdb()
+        keys = DelayKeys.of("bench", "group")
+        due = (time.time() + FAR.total_seconds()) * 1_000
+        for start in range(0, count, 5_000):
+            pipeline = self.client.pipeline(transaction=False)
+            for n in range(start, min(start + 5_000, count)):
+                id_, turn = f"1-{n + 1}", f"{n:040x}:{n:040d}"
+                pipeline.xadd(keys.later, {"data": "{}", ":attempts": 1, ":turn": turn}, id_)
+                pipeline.zadd(keys.turns, {f"{turn}:{id_}": 0})
+                pipeline.zadd(keys.due, {id_: due + n})
+            pipeline.execute()
+
     def fill(self, count: int) -> None:
         self.client.flushdb()
         moment = datetime.now(UTC) + FAR
@@ -113,8 +156,9 @@ class OnRedis:
         return taken
 
 
-def _event(id: str, notbefore: datetime | timedelta) -> Message[Any]:
-    return Message(b"{}", {"id": id, "type": "bench", "source": "/bench"}, notbefore=notbefore)
+def _event(id: str, notbefore: datetime | timedelta | None, **attributes: str) -> Message[Any]:
+    named = {"id": id, "type": "bench", "source": "/bench", **attributes}
+    return Message(b"{}", named, notbefore=notbefore)
 
 
 def measure_lateness(store: Any, seconds: float) -> list[float]:
@@ -156,6 +200,32 @@ def measure_cost(store: Any, waiting: int) -> float:
     return median(costs)
 
 
+def measure_retries(store: Any, waiting: int) -> float:
+    """Return the median seconds in which a hundred messages fail, come back, and are acked."""
+    store.fill_retries(waiting)
+    source = store.group()
+    source.allow_delays(3, ordered=True)
+    assert not source.read(100, 0.1), "nothing was published"
+    costs: list[float] = []
+    for turn in range(9):
+        ids = [f"{turn}-{n}" for n in range(100)]
+        store.publish([_event(id_, None, subject=id_) for id_ in ids])
+        taken, tried = 0.0, 0
+        while tried < 200:  # each of them twice
+            begun = time.perf_counter()
+            messages = source.read(200, 0.0)
+            for message in messages:
+                first = message.deliveries == 1
+                message.nack(TryLater(0.05, ValueError("no stock"))) if first else message.ack()
+            if messages:
+                taken += time.perf_counter() - begun
+            tried += len(messages)
+            time.sleep(0.0 if messages else 0.005)
+        costs.append(taken)
+    source.close()
+    return median(costs)
+
+
 @contextmanager
 def stores(names: list[str]) -> Iterator[dict[str, Any]]:
     opening: dict[str, Callable[[ExitStack], Any]] = {
@@ -176,15 +246,19 @@ def main() -> None:
     given = parser.parse_args()
     seconds = 5.0 if given.quick else 20.0
     sizes = (1_000, 10_000, 100_000) if given.quick else (1_000, 10_000, 100_000, 1_000_000)
-    print("| store | due per second | p50 late | p95 late | p99 late | promoting 100, by waiting |")
-    print("|---|---:|---:|---:|---:|---|")
+    print("| store | due per second | p50 late | p95 late | p99 late |", end="")
+    print(" promoting 100, by those that wait | 100 retries, by those that wait |")
+    print("|---|---:|---:|---:|---:|---|---|")
     with stores(given.store or ["PostgreSQL", "SQLite", "Redis"]) as opened:
         for name, store in opened.items():
             late = measure_lateness(store, seconds)
             at = [late[int(len(late) * part)] * 1_000 for part in (0.5, 0.95, 0.99)]
-            costs = [f"{size:,}: {measure_cost(store, size) * 1_000:.1f} ms" for size in sizes]
             figures = " | ".join(f"{value:.0f} ms" for value in at)
-            print(f"| {name} | {RATE:,} | {figures} | {', '.join(costs)} |", flush=True)
+            print(f"| {name} | {RATE:,} | {figures}", end=" | ", flush=True)
+            for measure in (measure_cost, measure_retries):
+                costs = [f"{size:,}: {measure(store, size) * 1_000:.1f} ms" for size in sizes]
+                print(", ".join(costs), end=" | ", flush=True)
+            print()
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,13 +44,8 @@ def in_redis(client: Any, url: str) -> Place:
     )
 
 
-@pytest.fixture(params=["sqlite", "postgresql", "redis"])
-def place(request: pytest.FixtureRequest) -> Iterator[Place]:
-    if request.param == "redis":
-        names = ("redis_client", "redis_url")
-        yield in_redis(*(request.getfixturevalue(name) for name in names))
-        return
-    url = request.getfixturevalue("sqlite_url" if request.param == "sqlite" else "database_url")
+@contextmanager
+def in_database(url: str) -> Iterator[Place]:
     engine = make_engine(url)
     schema.init(engine)
     where = f"{url}{'&' if '?' in url else '?'}topic=orders&group=billing"
@@ -66,6 +62,25 @@ def place(request: pytest.FixtureRequest) -> Iterator[Place]:
         [where],
     )
     engine.dispose()
+
+
+URLS = {"sqlite": "sqlite_url", "postgresql": "database_url"}
+
+
+@pytest.fixture(params=["sqlite", "postgresql", "redis"])
+def place(request: pytest.FixtureRequest) -> Iterator[Place]:
+    if request.param == "redis":
+        names = ("redis_client", "redis_url")
+        yield in_redis(*(request.getfixturevalue(name) for name in names))
+        return
+    with in_database(request.getfixturevalue(URLS[request.param])) as place:
+        yield place
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def log(request: pytest.FixtureRequest) -> Iterator[Place]:
+    with in_database(request.getfixturevalue(URLS[request.param])) as place:
+        yield place
 
 
 def order(number: int) -> Message[bytes]:
@@ -290,7 +305,7 @@ def take_in_order(client: Any, *, ordered: bool = True) -> StreamSource:
     return source
 
 
-def read_ids(source: StreamSource) -> list[str]:
+def read_ids(source: Any) -> list[str]:
     return [message.id for message in source.read(10, 0.3)]
 
 
@@ -347,6 +362,40 @@ def test_now_lets_the_first_go_and_the_others_follow_one_by_one(redis_client: An
         assert read_ids(source) == []  # the next one waits for the ack
         message.ack()
     assert read_ids(source) == []
+    source.close()
+
+
+@pytest.mark.parametrize("verb", ["now", "never"])
+def test_in_a_log_what_waits_behind_another_has_its_time_and_goes_with_it(
+    log: Place, verb: str
+) -> None:
+    source = log.source()
+    source.allow_delays(4, ordered=True)
+    log.publish([order(0)])
+    [first] = source.read(10, 5.0)
+    first.nack(TryLater(3_600, ValueError("no stock")))
+    log.publish([order(1), order(2)])
+    assert read_ids(source) == []
+    found = log.retries().list()
+    assert [(item.event_id, item.attempts) for item in found] == [
+        ("o-0", 1),
+        ("o-1", 0),
+        ("o-2", 0),
+    ]
+    assert len({item.due for item in found}) == 1
+    assert getattr(log.retries(), verb)(["o-0"]) == [found[0].id]
+    left = ["o-0", "o-1", "o-2"][verb == "never" :]
+    read: list[str] = []
+
+    def has_read_all() -> bool:
+        for message in source.read(10, 0.1):
+            read.append(message.id)
+            message.ack()
+        return len(read) == len(left)
+
+    eventually(has_read_all, timeout=60)
+    assert read == left
+    assert log.retries().list() == []
     source.close()
 
 

@@ -13,6 +13,7 @@ it.
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 import traceback
@@ -305,8 +306,13 @@ class GroupTables:
         words = self._names | {"now": self._now}
         if self._is_postgresql:
             words["of"] = "= ANY(CAST(:{} AS bigint[]))"
+            # An index can be searched by it, unlike by a clock that moves within a statement.
+            words["start"] = "extract(epoch FROM statement_timestamp())::float8"
+            words["keys"] = "unnest(CAST(:keys AS text[])) AS k (value)"
         else:
             words["of"] = "IN (SELECT value FROM json_each(:{}))"
+            words["start"] = self._now
+            words["keys"] = "json_each(:keys) AS k"
         for name, word in words.items():
             template = template.replace(f"<{name}>", word)
         for name in ("partitions", "ids", "out"):
@@ -585,15 +591,18 @@ class GroupTables:
         template = self._with_errors(connection, _CLAIM)
         return {row.id: row for row in self._run(connection, template, given)}
 
-    def waiting(
+    def find_waiting_keys(self, connection: Connection, keys: Iterable[str]) -> set[str]:
+        """Return those of the keys with a message that waits for a retry, or is tried."""
+        given = list(keys) if self._is_postgresql else json.dumps(list(keys))
+        return set(self._run(connection, _WAITING_KEYS, {"keys": given}).scalars())
+
+    def seconds_to_retry(
         self, connection: Connection, partitions: Sequence[int], out: Sequence[int]
-    ) -> tuple[set[str], float]:
-        """Return the keys that wait for a retry, and the seconds until the next is due."""
-        given = {"partitions": self._list(partitions)}
-        keys = set(self._run(connection, _KEYS, given).scalars())
-        given["out"] = self._list(out)
-        seconds = self._run(connection, _NEXT, given).scalar_one()
-        return keys, float("inf") if seconds is None else float(seconds)
+    ) -> float:
+        """Return the seconds until the next retry is due; infinite if none waits."""
+        given = {"partitions": self._list(partitions), "out": self._list(out)}
+        seconds = self._run(connection, _NEXT, given).scalar_one_or_none()
+        return math.inf if seconds is None else float(seconds)
 
     def find_retries(self, connection: Connection, ids: Sequence[int]) -> set[int]:
         if not ids:
@@ -646,7 +655,10 @@ class GroupTables:
         if ids is None:
             return set(self._run(connection, template.replace("<only>", "")).scalars())
         only = template.replace("<only>", "AND id <in ids>")
-        return set(self._run(connection, only, {"ids": self._list(ids)}).scalars())
+        changed = set(self._run(connection, only, {"ids": self._list(ids)}).scalars())
+        if changed:
+            self._run(connection, _FREE, {"ids": self._list(sorted(changed))})
+        return changed
 
     def revive(self, connection: Connection, id_: int) -> bool:
         """Let a dead letter be tried again; return False if it is gone."""
@@ -769,11 +781,18 @@ _ERRORS = (
     ("<errors of>", "r.errors", "NULL AS errors"),
     ("<errors>", "errors", "NULL AS errors"),
 )
+# One that was not tried waits for others of its key, and is not due before them: what waits behind
+# a message for an hour is not looked at for an hour.
 _PARK = """
 INSERT INTO <retries> (id, consumer_group, topic, partition, xid, key, attempts, next_try,
                        last_error, traceback, dead_at<errors name>)
-VALUES (:id, :group, :topic, :partition, :xid, :key, :attempts, <now> + :seconds, :reason,
-        :traceback, CASE WHEN :is_dead = 1 THEN CURRENT_TIMESTAMP END<errors value>)
+VALUES (:id, :group, :topic, :partition, :xid, :key, :attempts, CASE WHEN :attempts = 0
+            THEN coalesce((SELECT e.next_try FROM <retries> AS e WHERE e.consumer_group = :group
+                              AND e.key >= :key AND e.key <= :key
+                              AND CAST(e.topic AS text) = :topic AND e.dead_at IS NULL
+                            ORDER BY e.key DESC, e.next_try DESC LIMIT 1), <now>)
+            ELSE <now> + :seconds END,
+        :reason, :traceback, CASE WHEN :is_dead = 1 THEN CURRENT_TIMESTAMP END<errors value>)
 ON CONFLICT DO NOTHING
 """
 _FAIL = """
@@ -783,22 +802,33 @@ UPDATE <retries> SET attempts = :attempts, next_try = <now> + :seconds, last_err
  WHERE id = :id AND consumer_group = :group
 """
 _ALIVE = f"{_OURS} AND dead_at IS NULL AND partition <in partitions>"
-_BLOCKED = """EXISTS (
-       SELECT 1 FROM <retries> AS e WHERE e.consumer_group = r.consumer_group AND e.key = r.key
-          AND e.topic = r.topic AND e.dead_at IS NULL AND e.next_try > <now>
-          AND (e.xid, e.id) < (r.xid, r.id))"""
+# Whether an earlier message of its key waits: a step in the index of keys, however many wait. A
+# join could visit them all, hence the subquery. For one key and its order PostgreSQL takes that
+# index whatever its statistics say; SQLite would take that of what is due but for the cast.
+_BLOCKED = """(
+       SELECT 1 FROM <retries> AS e WHERE e.consumer_group = r.consumer_group
+          AND e.key >= r.key AND e.key <= r.key AND CAST(e.topic AS text) = r.topic
+          AND e.dead_at IS NULL AND e.next_try > <start> AND (e.xid, e.id) < (r.xid, r.id)
+        ORDER BY e.key LIMIT 1) IS NOT NULL"""
 _CLAIM = f"""
 UPDATE <retries> SET attempts = attempts + 1 WHERE consumer_group = :group AND id IN (
     SELECT r.id FROM <retries> AS r
-     WHERE {_ALIVE} AND r.next_try <= <now> AND NOT r.id <in out> AND NOT {_BLOCKED}
+     WHERE {_ALIVE} AND r.next_try <= <start> AND NOT r.id <in out> AND NOT {_BLOCKED}
        AND (r.xid, r.id) <= (:until_xid, :until_id)
      ORDER BY r.xid, r.id LIMIT :limit)
 RETURNING id, attempts, <errors>
 """
-_KEYS = f"SELECT DISTINCT key FROM <retries> WHERE {_ALIVE} AND key IS NOT NULL"
+_WAITING_KEYS = """
+SELECT k.value FROM <keys> WHERE (
+    SELECT 1 FROM <retries> AS r WHERE r.consumer_group = :group
+       AND r.key >= k.value AND r.key <= k.value AND CAST(r.topic AS text) = :topic
+       AND r.dead_at IS NULL ORDER BY r.key LIMIT 1) IS NOT NULL
+"""
+# By the index of what is due, from its beginning; SQLite does not take it for a minimum.
 _NEXT = f"""
-SELECT min(r.next_try) - <now> FROM <retries> AS r
- WHERE {_ALIVE} AND NOT r.id <in out> AND (r.next_try > <now> OR NOT {_BLOCKED})
+SELECT r.next_try - <now> FROM <retries> AS r
+ WHERE {_ALIVE} AND NOT r.id <in out> AND (r.next_try > <start> OR NOT {_BLOCKED})
+ ORDER BY r.next_try LIMIT 1
 """
 _FIND_RETRIES = "SELECT id FROM <retries> WHERE consumer_group = :group AND id <in ids>"
 _REMOVE = "DELETE FROM <retries> WHERE consumer_group = :group AND id <in ids> RETURNING id"
@@ -838,11 +868,17 @@ SELECT r.xid, r.id, r.attempts, r.next_try, r.last_error, <errors of>, o.event_t
 # Not those that a member has: their time is over already.
 _HURRY = f"""
 UPDATE <retries> SET next_try = 0
- WHERE {_OURS} AND dead_at IS NULL AND next_try > <now> <only> RETURNING id
+ WHERE {_OURS} AND dead_at IS NULL AND next_try > <start> <only> RETURNING id
 """
 _GIVE_UP = f"""
 UPDATE <retries> SET dead_at = CURRENT_TIMESTAMP
- WHERE {_OURS} AND dead_at IS NULL AND next_try > <now> <only> RETURNING id
+ WHERE {_OURS} AND dead_at IS NULL AND next_try > <start> <only> RETURNING id
+"""
+# What has not been tried waits for the others of its key, whose time has changed.
+_FREE = f"""
+UPDATE <retries> SET next_try = 0
+ WHERE {_OURS} AND dead_at IS NULL AND attempts = 0 AND next_try > <start> AND key IN (
+    SELECT c.key FROM <retries> AS c WHERE c.consumer_group = :group AND c.id <in ids>)
 """
 _REVIVE = f"""
 UPDATE <retries> SET dead_at = NULL, attempts = 0, next_try = 0<errors forget>

@@ -179,8 +179,8 @@ class LogSource:
         self._held: dict[int, Tenure] = {}
         self._returned: list[Delivery] = []
         """Messages that were given back, in the order of the log."""
-        self._keys: set[str] = set()
-        """Keys with messages that wait for a retry."""
+        self._some_wait = False
+        """Whether messages of our partitions may wait for a retry."""
         self._retry_at = float("inf")
         self._horizon = Position()
         self._partitions = 0
@@ -277,7 +277,8 @@ class LogSource:
 
     def _take_again(self, limit: int) -> list[Delivery]:
         """Take retries that are due, and messages that were given back, in the order of the log."""
-        waiting = [item for item in self._returned if item.key in self._keys]
+        keys = self._find_waiting_keys(self._returned)
+        waiting = [item for item in self._returned if item.key in keys]
         if waiting:
             self._write(settled=waiting, parked=[Park(item, 0, 0.0, None) for item in waiting])
         retries = self._take_retries(limit) if time.monotonic() >= self._retry_at else []
@@ -360,17 +361,26 @@ class LogSource:
 
     def _without_waiting(self, fresh: list[Delivery]) -> list[Delivery]:
         """Park messages whose key waits for a retry, and those that killed their members."""
-        if not self._keys and not any(item.attempts > self.max_attempts for item in fresh):
+        keys = self._find_waiting_keys(fresh)
+        if not keys and not any(item.attempts > self.max_attempts for item in fresh):
             return fresh
         parks = []
         for item in fresh:
             if item.attempts > self.max_attempts:
                 why = f"delivered {item.attempts - 1} times and never settled"
                 parks.append(Park(item, item.attempts - 1, 0.0, PermanentError(why), True))
-            elif item.key in self._keys:
+            elif item.key in keys:
                 parks.append(Park(item, 0, 0.0, None))
         self._write(settled=[park.delivery for park in parks], parked=parks)
         return [item for item in fresh if not _is_gone(item)]
+
+    def _find_waiting_keys(self, items: Iterable[Delivery]) -> set[str]:
+        """Return those of their keys with a message that waits for a retry."""
+        keys = {item.key for item in items if item.key is not None} if self._some_wait else None
+        if not keys:
+            return set()
+        with self._connect() as connection:
+            return self.tables.find_waiting_keys(connection, keys)
 
     def _take_retries(self, limit: int) -> list[Delivery]:
         held = {t.partition: t for t in self._held.values() if not t.is_leaving}
@@ -411,11 +421,11 @@ class LogSource:
             self._retry_at = 0.0
 
     def _look_at_retries(self) -> None:
-        """Learn which keys wait for a retry, and when the next one is due."""
+        """Learn whether messages wait for a retry, and when the next one is due."""
         out = [id_ for tenure in self._held.values() for id_ in tenure.retries]
         with self._connect() as connection:
-            keys, seconds = self.tables.waiting(connection, list(self._held), out)
-        self._keys = keys
+            seconds = self.tables.seconds_to_retry(connection, list(self._held), out)
+        self._some_wait = bool(out) or seconds < math.inf
         self._retry_at = time.monotonic() + seconds
 
     def _messages(self, taken: Sequence[Delivery]) -> list[Message[bytes]]:
@@ -538,8 +548,7 @@ class LogSource:
             )
             self._retry_at = 0.0 if delivery.is_retry else self._retry_at  # its key may go on
             return
-        if park.key:
-            self._keys.add(park.key)
+        self._some_wait = True
         self._retry_at = min(self._retry_at, time.monotonic() + park.seconds)
 
     def move(

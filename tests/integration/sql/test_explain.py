@@ -6,12 +6,15 @@ import json
 
 import psycopg
 import pytest
-from sqlalchemy import text
+from sqlalchemy import event, text
 from tests.integration.sql.claiming import made
 
-from conquiet.sql import claim, cleanup, log
+from conquiet import Message
+from conquiet.errors import TryLater
+from conquiet.sql import LogSource, Outbox, claim, cleanup, log, schema
 from conquiet.sql.claim import PsycopgClaimer
 from conquiet.sql.outbox_source import outbox_layout
+from conquiet.testing import eventually
 
 ROWS = 100_000
 
@@ -55,11 +58,11 @@ def engine(request, server):
     server.drop_database(url)
 
 
-def plan(engine, statement: str, given=()) -> list[dict]:
+def plan(engine, statement: str, given=(), options="") -> list[dict]:
     """The steps of the plan, outermost first."""
     with engine.connect() as connection:
         driver = connection.connection.driver_connection
-        found = driver.execute("EXPLAIN (FORMAT JSON) " + statement, given).fetchone()[0]
+        found = driver.execute(f"EXPLAIN ({options}FORMAT JSON) {statement}", given).fetchone()[0]
         connection.rollback()
     document = found if isinstance(found, list) else json.loads(found)
     steps, pending = [], [document[0]["Plan"]]
@@ -149,3 +152,85 @@ def test_sqlite_claims_by_the_index_of_waiting_rows(sqlite):
         steps = " ".join(step[-1] for step in connection.execute(text(query)))
     assert "outbox_claimable" in steps
     assert "TEMP B-TREE" not in steps
+
+
+WAITING = 20_000
+RETRIES = """
+INSERT INTO outbox_retries (id, consumer_group, topic, partition, xid, key, attempts, next_try)
+WITH RECURSIVE numbers (n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM numbers WHERE n < {count})
+SELECT -n, 'billing', 'orders', 0, 0, {key}, 1, 4e9 + n FROM numbers
+"""
+KEYS = {"keys": "'far-' || n", "one key": "'far'", "no keys": "NULL"}
+
+
+def fail_and_come_back(engine) -> None:
+    """Let messages of two keys fail, others wait behind them, and all come back."""
+    source = LogSource(engine, "orders", "billing", partitions=1)
+    source.allow_delays(3, ordered=True)
+    keys = ["near", "far", "near"]
+    with engine.begin() as connection:
+        named = [{"id": str(place), "type": "x", "subject": key} for place, key in enumerate(keys)]
+        Outbox("orders", source="/shop").add(connection, [Message(b"{}", one) for one in named])
+    read = []
+
+    def is_read() -> bool:
+        for message in source.read(1, 0.05):
+            if message.deliveries == 1 and message.id == "0":
+                message.nack(TryLater(0.01, ValueError("no stock")))
+                continue
+            message.ack()
+            read.append(message.id)
+        return {"0", "2"} <= set(read)
+
+    eventually(is_read, timeout=60)
+    source.close()
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("has_statistics", [False, True])
+def test_a_retry_visits_none_of_those_that_wait(server, key, has_statistics):
+    url = server.create_database()
+    with made(url) as engine:
+        schema.init(engine)
+        with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+            connection.execute(text("ALTER TABLE outbox_retries SET (autovacuum_enabled = false)"))
+            connection.exec_driver_sql(RETRIES.format(count=WAITING, key=KEYS[key]))
+            if has_statistics:
+                connection.exec_driver_sql("ANALYZE outbox_retries")
+        seen = {}
+
+        @event.listens_for(engine, "before_cursor_execute")
+        def note(connection, cursor, statement, given, context, is_many) -> None:
+            if "outbox_retries" in statement and isinstance(given, dict):
+                seen[statement] = given
+
+        fail_and_come_back(engine)
+        event.remove(engine, "before_cursor_execute", note)
+        assert len(seen) >= 5
+        for statement, given in seen.items():
+            steps = plan(engine, statement, given, options="ANALYZE, ")
+            parts = ("Actual Rows", "Rows Removed by Filter", "Rows Removed by Index Recheck")
+            visited = sum(
+                step.get(part, 0) * step["Actual Loops"] for step in steps for part in parts
+            )
+            assert visited < 200, statement
+    server.drop_database(url)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_on_sqlite_a_retry_visits_none_of_those_that_wait(sqlite, key):
+    steps = 0
+
+    def count() -> None:
+        nonlocal steps
+        steps += 1
+
+    def watch(connection, record) -> None:
+        connection.set_progress_handler(count, 1_000)
+
+    with sqlite.begin() as connection:
+        connection.exec_driver_sql(RETRIES.format(count=WAITING, key=KEYS[key]))
+    sqlite.dispose()
+    event.listen(sqlite, "connect", watch)
+    fail_and_come_back(sqlite)
+    assert steps < WAITING / 1_000  # in thousands: less than one for each that waits
