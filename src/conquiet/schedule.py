@@ -355,6 +355,13 @@ class Schedules:
                     self._store(schedule, state, now)
             elif state.next_at <= now:
                 wait = min(wait, max(0.0, self._fire(schedule, state, now) - now))
+            elif state.next_at > schedule.following(now + MISSED_SECONDS):
+                logger.warning(
+                    "schedule %s: the clock of the store was ahead, so that its next tick was"
+                    " planned for %s; it is corrected",
+                    *(schedule.name, _text(state.next_at)),
+                )
+                self._store(schedule, state, now)
             else:
                 wait = min(wait, state.next_at - now)
         return wait

@@ -19,6 +19,7 @@ from sqlalchemy import text
 from sqlalchemy.orm import Session
 
 from conquiet import App, Tick
+from conquiet.app.app import Running
 from conquiet.errors import ConfigError, NotFound, StoreError
 from conquiet.schedule import Schedule, Schedules, State
 from conquiet.testing import eventually
@@ -130,6 +131,23 @@ def test_a_schedule_changed_in_code_takes_effect_at_the_start(app: App) -> None:
     assert written(app) == []
 
 
+def test_a_clock_of_the_store_that_was_ahead_does_not_silence_a_schedule(app: App) -> None:
+    job = Schedule("job", seconds=60, missed="skip")
+    schedules = schedules_of(app, job)
+    schedules.register()
+    now = let_pass(app, "job", -365 * 86_400)
+    schedules.beat()
+    state = state_of(app)
+    assert state is not None
+    assert now < state.next_at < now + 180
+    assert written(app) == []
+    # If it was ahead by seconds, the tick of these was written; it is not written again.
+    ahead = state._replace(next_at=job.following(now + 60))
+    assert app.store.schedules().replace(state, ahead)
+    schedules.beat()
+    assert state_of(app) == ahead
+
+
 def test_a_paused_schedule_writes_nothing_and_makes_nothing_up(app: App) -> None:
     schedules = schedules_of(app, Schedule("job", seconds=1, missed="all"))
     assert schedules.set_paused("job", True)
@@ -216,6 +234,42 @@ def test_two_running_apps_handle_each_tick_once(database: str) -> None:
             app.close()
     assert all(finished)
     assert len(seen) == len(set(seen))
+
+
+def test_a_tick_of_another_release_is_left_to_it(database: str) -> None:
+    """While two releases run, one without a new schedule may read its tick."""
+    former, current = App("shop", database), App("shop", database)
+
+    @former.every(hours=1)
+    def old() -> None: ...
+
+    seen: list[datetime] = []
+
+    @current.every(hours=1)
+    def new(tick: Tick) -> None:
+        seen.append(tick.time)
+
+    if current.engine is not None:
+        current.create_tables()
+    current.schedules.run("new")
+    try:
+        with started(former) as running:
+            eventually(lambda: running.workers[0].health().failed > 0, timeout=60)
+        with started(current):
+            eventually(lambda: len(seen) == 1, timeout=60)
+    finally:
+        former.close()
+        current.close()
+
+
+@contextmanager
+def started(app: App) -> Iterator[Running]:
+    running = app.open()
+    running.start()
+    try:
+        yield running
+    finally:
+        assert running.stop()
 
 
 SHOP = """

@@ -26,7 +26,7 @@ from conquiet.gate import Unknown
 from conquiet.handler import Handler, Kind, function_name, type_hints
 from conquiet.message import Message, describe
 from conquiet.router import Router
-from conquiet.schedule import Clock, Missed, Schedule, Schedules, Tick, type_of
+from conquiet.schedule import KIND, Clock, Missed, Schedule, Schedules, Tick, type_of
 from conquiet.shutdown import Signals
 from conquiet.source import Source
 from conquiet.stage import Middleware
@@ -244,8 +244,11 @@ class App:
         return Provider(make, found.form, key=kind)
 
     def _judge_unknown(self, message: Message[Any]) -> Unknown:
-        """Pass over events without a handler; what was sent to this app must have one."""
-        is_ours = message.topic == self.name and message.attributes.get("kind") == COMMAND
+        """Pass over events without a handler; what was sent to this app must have one.
+
+        A tick may be of another release, which runs beside this one and has the handler.
+        """
+        is_ours = message.topic == self.name and message.attributes.get("kind") in (COMMAND, KIND)
         return "nack" if is_ours else "ack"
 
     # --- ways to emit -----------------------------------------------------------------------
