@@ -101,11 +101,11 @@ def divide(connection: Connection, table: str) -> None:
 
 def add(connection: Connection, table: str) -> int:
     """Add the days that are missing ahead; return how many. The caller holds `lock_tables`."""
-    last = connection.exec_driver_sql(_LAST.format(table=table)).one()
-    if last.days >= DAYS_AHEAD:
-        return 0
-    options = f" WITH ({last.options})" if last.options else ""
     missing = connection.exec_driver_sql(_MISSING.format(table=table, ahead=DAYS_AHEAD)).all()
+    if not missing:
+        return 0
+    last = connection.exec_driver_sql(_LAST.format(table=table)).one()
+    options = f" WITH ({last.options})" if last.options else ""
     for begins, ends, suffix in missing:
         day = f"{table}_d{suffix}"
         # By ATTACH, since PARTITION OF would wait for all who use the outbox.
@@ -197,6 +197,7 @@ SELECT count(*) FROM pg_partitioned_table AS p
 _TOMORROW = "to_char(now() AT TIME ZONE 'UTC' + interval '1 day', 'YYYY-MM-DD 00:00+00')"
 _DAYS = """
 SELECT c.oid::regclass::text AS name, i.inhdetachpending AS pending, c.reloptions,
+       substring(bounds FROM 'FROM \\(''([^'']+)''\\)')::timestamptz AS begins,
        substring(bounds FROM 'TO \\(''([^'']+)''\\)')::timestamptz AS ends
   FROM pg_inherits AS i JOIN pg_class AS c ON c.oid = i.inhrelid,
        pg_get_expr(c.relpartbound, c.oid) AS bounds
@@ -213,9 +214,11 @@ SELECT coalesce(extract(epoch FROM d.ends - now()) / 86400, 0) AS days, d.ends::
 _MISSING = f"""
 SELECT to_char(n, 'YYYY-MM-DD 00:00+00'), to_char(n + interval '1 day', 'YYYY-MM-DD 00:00+00'),
        to_char(n, 'YYYYMMDD')
-  FROM (SELECT date_trunc('day', now() AT TIME ZONE 'UTC') AS today,
-               (SELECT max(ends) AT TIME ZONE 'UTC' FROM ({_DAYS}) AS d) AS last) AS now,
-       generate_series(greatest(last, today), today + interval '{{ahead}} days', '1 day') AS n
+  FROM (SELECT date_trunc('day', now() AT TIME ZONE 'UTC') AS today) AS now,
+       generate_series(today, today + interval '{{ahead}} days', '1 day') AS n
+ WHERE NOT EXISTS (SELECT 1 FROM ({_DAYS}) AS d
+                    WHERE d.ends > n AT TIME ZONE 'UTC'
+                      AND coalesce(d.begins <= n AT TIME ZONE 'UTC', true))
 """
 _HAS_TODAY = f"""
 SELECT min(ends) <= {_TOMORROW}::timestamptz FROM ({_DAYS}) AS d WHERE ends > now()

@@ -177,7 +177,14 @@ SELECT 0 AS xid, id, n FROM (
     WINDOW w AS (ORDER BY id)) AS counted
  WHERE n % :grain = 0 OR next IS NULL ORDER BY n
 """
-_SIZE = "SELECT reltuples::float8 AS rows FROM pg_class WHERE oid = CAST(:table AS regclass)"
+# Of an outbox that is divided by day, PostgreSQL counts the rows of each day.
+_SIZE = """
+SELECT coalesce(
+    (SELECT sum(greatest(c.reltuples, 0)) FROM pg_inherits AS i
+       JOIN pg_class AS c ON c.oid = i.inhrelid WHERE i.inhparent = t.oid),
+    t.reltuples)::float8 AS rows
+  FROM pg_class AS t WHERE t.oid = CAST(:table AS regclass)
+"""
 _SAMPLE = "SELECT id FROM {table} TABLESAMPLE SYSTEM (:percent) ORDER BY id"
 _SQLITE_SAMPLE = "SELECT id FROM {table} ORDER BY id"
 
