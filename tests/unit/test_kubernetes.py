@@ -181,6 +181,15 @@ def test_keda_scales_the_worker_by_the_group_that_it_reads() -> None:
     source = Url(command[command.index("--source") + 1])
     [trigger] = scaled["spec"]["triggers"]
     assert trigger["type"] == "redis-streams"
+    names = {
+        "address",
+        "stream",
+        "consumerGroup",
+        "lagCount",
+        "activationLagCount",
+        "databaseIndex",
+    }
+    assert trigger["metadata"].keys() <= names  # of those that KEDA documents
     assert trigger["metadata"]["stream"] == source.text("stream")
     assert trigger["metadata"]["consumerGroup"] == source.text("group")
     assert all(

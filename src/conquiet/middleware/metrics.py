@@ -69,7 +69,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "conquiet_source_dead_letters_total",
         "counter",
-        ("handler",),
+        _BY_HANDLER,
         "messages that the source has put among its dead letters, by the handler that failed last",
     ),
     Metric(
@@ -138,6 +138,11 @@ def labels_of(message: Message[Any]) -> Labels:
     """Return the labels of a message: its handler, and the type that the handler is for."""
     handler = message.handler
     return (NO_HANDLER, ANY_TYPE) if handler is None else (handler.name, handler.type or ANY_TYPE)
+
+
+def _types_of(worker: Worker) -> dict[str, str]:
+    """Return the types that the handlers of a worker are for, by their names."""
+    return {handler.name: handler.type or ANY_TYPE for handler in worker.router.handlers}
 
 
 def _outcome(message: Message[Any], result: Result | None) -> str:
@@ -226,8 +231,11 @@ class Instruments:
 
         Counters begin at 0: `increase()` does not see that a series begins with its first letter.
         """
-        for name in (NO_HANDLER, *(handler.name for handler in worker.router.handlers)):
-            self._dead.labels(name)
+        self._dead.labels(NO_HANDLER, ANY_TYPE)
+        for labels in _types_of(worker).items():
+            self._dead.labels(*labels)
+            for outcome in ("error", "dead_letter"):
+                self._messages.labels(*labels, outcome)
         self._workers.setdefault(worker, Counter())
 
     @_quietly
@@ -246,8 +254,10 @@ class Instruments:
         for worker, counted in list(self._workers.items()):
             failures = max(failures, worker.health().failures_in_a_row)
             dead = Counter(getattr(worker.source, "dead_by_handler", ()))
+            types = _types_of(worker)
             for handler, count in (dead - counted).items():
-                self._dead.labels(handler or NO_HANDLER).inc(count)
+                labels = handler or NO_HANDLER, types.get(handler, ANY_TYPE)
+                self._dead.labels(*labels).inc(count)
             self._workers[worker] = dead
         self._failed_reads.set(failures)
 

@@ -81,7 +81,8 @@ def test_dead_letters_of_a_source_are_counted_by_the_handler_that_failed_last(re
         metrics.exposition(registry)
     name = "conquiet_source_dead_letters_total"
     assert sum_of(registry, name, handler="handle") == 1
-    assert sum_of(registry, name, handler="(none)") == 1
+    assert sum_of(registry, name, handler="(none)", type="(any)") == 1
+    assert sum_of(registry, name, handler="handle", type="order") == 1
     assert sum_of(registry, name) == 2
 
 
