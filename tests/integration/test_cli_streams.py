@@ -181,7 +181,7 @@ def test_top_shows_handlers_groups_queues_and_processes(
     [handler] = found["handlers"]
     assert (handler["name"], handler["type"], handler["errors"]) == ("place_order", "place", 1)
     assert handler["dead"] == 1
-    groups = {one["name"]: (one["waiting"], one["alive"]) for one in found["groups"]}
+    groups = {one["name"]: (one["unread"], one["alive"]) for one in found["groups"]}
     assert groups["queue mail"] == (1, 0)
     assert groups["billing"][0] == 0
     assert [(one["name"], one["alive"]) for one in found["processes"]] == [("box-7", True)]

@@ -44,7 +44,7 @@ Without --delete-…, no message is lost by it: it is safe at any time, and whil
 exit codes: 0 done; 1 a queue was kept or is not there, it was not confirmed, or Redis is out of
 reach; 2 wrong usage or settings
 """
-_HEAD = ("queue", "ready", "pending", "consumers", "dead consumers", "dead letters")
+_HEAD = ("queue", "ready", "in flight", "consumers", "dead consumers", "dead letters")
 _LETTERS_SHOWN = 100
 
 

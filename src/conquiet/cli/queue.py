@@ -118,7 +118,7 @@ def _print_groups(found: Any) -> None:
         print("no group or reader")
         return
     print_table(
-        ("who", "waiting", "seconds behind", "pending", ""),
+        ("who", "unread", "seconds behind", "in flight", ""),
         rows,
         [yellow if str(row[-1]).startswith("gone") and row[3] else None for row in rows],
     )

@@ -134,7 +134,7 @@ def _lag(options: Namespace) -> int:
 
 def _look_at_lag(options: Namespace) -> int:
     if options.database is not None:
-        return _show_lags(options, _log_lags(options), "no groups")
+        return _show_lags(options, _log_lags(options), "no groups", "to retry")
     from conquiet.operations import brokers
 
     if brokers.is_broker(options.pattern):
@@ -143,7 +143,8 @@ def _look_at_lag(options: Namespace) -> int:
     if is_url and kind.partition("+")[0] in DATABASES:
         from conquiet.operations import log_groups
 
-        return _show_lags(options, [_log_lag(log_groups.describe(options.pattern))], "no groups")
+        lag = _log_lag(log_groups.describe(options.pattern))
+        return _show_lags(options, [lag], "no groups", "to retry")
     if is_url:
         raise ConfigError(
             f"{kind}://… is no URL of a log or broker (postgresql, sqlite, amqp, kafka, sqs); of a"
@@ -212,7 +213,9 @@ def _broker_lags(url: str) -> list[dict[str, Any]]:
     ]
 
 
-def _show_lags(options: Namespace, lags: list[dict[str, Any]], none: str) -> int:
+def _show_lags(
+    options: Namespace, lags: list[dict[str, Any]], none: str, in_flight: str = "in flight"
+) -> int:
     late = [options.max is not None and lag["lag"] > options.max for lag in lags]
     if options.json:
         print_json({"ok": not any(late), "lags": lags})
@@ -220,7 +223,7 @@ def _show_lags(options: Namespace, lags: list[dict[str, Any]], none: str) -> int
         print(none)
     else:
         print_table(
-            ("stream", "who", "waiting", "seconds behind", "pending"),
+            ("stream", "who", "unread", "seconds behind", in_flight),
             [
                 (
                     lag["stream"],

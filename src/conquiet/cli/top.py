@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _HANDLERS = ("handler", "type", "per s", "p50 ms", "p95 ms", "busy %", "errors", "retries", "dead")
 _FORGOTTEN_SECONDS = 600.0
 """A process that has been silent for so long is not shown."""
-_GROUPS = ("group", "of", "waiting", "seconds behind", "in flight", "alive")
+_GROUPS = ("group", "of", "unread", "seconds behind", "in flight", "alive")
 
 
 def register(commands: Any, common: ArgumentParser) -> None:
@@ -68,9 +68,10 @@ class _Group:
 
     name: str
     of: str
-    waiting: int
+    unread: int
     behind_seconds: float
-    in_flight: int
+    in_flight: int | None
+    """None in the log of a database, which knows positions only."""
     alive: int
 
 
@@ -115,7 +116,7 @@ def _show(options: Namespace, client: Any, engine: Any) -> int:
     handlers = sorted(
         list_handlers(look.entries, seconds), key=lambda one: (-(one.p95 or 0.0), one.name)
     )[: options.limit]
-    groups = sorted(look.groups, key=lambda one: (-one.waiting, one.name))[: options.limit]
+    groups = sorted(look.groups, key=lambda one: (-one.unread, one.name))[: options.limit]
     reports = list_reports(look.entries, look.now)
     processes = sorted(
         (one for one in reports if one.seconds < _FORGOTTEN_SECONDS), key=lambda one: one.name
@@ -184,7 +185,7 @@ def _look_at_database(engine: Any, table: str, minutes: int, look: _Look) -> Non
     if has_events_layout(table):
         return
     look.groups += [
-        _Group(one.name, one.topic, one.lag, one.behind_seconds, one.retries, one.members)
+        _Group(one.name, one.topic, one.lag, one.behind_seconds, None, one.members)
         for one in log_groups.survey(engine, table=table)
     ]
     look.add(partial(TableKeeper(engine, table).read, minutes))
@@ -201,8 +202,11 @@ def _print(handlers: list[HandlerFigures], groups: list[_Group], processes: list
         print("no handler has reported")
     if groups:
         print()
-        rows = [tuple(asdict(one).values()) for one in groups]
-        alone = [(one.waiting or one.in_flight) and not one.alive for one in groups]
+        rows = [
+            tuple("" if value is None else value for value in asdict(one).values())
+            for one in groups
+        ]
+        alone = [(one.unread or one.in_flight) and not one.alive for one in groups]
         print_table(_GROUPS, rows, [yellow if is_alone else None for is_alone in alone])
     alive = [one for one in processes if one.is_alive]
     print()

@@ -129,7 +129,7 @@ def _print(found: Any) -> None:
 def _state(taker: Any) -> str:
     if taker.state == "pending":
         since = f"idle {taker.idle_seconds:,.1f} s, delivery {taker.deliveries}"
-        return f"{yellow('pending', sys.stdout)} with {in_one_row(taker.consumer)}, {since}"
+        return f"{yellow('in flight', sys.stdout)} with {in_one_row(taker.consumer)}, {since}"
     paint = yellow if taker.state == "unread" else green
     return paint(taker.state, sys.stdout)
 

@@ -308,7 +308,7 @@ def test_trace_follows_an_event(sqlite_url, redis_client, source, told, said) ->
     assert found["logged"][0]["takers"][0]["consumer"] == "w-1"
     out, _ = said("trace", "m-0", "--database", sqlite_url)
     assert "outbox   outbox row 1: published, sold" in out
-    assert "billing: pending with w-1" in out
+    assert "billing: in flight with w-1" in out
     out, err = said("trace", "nothing", code=1)
     assert "no trace of 'nothing'" in out
     assert "--full" in err
