@@ -178,9 +178,13 @@ class StatementQueue:
             self.check_thread()
             prepared = self._prepare(query, params)
             assert prepared is not None, "its parameters fit"
-            exchange = Exchange(self._connection)
-            begin = Statement(_begin_text(self._connection))
-            return Rows(exchange.finish((begin, prepared))[1], self._transformer.encoding)
+            both = Statement(_begin_text(self._connection)), prepared
+            try:
+                results = Exchange(self._connection).finish(both)
+            except psycopg.errors.InvalidSqlStatementName:  # DISCARD ALL, when it was given back
+                type(self._connection).rollback(self._connection)
+                results = Exchange(self._connection).finish(both)
+            return Rows(results[1], self._transformer.encoding)
 
     def finish(self) -> None:
         """Queue nothing more, and let the queue be executed together with COMMIT.
@@ -406,18 +410,27 @@ class Prepared:
 
     As psycopg does: a statement is prepared when it was executed more than `prepare_threshold`
     times, and `prepared_max` of them at most. To plan the statements of a small transaction
-    costs PostgreSQL as much as to execute them.
+    costs PostgreSQL as much as to execute them. Where they are deallocated again and again, as
+    by a DISCARD ALL when a connection is given back, no more of them are prepared.
     """
 
     def __init__(self) -> None:
         self.names: dict[Key, bytes] = {}
         self._counts: dict[Key, int] = {}
         self._number = 0
+        self._losses = 0
+
+    def lose(self) -> None:
+        """Forget the names, since the connection knows one of them no more."""
+        self.names.clear()
+        self._losses += 1
 
     def new_name(self, connection: psycopg.Connection[Any], key: Key) -> bytes | None:
         """Count an execution; return the name to prepare the statement by, if it is time."""
         threshold, most = connection.prepare_threshold, connection.prepared_max
-        if threshold is None or (most is not None and len(self.names) >= most):
+        if threshold is None or self._losses >= _MOST_LOSSES:
+            return None
+        if most is not None and len(self.names) >= most:
             return None
         count = self._counts.get(key, 0)
         if count < threshold:
@@ -432,7 +445,7 @@ class Prepared:
 Key: TypeAlias = tuple[bytes, tuple[int, ...]]
 """The text of a statement, and the types of its parameters."""
 _prepared: WeakKeyDictionary[psycopg.Connection[Any], Prepared] = WeakKeyDictionary()
-_NO_SUCH_NAME = "26000"
+_MOST_LOSSES = 3
 
 
 class Exchange:
@@ -475,8 +488,8 @@ class Exchange:
         for owner, answer in zip(self._owners, answers, strict=False):
             if answer.status in _ERRORS:
                 error = error_from_result(answer, encoding=self._connection.info.encoding)
-                if error.sqlstate == _NO_SUCH_NAME:  # DEALLOCATE ALL, DISCARD ALL
-                    self._prepared.names.clear()
+                if isinstance(error, psycopg.errors.InvalidSqlStatementName):
+                    self._prepared.lose()
                 text = self._sent[owner].text.decode(errors="replace")
                 error.add_note(f"raised late by this statement, which was queued: {text:.300}")
                 raise error

@@ -167,6 +167,26 @@ def test_statements_that_somebody_deallocated_are_prepared_again(
     made.dispose()
 
 
+def test_a_pool_that_discards_all_costs_no_message_an_error(
+    database_url: str, sent: list[str]
+) -> None:
+    made = one_connection(database_url)
+
+    def discard(driver: Any, record: Any) -> None:
+        driver.rollback()
+        driver.autocommit = True
+        driver.execute("DISCARD ALL", prepare=False)
+        driver.autocommit = False
+
+    event.listen(made, "checkin", discard)
+    for number in range(40):
+        save_one(made, number)
+    assert len(amounts(made)) == 40
+    begun = sum(exchange.startswith("BEGIN") for exchange in sent)
+    assert begun == 40 + 3  # from the fourth time on, nothing is prepared
+    made.dispose()
+
+
 def test_a_transaction_that_fails_while_it_prepares_spoils_no_later_one(
     database_url: str,
 ) -> None:
