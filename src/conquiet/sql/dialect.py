@@ -531,8 +531,11 @@ class translate_errors:  # noqa: N801 - a context manager, used as a function
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         connection = self._connection
+        note = getattr(connection, "note_failure", None)  # of a TransactionConnection
         driver = connection.dialect.loaded_dbapi
         if not isinstance(error, driver.Error):
+            if note is not None and isinstance(error, TimeoutError):  # asyncpg's command_timeout
+                note(error)
             return
         pooled = connection.connection.dbapi_connection
         lost = connection.dialect.is_disconnect(error, pooled, None)
@@ -544,7 +547,6 @@ class translate_errors:  # noqa: N801 - a context manager, used as a function
             connection_invalidated=lost,
             dialect=connection.dialect,
         )
-        note = getattr(connection, "note_failure", None)  # of a TransactionConnection
         if note is not None:
             note(translated)
         raise translated from error
@@ -554,6 +556,8 @@ def one_line(error: BaseException) -> str:
     """Format a driver's error in one line, with advice where the cause is known."""
     original = _original(error)
     reason = " ".join(str(original).split()) or type(original).__name__
+    if isinstance(original, TimeoutError) and not str(original):
+        reason = "no answer within the command_timeout of asyncpg"
     if _is_mixed_up(original):
         reason, _, _ = reason.partition(" HINT:")  # of asyncpg, which is long
         settings = _UNPREPARED if _OF_ASYNCPG in reason else {_PREPARE: None}

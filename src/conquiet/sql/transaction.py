@@ -842,6 +842,8 @@ class Transaction(transaction.Transaction):
         candidates = [link for link in dialect.chain(error) if any(link is item for item in own)]
         if dialect.is_lost(connection) or dialect.is_aborted(connection):
             candidates += [error] if noted is None else [noted, error]
+        if isinstance(noted, TimeoutError) and noted in candidates:  # asyncpg's command_timeout
+            return noted
         for candidate in candidates:
             if dialect.is_store_failure(candidate, read_only=self.read_only) or dialect.names_table(
                 candidate, connection.unit.tables
@@ -907,11 +909,15 @@ class Whole:
         finally:
             UNITS.reset(self._token)
         begun = connection.begun_by_asyncpg
-        if begun is None or not begun.is_unbroken:
-            with bridge.shield():  # a cancelled COMMIT may have committed
+        try:
+            if begun is None or not begun.is_unbroken:
+                with bridge.shield():  # a cancelled COMMIT may have committed
+                    Connection.commit(connection)
+            else:
                 Connection.commit(connection)
-        else:
-            Connection.commit(connection)
+        except TimeoutError as error:  # asyncpg's command_timeout
+            connection.note_failure(error)
+            raise
         if begun is not None and not begun.is_committed:
             raise _rolled_back_error(unit, _ABORTED)
 

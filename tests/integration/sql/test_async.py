@@ -791,6 +791,38 @@ def test_a_statement_that_was_cancelled_is_named(server: Database, goes_on: bool
     assert saved(server.engine) == server.events() == []
 
 
+@pytest.mark.parametrize("table", ["processed_messages", "orders", OUTBOX_TABLE])
+def test_a_statement_longer_than_asyncpgs_command_timeout_costs_no_attempt(
+    asyncpg: Database, table: str
+) -> None:
+    """With BEGIN, in the handler, and with COMMIT."""
+
+    async def main() -> None:
+        async with asyncpg.open(connect_args={"command_timeout": 0.1}) as engine:
+            shop = Shop(engine)
+
+            async def place(order: Place) -> Placed:
+                async with async_connection(engine) as found:
+                    await found.execute(SAVE, {"id": order.id})
+                return Placed(order.id)
+
+            shop.publish("a", "b", "c")
+            with asyncpg.engine.connect() as other:
+                other.execute(text(f"LOCK TABLE {table} IN EXCLUSIVE MODE"))
+                async with Worker(shop.log.source("g"), shop.router(place)) as worker:
+                    async with asyncio.timeout(20):
+                        while worker.health().given_back < 3:
+                            await asyncio.sleep(0.005)
+                        assert "command_timeout of asyncpg" in worker.health().last_error
+                        other.rollback()
+                        while shop.log.unsettled("g"):
+                            await asyncio.sleep(0.005)
+            assert worker.health().failed == worker.health().given_back
+
+    asyncio.run(main())
+    assert saved(asyncpg.engine) == asyncpg.events() == ["a", "b", "c"]
+
+
 def test_a_deadline_in_a_statement_rolls_back(server: Database) -> None:
     async def main() -> None:
         async with server.open() as engine:
