@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 import textwrap
+from argparse import ArgumentParser, _SubParsersAction
+from collections.abc import Callable, Iterator
+from functools import cache
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -140,3 +145,85 @@ def test_the_comparison_counts_the_lines_of_its_programs() -> None:
                 assert not program.exists()
             else:
                 assert count_lines(program) == int(cell), program.name
+
+
+# --- parameters and flags in running text -----------------------------------------------------
+
+_code = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
+_span = re.compile(r"`([^`\n]+)`")
+_call = re.compile(r"^(?:sql\.)?(\w+)\((.*)\)$")
+_keyword = re.compile(r"(?:^|, )([a-z]\w*)=")
+_nested = re.compile(r"\([^()]*\)")
+_flag = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
+
+
+def spans(page: Path) -> list[str]:
+    """The code in the running text of a page."""
+    return _span.findall(_code.sub("", page.read_text()))
+
+
+def exported() -> dict[str, list[Callable[..., Any]]]:
+    """What the modules of the reference export, by its short name."""
+    found: dict[str, list[Callable[..., Any]]] = {}
+    for module in sorted(documented()):
+        try:
+            names = import_module(module)
+        except ModuleNotFoundError:  # the reference shows a single name of a module
+            continue
+        for name in getattr(names, "__all__", ()):
+            if callable(item := getattr(names, name, None)):
+                found.setdefault(name, []).append(item)
+    return found
+
+
+def takes(item: Callable[..., Any], keywords: list[str]) -> bool:
+    parameters = inspect.signature(item).parameters
+    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        return True
+    return set(keywords) <= set(parameters)
+
+
+def test_calls_in_running_text_name_parameters_that_exist() -> None:
+    known = exported()
+    wrong = []
+    for page in (ROOT / "README.md", *PAGES):
+        for span in spans(page) if "adr" not in page.parts else []:
+            call = _call.match(span)
+            if call is None or call[1] not in known:
+                continue
+            keywords = _keyword.findall(_nested.sub("", call[2]))
+            if keywords and not any(takes(item, keywords) for item in known[call[1]]):
+                wrong.append(f"{page.name}: {span}")
+    assert wrong == []
+
+
+def subcommands(parser: ArgumentParser) -> dict[str, ArgumentParser]:
+    for action in parser._actions:
+        if isinstance(action, _SubParsersAction):
+            return dict(action.choices)
+    return {}
+
+
+@cache
+def whole_parser() -> ArgumentParser:
+    from conquiet.cli import build_parser
+
+    return build_parser()
+
+
+def commands(text: str) -> Iterator[tuple[str, ArgumentParser, set[str]]]:
+    """Commands of conquiet with the flags that they are shown with."""
+    whole = whole_parser()
+    for line in re.findall(r"(?:^|(?<=[`$ ]))conquiet ([^`\n]+)", text.replace("\\\n", " ")):
+        parser, words = whole, line.split()
+        while words and words[0] in subcommands(parser):
+            parser = subcommands(parser)[words.pop(0)]
+        if parser is not whole and not subcommands(parser):
+            yield line, parser, set(_flag.findall(" ".join(words)))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
+def test_commands_that_a_page_shows_have_their_flags(page: Path) -> None:
+    for line, parser, flags in commands(page.read_text()):
+        known = {option for action in parser._actions for option in action.option_strings}
+        assert flags <= known, f"{page.name}: conquiet {line}"
