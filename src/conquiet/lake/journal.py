@@ -13,6 +13,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import re
 import threading
 import time
 import uuid
@@ -34,6 +35,7 @@ FOLDER = "_pipeline"
 _LEASE_SECONDS = 60.0
 _RENEW_SECONDS = _LEASE_SECONDS / 4
 _KEPT_LEASES = "interval 1 hours"
+_colour = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class LeaseLost(ConquietError):
@@ -230,7 +232,11 @@ class Lease(Lock):
         return f"the lease of {self._files.root}"
 
     def acquire(self) -> None:
-        self._commit(_LEASE_SECONDS)
+        try:
+            self._commit(_LEASE_SECONDS)
+        except OSError as error:  # delta-rs writes its causes below each other, in colours
+            text = " ".join(_colour.sub("", str(error)).split())
+            raise ConfigError(f"the lake {self._files.root} cannot be used: {text:.700}") from error
         self._is_held = True
         self._keeper.add(self, _RENEW_SECONDS)
 

@@ -80,6 +80,15 @@ def test_tables_are_those_of_a_lake_on_a_disk(lake, tmp_path):
     assert found == contents(lake)
 
 
+def test_a_bucket_that_is_not_there_is_an_error_in_one_line(lake):
+    lake.lake = "s3://no-such-bucket/lake"
+    with pytest.raises(
+        ConfigError, match=r"no-such-bucket/lake cannot be used: .*NoSuchBucket"
+    ) as e:
+        lake.run(as_table(entries(1)))
+    assert not {"\n", "\x1b"} & set(str(e.value))
+
+
 @pytest.mark.slow
 def test_upkeep_and_retry(lake):
     log = entries(6)
