@@ -15,7 +15,7 @@ from tests import zygote
 from tests.models.actor import GROUP, LEASE, STREAM, TOPIC
 from tests.models.checker import Label, NotAllowed, Operation, replay
 from tests.models.redis_inbox import RedisInbox
-from tests.models.trace import read_calls, replay_trace
+from tests.models.trace import cut, read_calls, replay_key, replay_trace
 
 from conquiet import Message
 from conquiet.sql import Outbox, engine, schema
@@ -159,3 +159,39 @@ def test_a_call_without_an_end_may_have_taken_effect_or_not(tmp_path):
     for state in ("held", "done"):
         second = [done(1, "read", "entry 1", 4), done(1, "lease", state, 5)]
         assert replay(RedisInbox(), [*HANDLED[:2], dies, *second])
+
+
+def published(process: int, row: int, begin: float) -> list[Operation]:
+    return [
+        done(process, "claim", f"rows {row}", begin),
+        done(process, "publish", f"row {row} confirmed", begin + 1),
+        done(process, "settle", "committed", begin + 2),
+    ]
+
+
+def test_a_trace_of_a_key_is_cut_where_nothing_is_open():
+    one, two = published(7, 11, 1), published(8, 12, 4)
+    assert [len(part) for part in cut([*one, *two])] == [3, 3]
+    # A relay that dies with a row: another one publishes it, and only then comes the cut.
+    dies = [done(7, "claim", "rows 11", 1), Operation(7, "publish", "", 2, None)]
+    assert [len(part) for part in cut([*dies, *published(8, 11, 3), *published(8, 12, 6)])] == [
+        5,
+        3,
+    ]
+    # A lower row that comes later, or one that is claimed while another is open.
+    assert [len(part) for part in cut([*two, *published(7, 11, 7)])] == [6]
+    early = [*one[:2], done(8, "claim", "rows 12", 3.1), *one[2:], *published(8, 12, 3.2)[1:]]
+    assert [len(part) for part in cut(sorted(early, key=lambda item: item.begin))] == [6]
+
+
+def test_a_wrong_step_behind_a_cut_is_found():
+    def calls(found: list[Operation]):
+        for number, item in enumerate(found):
+            about = {"process": item.process, "number": number, "step": item.step, "of": ["k"]}
+            yield {**about, "begin": item.begin, "end": item.end, "results": {"k": [item.result]}}
+
+    right = [line for row in range(50) for line in published(row % 3, row + 100, row * 3.0)]
+    assert replay_key(list(calls(right)), "k") == 150
+    twice = done(1, "publish", "row 149 confirmed", 151.0)
+    with pytest.raises(NotAllowed, match="publish"):
+        replay_key(list(calls([*right, twice])), "k")

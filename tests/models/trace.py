@@ -269,7 +269,47 @@ def replay_message(calls: Sequence[Call], message: str, lease: float) -> int:
 def replay_key(calls: Sequence[Call], key: str) -> int:
     """Replay what ordered relays did with the rows of one key; return how many operations."""
     found = list(operations(calls, key, RELAY))
-    ids = {int(name) for item in found if item.step == "claim" for name in item.result.split()[1:]}
+    for part in cut(found):
+        _replay_part(part)
+    return len(found)
+
+
+def cut(found: Sequence[Operation]) -> Iterator[list[Operation]]:
+    """Cut a trace of one key where nothing is open, and what follows has later rows alone.
+
+    Before a cut each relay has settled what it claimed, or does nothing any more. A model of all
+    rows would try every one of them as not yet written, at each moment.
+    """
+    last = {item.process: number for number, item in enumerate(found)}
+    ahead = [_rows(item) for item in found]
+    lowest = [0] * (len(found) + 1)
+    for number in reversed(range(len(found))):
+        lowest[number] = min([*ahead[number], *filter(None, [lowest[number + 1]])], default=0)
+    part: list[Operation] = []
+    ends, highest = 0.0, 0
+    busy: set[int] = set()
+    for number, item in enumerate(found):
+        if part and not busy and ends < item.begin and highest < lowest[number]:
+            yield part
+            part = []
+        part.append(item)
+        ends = max(ends, item.end or 0.0)
+        highest = max(highest, *ahead[number], 0)
+        if item.step == "settle" or last[item.process] == number:
+            busy.discard(item.process)
+        else:
+            busy.add(item.process)
+    if part:
+        yield part
+
+
+def _rows(item: Operation) -> list[int]:
+    """Return the rows of a claim."""
+    return [int(name) for name in item.result.split()[1:]] if item.step == "claim" else []
+
+
+def _replay_part(found: Sequence[Operation]) -> None:
+    ids = {row for item in found for row in _rows(item)}
     rows = {str(id_): str(number) for number, id_ in enumerate(sorted(ids))}
     processes = _numbers(item.process for item in found)
 
@@ -291,7 +331,6 @@ def replay_key(calls: Sequence[Call], key: str) -> int:
             for item in found
         ],
     )
-    return len(found)
 
 
 def _numbers(names: Iterable[Any]) -> dict[Any, int]:
