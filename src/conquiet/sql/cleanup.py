@@ -97,8 +97,9 @@ class Cleanup:
 
     def run_once(self, progress: Callable[[int], object] | None = None) -> Removed:
         """Delete all expired rows, batch by batch; call `progress` with the count so far."""
-        removed = {"inbox": 0, "outbox": self._drop_days()}
-        for name, statement in self._statements():
+        removed = {"inbox": 0, "outbox": 0}
+
+        def delete(name: str, statement: TextClause) -> None:
             while not self._stopping.is_set():
                 began = time.monotonic()
                 count = self._delete(statement)
@@ -109,6 +110,13 @@ class Cleanup:
                     break
                 # Pause for as long as the batch took: on SQLite other writers had to wait.
                 self._stopping.wait(min(time.monotonic() - began, 0.1))
+
+        if self._inbox is not None:
+            delete("inbox", self._statement(inbox_table(self._inbox), "created_at", ""))
+        if self._outbox is not None:
+            removed["outbox"] += self._drop_days(self._outbox)
+            for statement in self._outbox_statements(self._outbox):
+                delete("outbox", statement)
         return Removed(**removed)
 
     def start(self) -> None:
@@ -149,22 +157,18 @@ class Cleanup:
     def __exit__(self, *exception: object) -> None:
         self.stop()
 
-    def _statements(self) -> Iterator[tuple[str, TextClause]]:
-        if self._inbox is not None:
-            yield "inbox", self._statement(inbox_table(self._inbox), "created_at", "")
-        if self._outbox is None:
-            return
+    def _outbox_statements(self, name: str) -> Iterator[TextClause]:
         try:
             with self.engine.connect() as connection:
-                has_groups = dialect.has_table(connection, positions_table(self._outbox).fullname)
+                has_groups = dialect.has_table(connection, positions_table(name).fullname)
                 slot = self._slot(connection)
-                is_divided = days.is_divided(connection, self._outbox)
-                end = days.passed(connection, self._outbox, self.retention) if is_divided else None
+                is_divided = days.is_divided(connection, name)
+                end = days.passed(connection, name, self.retention) if is_divided else None
         except SQLAlchemyError as error:
             raise dialect.store_error(self.engine, error) from error
         if not has_groups:  # of an earlier release, or another layout
             if self.relayed:
-                yield "outbox", self._statement(outbox_table(self._outbox), "published_at", "")
+                yield self._statement(outbox_table(name), "published_at", "")
             return
         if is_divided and end is None:  # each day goes as a whole, later
             return
@@ -174,28 +178,24 @@ class Cleanup:
             needs += f"\n       AND o.created_at < '{end}'::timestamptz"
         xid = "o.xid::text::bigint" if dialect.is_postgresql(self.engine.dialect) else "o.xid"
         needs = needs.format(
-            positions=quote(positions_table(self._outbox)),
-            retries=quote(retries_table(self._outbox)),
+            positions=quote(positions_table(name)),
+            retries=quote(retries_table(name)),
             xid=xid,
         )
         # Unpublished rows have no published_at, so no other condition is needed.
         column = "published_at" if self.relayed else "created_at"
-        yield "outbox", self._statement(outbox_table(self._outbox), column, needs)
+        yield self._statement(outbox_table(name), column, needs)
         if slot is not None and self.relayed:
-            name = quote(outbox_table(self._outbox))
-            behind = text(_BEHIND.format(table=name, unmarked=wal.UNMARKED, needs=needs))
-            yield (
-                "outbox",
-                behind.bindparams(
-                    seconds=float(self.retention), batch=self.batch_size, horizon=str(slot.horizon)
-                ),
+            table = quote(outbox_table(name))
+            behind = text(_BEHIND.format(table=table, unmarked=wal.UNMARKED, needs=needs))
+            yield behind.bindparams(
+                seconds=float(self.retention), batch=self.batch_size, horizon=str(slot.horizon)
             )
 
-    def _drop_days(self) -> int:
+    def _drop_days(self, table: str) -> int:
         """Add the days to come, and drop those that are done; return how many rows they had."""
-        if self._outbox is None or has_events_layout(self._outbox):
+        if has_events_layout(table):
             return 0
-        table = self._outbox
         with dialect.raise_store_errors(self.engine):
             if not dialect.is_postgresql(self.engine.dialect):
                 return 0
@@ -209,8 +209,8 @@ class Cleanup:
             published = _PUBLISHED if slot is None else _BEHIND_THE_SLOT
             needs = (_HELD + (published if self.relayed else _UNREAD)).format(
                 day="{day}",
-                positions=quote(positions_table(self._outbox)),
-                retries=quote(retries_table(self._outbox)),
+                positions=quote(positions_table(table)),
+                retries=quote(retries_table(table)),
                 unmarked=wal.UNMARKED,
                 deferred=wal.DEFERRED,
                 horizon=0 if slot is None else slot.horizon,

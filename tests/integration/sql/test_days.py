@@ -300,6 +300,28 @@ def test_a_cleanup_that_was_interrupted_is_finished_by_the_next(
     assert name not in names(divided)
 
 
+def test_a_role_that_does_not_own_the_outbox_is_told_so_and_cleans_the_inbox(
+    divided: Engine,
+) -> None:
+    role = "cleans_" + (divided.url.database or "")
+    with divided.begin() as connection:
+        for statement in (
+            f'CREATE ROLE "{role}" NOLOGIN',
+            f'GRANT SELECT, DELETE, UPDATE ON ALL TABLES IN SCHEMA public TO "{role}"',
+            f"DROP TABLE {names(divided)[0]}",
+            "INSERT INTO processed_messages VALUES ('billing', 'm-1', now() - interval '8 days')",
+        ):
+            connection.execute(text(statement))
+    limited = make_engine(divided.url, connect_args={"options": f"-c role={role}"})
+    with pytest.raises(StoreError, match=r"owner of table outbox|permission denied for schema"):
+        Cleanup(limited).run_once()
+    limited.dispose()
+    with divided.begin() as connection:
+        assert connection.execute(text("SELECT count(*) FROM processed_messages")).scalar() == 0
+        connection.execute(text(f'DROP OWNED BY "{role}"'))
+        connection.execute(text(f'DROP ROLE "{role}"'))
+
+
 def test_a_table_of_somebody_else_is_never_dropped(divided: Engine) -> None:
     with divided.begin() as connection:
         connection.execute(text("CREATE TABLE outbox_d20200101 (id bigint)"))
