@@ -366,9 +366,7 @@ def test_now_lets_the_first_go_and_the_others_follow_one_by_one(redis_client: An
 
 
 @pytest.mark.parametrize("verb", ["now", "never"])
-def test_in_a_log_what_waits_behind_another_has_its_time_and_goes_with_it(
-    log: Place, verb: str
-) -> None:
+def test_in_a_log_what_waits_behind_another_goes_with_it(log: Place, verb: str) -> None:
     source = log.source()
     source.allow_delays(4, ordered=True)
     log.publish([order(0)])
@@ -377,12 +375,10 @@ def test_in_a_log_what_waits_behind_another_has_its_time_and_goes_with_it(
     log.publish([order(1), order(2)])
     assert read_ids(source) == []
     found = log.retries().list()
-    assert [(item.event_id, item.attempts) for item in found] == [
-        ("o-0", 1),
-        ("o-1", 0),
-        ("o-2", 0),
-    ]
-    assert len({item.due for item in found}) == 1
+    shown = [(item.event_id, item.attempts, bool(item.due)) for item in found]
+    assert shown == [("o-0", 1, True), ("o-1", 0, False), ("o-2", 0, False)]
+    assert log.retries().now(["o-1"]) == []  # it is tried after the first
+    assert log.retries().list() == found
     assert getattr(log.retries(), verb)(["o-0"]) == [found[0].id]
     left = ["o-0", "o-1", "o-2"][verb == "never" :]
     read: list[str] = []
@@ -396,6 +392,28 @@ def test_in_a_log_what_waits_behind_another_has_its_time_and_goes_with_it(
     eventually(has_read_all, timeout=60)
     assert read == left
     assert log.retries().list() == []
+    source.close()
+
+
+def test_in_a_log_one_that_waits_behind_another_can_be_given_up(log: Place, capsys: Any) -> None:
+    source = log.source()
+    source.allow_delays(4, ordered=True)
+    log.publish([order(0)])
+    [first] = source.read(10, 5.0)
+    first.nack(TryLater(3_600, ValueError("no stock")))
+    log.publish([order(1), order(2)])
+    assert read_ids(source) == []
+    assert main(["retries", "never", *log.arguments, "o-1"]) == 0
+    assert read_ids(source) == []
+    capsys.readouterr()
+    assert main(["retries", "list", *log.arguments]) == 0
+    shown = capsys.readouterr().out
+    assert "o-1" not in shown
+    assert shown.count("behind another") == 1
+    assert main(["retries", "now", *log.arguments, "--all"]) == 0
+    capsys.readouterr()
+    assert main(["retries", "list", *log.arguments]) == 0
+    assert capsys.readouterr().out.count("due now") == 2
     source.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import sqlite3
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
@@ -10,6 +11,7 @@ import msgspec
 import pytest
 from sqlalchemy import text
 
+import conquiet
 from conquiet import App, Message
 from conquiet.delay import due_of, is_delayed, utc_text
 from conquiet.errors import ConfigError, Refused
@@ -56,6 +58,18 @@ def app(tmp_path: Path) -> App:
 def test_what_is_no_time_is_refused(given, why) -> None:
     with pytest.raises(ConfigError, match=why):
         due_of(**given)
+
+
+def test_no_process_reads_its_own_clock_to_tell_what_is_due() -> None:
+    """Times are those of the store; a process measures how long it sleeps, by a monotonic clock."""
+    package = Path(conquiet.__file__).parent
+    modules = ("schedule.py", "delay.py", "attempts.py", "middleware/retry.py")
+    modules += ("sql/promotion.py", "sql/schedules.py", "sql/log_group.py", "sql/log_source.py")
+    modules += ("redis/promotion.py", "redis/schedules.py", "redis/delay.py")
+    for module in modules:
+        tree = ast.parse((package / module).read_text())
+        called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+        assert called.isdisjoint({"time.time", "time.time_ns", "datetime.now", "datetime.utcnow"})
 
 
 def test_a_message_refuses_a_moment_without_a_time_zone() -> None:

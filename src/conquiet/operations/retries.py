@@ -129,7 +129,7 @@ class LogRetries:
                 row.event_id,
                 row.event_type,
                 row.attempts,
-                _moment(row.next_try),
+                _moment(row.next_try) if row.attempts or not row.next_try else "",
                 row.last_error or "",
                 attempts.read(row.errors),
             )

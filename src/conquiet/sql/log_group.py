@@ -644,18 +644,23 @@ class GroupTables:
         return list(self._run(connection, template, {"limit": limit}))
 
     def hurry(self, connection: Connection, ids: Sequence[int] | None = None) -> set[int]:
-        """Make messages due that wait for a retry, by default all; return their ids."""
-        return self._change(connection, _HURRY, ids)
+        """Make messages due that wait for a retry, by default all; return their ids.
+
+        Of given ones not those that were not tried yet: they follow the others of their key.
+        """
+        return self._change(connection, _HURRY, ids, "AND attempts > 0")
 
     def give_up(self, connection: Connection, ids: Sequence[int]) -> set[int]:
         """Make dead letters of messages that wait for a retry; return their ids."""
         return self._change(connection, _GIVE_UP, ids)
 
-    def _change(self, connection: Connection, template: str, ids: Sequence[int] | None) -> set[int]:
+    def _change(
+        self, connection: Connection, template: str, ids: Sequence[int] | None, only: str = ""
+    ) -> set[int]:
         if ids is None:
             return set(self._run(connection, template.replace("<only>", "")).scalars())
-        only = template.replace("<only>", "AND id <in ids>")
-        changed = set(self._run(connection, only, {"ids": self._list(ids)}).scalars())
+        template = template.replace("<only>", f"AND id <in ids> {only}")
+        changed = set(self._run(connection, template, {"ids": self._list(ids)}).scalars())
         if changed:
             self._run(connection, _FREE, {"ids": self._list(sorted(changed))})
         return changed
@@ -874,11 +879,15 @@ _GIVE_UP = f"""
 UPDATE <retries> SET dead_at = CURRENT_TIMESTAMP
  WHERE {_OURS} AND dead_at IS NULL AND next_try > <start> <only> RETURNING id
 """
-# What has not been tried waits for the others of its key, whose time has changed.
+# Lets what was not tried follow messages of its key whose time has changed, unless others wait.
 _FREE = f"""
-UPDATE <retries> SET next_try = 0
+UPDATE <retries> AS r SET next_try = 0
  WHERE {_OURS} AND dead_at IS NULL AND attempts = 0 AND next_try > <start> AND key IN (
     SELECT c.key FROM <retries> AS c WHERE c.consumer_group = :group AND c.id <in ids>)
+   AND NOT EXISTS (
+    SELECT 1 FROM <retries> AS e WHERE e.consumer_group = r.consumer_group AND e.key = r.key
+       AND e.topic = r.topic AND e.dead_at IS NULL AND e.next_try > <start> AND e.attempts > 0
+       AND (e.xid, e.id) < (r.xid, r.id))
 """
 _REVIVE = f"""
 UPDATE <retries> SET dead_at = NULL, attempts = 0, next_try = 0<errors forget>
