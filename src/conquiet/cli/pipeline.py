@@ -363,9 +363,7 @@ def _run(options: Namespace) -> int:
 
 
 def _show(options: Namespace) -> int:
-    import duckdb
-
-    from conquiet.lake.query import quoted
+    from conquiet.lake.query import naming, quoted
 
     targets = [name for name in options.names if ":" in name]
     names = [name for name in options.names if ":" not in name]
@@ -379,10 +377,8 @@ def _show(options: Namespace) -> int:
             return _list_tables(database, options.json)
         sql = options.sql or f"FROM {quoted(names[0])} ORDER BY ALL"
         database.offer(sql)
-        try:
+        with naming("--sql"):
             found = database.connection.sql(sql).limit(options.limit).to_arrow_table()
-        except (duckdb.CatalogException, duckdb.BinderException, duckdb.ParserException) as error:
-            raise ConfigError(f"--sql: {str(error).splitlines()[0]:.500}") from error
     rows = [{name: _plain(value) for name, value in row.items()} for row in found.to_pylist()]
     _print_rows(found.column_names, rows, options.json)
     return OK

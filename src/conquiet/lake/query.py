@@ -14,7 +14,7 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from hashlib import blake2b
 from typing import Any, Self
@@ -117,6 +117,17 @@ def digest(one: Query | Mart) -> str:
     """Return a hash of a definition, which another one of the same name has not."""
     parts = [getattr(one, field.name) for field in fields(one) if field.name != "prepare"]
     return blake2b(repr(parts).encode(), digest_size=16).hexdigest()
+
+
+@contextmanager
+def naming(sql: str) -> Iterator[None]:
+    """Raise an error that says whose SQL it is, if it cannot be read or names what is not there."""
+    import duckdb
+
+    try:
+        yield
+    except (duckdb.ParserException, duckdb.BinderException, duckdb.CatalogException) as error:
+        raise ConfigError(f"{sql}: {str(error).splitlines()[0]:.500}") from error
 
 
 def _count(condition: str | None, name: str) -> str:
@@ -279,23 +290,14 @@ class TableRefresh(Database):
 
     def apply(self, queries: Sequence[Query | Mart]) -> Iterator[tuple[str, int]]:
         """Refresh each table; yield its name and the number of rows written or removed."""
-        import duckdb
-
         later = {
             one.name: " ".join(two.text for two in queries[n + 1 :])
             for n, one in enumerate(queries)
         }
         for one in queries:
             is_read = one.name in _word.findall(later[one.name].replace("changed_", " "))
-            try:
+            with naming(f"the SQL of the table {one.name}"):
                 changed = self._apply(one, is_read=is_read)
-            except (
-                duckdb.ParserException,
-                duckdb.BinderException,
-                duckdb.CatalogException,
-            ) as error:
-                text = str(error).partition("\n")[0]
-                raise ConfigError(f"the SQL of the table {one.name}: {text:.500}") from error
             yield one.name, changed
 
     def _apply(self, one: Query | Mart, *, is_read: bool) -> int:

@@ -13,8 +13,9 @@ from html import escape
 from math import floor, log10
 from typing import Any
 
+from conquiet.errors import ConfigError
 from conquiet.lake.definition import ROWS_QUARANTINE
-from conquiet.lake.query import Database, quoted
+from conquiet.lake.query import Database, naming, quoted
 from conquiet.lake.reconcile import mismatches
 
 _WIDTH, _HEIGHT = 720, 250
@@ -124,12 +125,19 @@ def _rows(database: Database, sql: str) -> list[tuple[Any, ...]] | None:
 
 
 def _draw(database: Database, chart: Chart) -> str | None:
-    rows = _rows(database, chart.sql)
+    with naming(f"the chart {chart.title!r}"):
+        rows = _rows(database, chart.sql)
     if not rows:
         return None
-    points: _Points = [
-        (_name(row[0]), None if row[1] is None else float(row[1])) for row in rows if row[0]
-    ]
+    try:
+        points: _Points = [
+            (_name(row[0]), None if row[1] is None else float(row[1])) for row in rows if row[0]
+        ]
+    except (IndexError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"the chart {chart.title!r}: its SQL gives a day or a name, then a number; not"
+            f" {rows[0]!r:.200}"
+        ) from error
     drawn, size = _columns(points) if points and _is_day(points[0][0]) else _bars(points)
     label = escape(chart.title)
     numbers = "".join(

@@ -27,7 +27,7 @@ from conquiet.errors import ConfigError
 from conquiet.lake import ExpectationFailed, Pipeline, facts, journal, silver
 from conquiet.lake.definition import FactFailed
 from conquiet.lake.pipeline import Driver
-from conquiet.lake.report import report
+from conquiet.lake.report import Chart, report
 from conquiet.lake.tables import Files
 from conquiet.lake.tasks import Here
 from conquiet.testing import eventually
@@ -729,6 +729,20 @@ def test_reconciliation_reads_no_file_of_other_days(lake):
     assert hours == {START: 1, START + timedelta(hours=96): 1}
     with pytest.raises(Exception, match="Invalid data"):
         lake.reconcile(all=True)  # it counts all hours again
+
+
+@pytest.mark.parametrize(
+    ("sql", "said"),
+    [
+        ("SELECT day, nothing FROM payment", "the chart 'Mine': Binder Error: .*nothing"),
+        ("SELECT day, shop FROM payment", "the chart 'Mine': its SQL gives a day or a name, then"),
+        ("SELECT day FROM payment", r"then a number; not \(datetime"),
+    ],
+)
+def test_a_chart_that_cannot_be_drawn_is_named(lake, sql, said):
+    lake.run(as_table(entries(1)))
+    with lake.database() as database, pytest.raises(ConfigError, match=said):
+        report(database, "page", [Chart("Mine", sql)])
 
 
 def test_the_report_takes_the_age_of_imported_events_for_no_lag(lake):
