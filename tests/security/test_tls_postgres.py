@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
+import ssl
 
 import psycopg
 import pytest
 from pyspark.sql.types import StructType
-from sqlalchemy import make_url
+from sqlalchemy import make_url, text
 from tests import needs
 from tests.security.certificates import certificate
 
@@ -22,6 +24,7 @@ from conquiet.spark.database import Database, begin
 from conquiet.spark.upsert.postgres import PostgresTarget
 from conquiet.spark.upsert.target import UpsertOptions
 from conquiet.sql import Outbox, OutboxLog, engine, schema
+from conquiet.sql.dialect import async_engine
 from conquiet.sql.tls import verify_server, verify_server_text
 from marketplace.demo.servers import _own_schema
 
@@ -133,6 +136,41 @@ def test_who_says_a_mode_gets_it(secure_postgres, monkeypatch) -> None:
     monkeypatch.setenv("PGSSLMODE", "verify-full")
     with pytest.raises(ConquietError, match=REFUSED):
         read(url)
+
+
+@pytest.mark.parametrize(
+    ("query", "refused"),
+    [
+        ("sslmode=require", None),
+        ("sslmode=verify-ca&sslrootcert={trusted}", None),
+        ("sslmode=verify-ca", REFUSED),
+        ("sslmode=verify-full&sslrootcert={trusted}", REFUSED),  # it has the name alone
+    ],
+)
+def test_asyncpg_verifies_by_the_parameters_of_libpq(secure_postgres, query, refused) -> None:
+    url, trusted = secure_postgres
+    near = make_url(f"{url.partition('?')[0]}?{query.format(trusted=trusted)}")
+
+    async def ask() -> bool:
+        made = async_engine(near.set(drivername="postgresql+asyncpg", host="127.0.0.1"))
+        asked = text("SELECT ssl FROM pg_stat_ssl WHERE pid = pg_backend_pid()")
+        try:
+            async with made.connect() as connection:
+                return (await connection.execute(asked)).scalar_one()
+        finally:
+            await made.dispose()
+
+    if refused is None:
+        assert asyncio.run(ask())
+        return
+    with pytest.raises(ssl.SSLError, match=refused):
+        asyncio.run(ask())
+
+
+def test_an_authority_that_cannot_be_read_is_named() -> None:
+    url = make_url("postgresql+asyncpg://db.example/shop?sslrootcert=/no/such/file")
+    with pytest.raises(ConfigError, match="sslrootcert=/no/such/file cannot be used"):
+        async_engine(url)
 
 
 def test_without_tls_a_server_on_another_host_is_refused_until_the_url_allows_it(

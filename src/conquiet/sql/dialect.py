@@ -6,7 +6,6 @@ import asyncio
 import os
 import re
 import sqlite3
-import ssl
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,7 +31,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from conquiet import bridge
 from conquiet.config import missing_extra, require
 from conquiet.errors import ConfigError, HandlerError, StoreError
-from conquiet.sql.tls import add_advice, is_near, mode_of, verify_server
+from conquiet.sql.tls import add_advice, is_near, verify_by_asyncpg, verify_server
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
@@ -58,6 +57,13 @@ _PREPARED_NAMES = ("_pg3_", "_conquiet_", _OF_ASYNCPG)
 _PREPARE = "prepare_threshold"
 _UNPREPARED = {"statement_cache_size": 0, "prepared_statement_cache_size": 0}
 """Settings of asyncpg, and of SQLAlchemy's adapter of it, that prepare no statement by name."""
+_CONNECT_TIMEOUT = "connect_timeout"
+_OF_ASYNCPG_ALONE = ("command_timeout", "prepared_statement_cache_size")
+"""Parameters of a URL that psycopg does not know."""
+_KNOWN_TO_ASYNCPG = (
+    *("host", "port", "passfile", "target_session_attrs", "krbsrvname"),
+    *_OF_ASYNCPG_ALONE,
+)
 _SQLITE_PARAMETERS = (
     *("timeout", "isolation_level", "detect_types"),
     *("check_same_thread", "cached_statements", "uri"),
@@ -103,8 +109,8 @@ def is_async_url(url: URL) -> bool:
 def async_engine(url: URL, **options: Any) -> AsyncEngine:
     """Create an AsyncEngine for a URL of an async driver, as `engine` creates one of a sync driver.
 
-    asyncpg verifies a server on another host unless the URL, by `ssl`, or PGSSLMODE says otherwise.
-    `?prepare_threshold=none` switches its prepared statements off; it has no other threshold.
+    The URL has libpq's parameters also for asyncpg, since the same one is used for psycopg.
+    `?prepare_threshold=none` switches prepared statements off; asyncpg has no other threshold.
     """
     require("greenlet", "async")
     from sqlalchemy.ext.asyncio import create_async_engine
@@ -112,19 +118,45 @@ def async_engine(url: URL, **options: Any) -> AsyncEngine:
     arguments: dict[str, Any] = {}
     if url.get_backend_name() == "sqlite":
         arguments["timeout"] = BUSY_SECONDS
-    elif url.drivername != "postgresql+asyncpg":
+    elif url.drivername == "postgresql+asyncpg":
+        url, arguments = _translate_for_asyncpg(url)
+    else:
         url = verify_server(url)
-    elif "ssl" not in url.query and mode_of(url) is None and not is_near(url):
-        arguments["ssl"] = ssl.create_default_context()
-    if _PREPARE in url.query:
-        threshold = _prepare_threshold(url)
-        if url.drivername != "postgresql+asyncpg":
-            arguments[_PREPARE] = threshold
-        elif threshold is None:
-            arguments |= _UNPREPARED
-        url = url.difference_update_query([_PREPARE])
+        if _PREPARE in url.query:
+            arguments[_PREPARE] = _prepare_threshold(url)
+            url = url.difference_update_query([_PREPARE])
     with _name_missing_driver():
         return create_async_engine(url, connect_args=arguments, **options)
+
+
+def _translate_for_asyncpg(url: URL) -> tuple[URL, dict[str, Any]]:
+    """Return a URL without the parameters of libpq, and what asyncpg has for them."""
+    given = dict(url.query)
+    bare, tls = verify_by_asyncpg(url)
+    arguments: dict[str, Any] = {} if tls is None else {"ssl": tls}
+    if "application_name" in given:
+        arguments["server_settings"] = {"application_name": given["application_name"]}
+    if _CONNECT_TIMEOUT in given:
+        arguments["timeout"] = _seconds(url, str(given[_CONNECT_TIMEOUT]))
+    if _PREPARE in given and _prepare_threshold(url) is None:
+        arguments |= _UNPREPARED
+    bare = bare.difference_update_query(["application_name", _CONNECT_TIMEOUT, _PREPARE])
+    unknown = [name for name in bare.query if name not in _KNOWN_TO_ASYNCPG]
+    if unknown:
+        raise ConfigError(
+            f"{display_url(url)}: asyncpg has no parameter {', '.join(unknown)}; give an"
+            " AsyncEngine, which takes all settings as connect_args"
+        )
+    return bare, arguments
+
+
+def _seconds(url: URL, given: str) -> float:
+    try:
+        return float(given)
+    except ValueError:
+        raise ConfigError(
+            f"{display_url(url)}: {_CONNECT_TIMEOUT}={given!r:.40} is not a number of seconds"
+        ) from None
 
 
 @contextmanager
@@ -151,9 +183,11 @@ _ASYNC_DRIVERS = ("postgresql+asyncpg", "postgresql+psycopg_async", "sqlite+aios
 
 def _sync_url(url: URL) -> URL:
     """Name psycopg if no driver is named, and the sync driver in place of an async one."""
-    if url.drivername == "postgresql+asyncpg" and "ssl" in url.query:  # asyncpg's name of sslmode
-        mode = str(url.query["ssl"])
-        url = url.difference_update_query(["ssl"]).update_query_dict({"sslmode": mode})
+    if url.drivername == "postgresql+asyncpg":
+        mode = url.query.get("ssl")  # asyncpg's name of sslmode
+        url = url.difference_update_query(["ssl", *_OF_ASYNCPG_ALONE])
+        if mode is not None:
+            url = url.update_query_dict({"sslmode": str(mode)})
     return url.set(drivername=_DRIVERS.get(url.drivername, url.drivername))
 
 

@@ -16,7 +16,10 @@ from urllib.parse import urlencode
 
 from sqlalchemy import URL, make_url
 
+from conquiet.errors import ConfigError
+
 VERIFIED = "verify-full"
+_BY_AUTHORITY = "verify-ca"
 _LIBPQ_DRIVERS = ("default", "psycopg", "psycopg_async", "psycopg2")
 _OF_SYSTEM = "system"
 # Files of trusted authorities: Debian and Alpine, Red Hat, SUSE, macOS. The libpq in psycopg's
@@ -52,6 +55,29 @@ def verify_server_text(url: str) -> str:
         return url
     plain = re.sub(rf"(?<=[?&])sslrootcert={_OF_SYSTEM}(&|$)", "", url).rstrip("?&")
     return f"{plain}{'&' if '?' in plain else '?'}{urlencode(wanted, safe='/')}"
+
+
+def verify_by_asyncpg(url: URL) -> tuple[URL, ssl.SSLContext | str | None]:
+    """Translate libpq's parameters of TLS: return the URL without them, and asyncpg's `ssl`.
+
+    None leaves it to asyncpg, which knows PGSSLMODE.
+    """
+    mode = url.query.get("ssl") or mode_of(url)
+    authority = url.query.get("sslrootcert") or os.environ.get("PGSSLROOTCERT")
+    given = url.query.get("ssl") or url.query.get("sslmode")
+    url = url.difference_update_query(["ssl", "sslmode", "sslrootcert"])
+    if mode not in (None, VERIFIED, _BY_AUTHORITY) or (mode is None and is_near(url)):
+        return url, None if given is None else str(given)
+    if authority is None and _has_own_authority():
+        authority = _own_authority()
+    try:
+        context = ssl.create_default_context(
+            cafile=None if authority in (None, _OF_SYSTEM) else str(authority)
+        )
+    except OSError as error:
+        raise ConfigError(f"sslrootcert={authority} cannot be used: {error}") from error
+    context.check_hostname = mode != _BY_AUTHORITY
+    return url, context
 
 
 def is_near(url: URL, given: Mapping[str, Any] | None = None) -> bool:
@@ -115,7 +141,11 @@ def _is_near(host: str) -> bool:
 
 
 def _has_own_authority() -> bool:
-    return os.path.exists(os.path.expanduser("~/.postgresql/root.crt"))
+    return os.path.exists(_own_authority())
+
+
+def _own_authority() -> str:
+    return os.path.expanduser("~/.postgresql/root.crt")
 
 
 def _authorities() -> str:

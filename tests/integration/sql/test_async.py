@@ -14,7 +14,7 @@ from typing import Any
 import asyncpg as driver
 import msgspec
 import pytest
-from sqlalchemy import Engine, NullPool, event, text
+from sqlalchemy import Engine, NullPool, event, make_url, text
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import (
     AsyncEngine,
@@ -42,6 +42,7 @@ from conquiet.sql import (
     dialect,
     session,
 )
+from conquiet.sql.dialect import async_engine
 from conquiet.sql.schema import OUTBOX_TABLE
 from conquiet.testing import deliver
 from conquiet.worker import Health, Lanes
@@ -789,6 +790,37 @@ def test_a_statement_that_was_cancelled_is_named(server: Database, goes_on: bool
 
     asyncio.run(main())
     assert saved(server.engine) == server.events() == []
+
+
+def test_a_url_of_asyncpg_takes_the_parameters_of_libpq(asyncpg: Database) -> None:
+    """One URL opens the database by asyncpg and by psycopg, as an app does."""
+    query = "sslmode=disable&application_name=shop&connect_timeout=5&command_timeout=9"
+    url = make_url(f"{asyncpg.engine.url.render_as_string(hide_password=False)}?{query}")
+    ask = text("SELECT current_setting('application_name')")
+
+    async def main() -> None:
+        made = async_engine(url.set(drivername=asyncpg.driver))
+        async with made.connect() as connection:
+            assert (await connection.execute(ask)).scalar_one() == "shop"
+        await made.dispose()
+
+    asyncio.run(main())
+    made = dialect.engine(url.set(drivername=asyncpg.driver))
+    with made.connect() as connection:
+        assert connection.execute(ask).scalar_one() == "shop"
+    made.dispose()
+
+
+@pytest.mark.parametrize(
+    ("query", "why"),
+    [
+        ("options=-c%20work_mem%3D1MB", "asyncpg has no parameter options; give an AsyncEngine"),
+        ("connect_timeout=soon", "connect_timeout='soon' is not a number of seconds"),
+    ],
+)
+def test_a_parameter_that_asyncpg_does_not_have_is_named(query: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        async_engine(make_url(f"postgresql+asyncpg://app:pa55@localhost/shop?{query}"))
 
 
 @pytest.mark.parametrize("table", ["processed_messages", "orders", OUTBOX_TABLE])
