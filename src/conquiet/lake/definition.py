@@ -32,7 +32,7 @@ ROWS_QUARANTINE = "rows_quarantine"
 RESERVED = frozenset(
     (
         *("raw_events", "events", "events_quarantine", "redeliveries", "expectations", "touched"),
-        ROWS_QUARANTINE,
+        *(ROWS_QUARANTINE, "recon_completeness", "outbox_delivery"),
     )
 )
 
@@ -214,7 +214,7 @@ class Definitions:
         self.queries: list[Any] = []
         """Marts and queries, in the order in which they are made."""
         for one in catalog.declarations if catalog is not None else ():
-            self.definition.structs[one.event_type, one.version] = one.data
+            self._add_type(one.event_type, one.version, one.data)
         self.moments = moments or {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -257,9 +257,21 @@ class Definitions:
         """
         if (event_type, version) in self.definition.structs:
             raise ConfigError(f"{event_type} version {version} is declared twice")
-        self.definition.structs[event_type, version] = data
+        self._add_type(event_type, version, data)
         if streams is not None:
             self.definition.streams[event_type] = streams
+
+    def _add_type(self, event_type: str, version: int, data: type[msgspec.Struct]) -> None:
+        _check_name(event_type)
+        if self.definition.typed and event_type in self._taken_names():
+            raise ConfigError(
+                f"the event type {event_type} has the name of another table: leave out the tables"
+                " of event types by typed=False, or give it another name"
+            )
+        self.definition.structs[event_type, version] = data
+
+    def _taken_names(self) -> set[str]:
+        return {*RESERVED, *self.definition.tables, *(one.name for one in self.queries)}
 
     def expect(self, name: str, *, on_fail: OnFail = "quarantine") -> Callable[[Check], Check]:
         """Decorator: a rule over the struct or the row that the function's parameter is annotated
@@ -369,7 +381,7 @@ class Definitions:
 
     def _new_name(self, name: str) -> str:
         _check_name(name)
-        taken = {*RESERVED, *self.definition.tables, *(one.name for one in self.queries)}
+        taken = self._taken_names()
         if self.definition.typed:
             taken |= set(self.definition.types)
         if name in taken:

@@ -33,6 +33,11 @@ from conquiet.lake.tasks import Here
 from conquiet.testing import eventually
 
 
+class Counted(msgspec.Struct):
+    payment_id: str
+    events: int
+
+
 @pytest.fixture
 def lake(tmp_path: Path) -> Pipeline:
     pipeline.lake = str(tmp_path / "lake")
@@ -262,6 +267,18 @@ def test_a_row_that_breaks_a_rule_waits_in_quarantine_for_its_correction(tmp_pat
     assert made.read("rows_quarantine").num_rows == made.read("paid").num_rows == 1
 
 
+@pytest.mark.parametrize("name", ["events", "outbox_delivery", "mine", "com.shop.Paid", "../paid"])
+def test_an_event_type_names_a_table_of_its_own(tmp_path, name):
+    made = Pipeline(lake=tmp_path / "lake")
+    made.table(key="payment_id", name="mine")(Counted)
+    with pytest.raises(ConfigError, match=r"has the name of another table|names are in snake_case"):
+        made.event(name, Captured)
+    if name not in ("com.shop.Paid", "../paid"):
+        plain = Pipeline(lake=tmp_path / "lake", typed=False)
+        plain.event(name, Captured)
+        assert name in plain.definition.types
+
+
 def test_a_rule_over_a_class_that_cannot_be_found_is_refused(tmp_path):
     made = Pipeline(CATALOG, lake=tmp_path / "lake")
 
@@ -339,11 +356,6 @@ def test_a_fact_that_raises_is_named_with_its_event(tmp_path):
 
     with pytest.raises(FactFailed, match=r"fact broken.*oops.*payment_authorized version 1"):
         bad.run(as_table(entries(1)))
-
-
-class Counted(msgspec.Struct):
-    payment_id: str
-    events: int
 
 
 @pytest.mark.parametrize(
