@@ -77,9 +77,6 @@ def events_layout(table: str, max_attempts: int) -> Layout:
         attempts="attempt_count",
         as_text=frozenset({"event_type", "aggregate_type", "payload_json"}),
         max_attempts=max_attempts,
-        # With statistics from a short backlog, the planner would read all unpublished rows by the
-        # index on published_at and sort them, instead of going by the order of an index.
-        sorts=False,
         reads_uuids_as_text=True,
     )
 

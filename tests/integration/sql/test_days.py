@@ -6,10 +6,12 @@ import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 
+import psycopg
 import pytest
 from sqlalchemy import Engine, MetaData, Table, inspect, text
 from sqlalchemy.exc import OperationalError
 from tests.integration.sql.claiming import ListSink, fill, rows, running
+from tests.integration.sql.test_explain import FILL, kinds, plan
 from tests.integration.sql.test_wal_source import drain
 from tests.waiting import eventually
 
@@ -24,11 +26,15 @@ from conquiet.sql import (
     OutboxSource,
     Transaction,
     WalSource,
+    claim,
     days,
+    log,
     schema,
 )
 from conquiet.sql import engine as make_engine
+from conquiet.sql.claim import PsycopgClaimer
 from conquiet.sql.cleanup import Removed
+from conquiet.sql.outbox_source import outbox_layout
 from conquiet.testing import message
 
 TODAY = datetime.now(UTC).replace(hour=0, minute=0, second=0, microsecond=0)
@@ -170,6 +176,41 @@ def test_a_worker_reads_the_days_as_one_log(divided: Engine) -> None:
     eventually(read)
     source.close()
     assert seen == [f"e-{n}" for n in range(1, 7)]
+
+
+@pytest.mark.parametrize("what", ["claim", "keys", "rows of a key", "mark", "log"])
+def test_no_statement_that_runs_all_the_time_reads_a_whole_day(divided: Engine, what: str) -> None:
+    full = age(divided, 1)
+    filled = FILL.replace("published_at)", "published_at, created_at)").replace(
+        "FROM generate", f", '{noon(1)}'::timestamptz FROM generate"
+    )
+    url = divided.url.set(drivername="postgresql").render_as_string(False)
+    with psycopg.connect(url) as direct:
+        direct.execute(filled, (19_990, 20_000))
+        direct.execute("ANALYZE outbox")
+    free, ordered = (PsycopgClaimer(divided, outbox_layout(), ordered=by) for by in (False, True))
+    keys = claim.lock_keys(outbox_layout(), "outbox", divided.dialect, beyond=">=")
+    reader = log._POSTGRESQL.format(table="outbox")
+    for name, value in (
+        *((":after", "''"), (":held", "'{}'"), (":name", "'outbox'"), (":count", "100")),
+        *((":xid", "'5'"), (":id", "5000"), (":limit", "100")),
+    ):
+        keys, reader = keys.replace(name, value), reader.replace(name, value)
+    statement, given = {
+        "claim": (free._queries[False, False], (7, 100)),
+        "keys": (keys, ()),
+        "rows of a key": (ordered._of_keys_sql, (50, ["k1", "k2"], 50)),
+        "mark": (free._publish_sql, ([1, 2, 3],)),
+        "log": (reader, ()),
+    }[what]
+    options = "-c enable_sort=off"  # as in each claim
+    made = make_engine(divided.url, connect_args={} if what == "log" else {"options": options})
+    steps = plan(made, statement, given)
+    made.dispose()
+    of_the_day = [step for step in steps if step.get("Relation Name") == full]
+    assert of_the_day
+    assert kinds(of_the_day) <= {"Index Scan", "Index Only Scan", "LockRows", "ModifyTable"}
+    assert "Sort" not in kinds(steps)
 
 
 # --- days that are done -----------------------------------------------------------------------
