@@ -122,8 +122,8 @@ def allow_delays(source: Source, router: Router, *, ordered: bool) -> None:
     if not isinstance(source, Delaying):
         raise ConfigError(
             f"Retry(delays=…): a {type(source).__name__} cannot keep a failed message for later and"
-            " go on with others; read a Redis stream or the log of a database, or use"
-            " Retry(max_attempts=…), which waits within a delivery"
+            " go on with others; read a Redis stream or the log of a database, to which a handler"
+            " of this source can emit; or use Retry(max_attempts=…), which waits within a delivery"
         )
     source.allow_delays(len(delays) + 1, ordered=ordered)
 
