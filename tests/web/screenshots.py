@@ -49,6 +49,8 @@ def busy(shop: Shop, app: Dashboard) -> dict[str, str]:
     ]
     for reader in readers:
         shop.readers.callback(reader.close)
+    streams = shop.enqueue("mail", 40)
+    shop.client.xreadgroup("conquiet", "box:7:c-1", dict.fromkeys(streams, ">"), count=4)
     made, in_hand = 0, {}
     for step in range(_STEPS):
         count = int(24 + 10 * ((step // 9) % 3) + dice.randrange(9))
@@ -76,7 +78,7 @@ def take(browser: Any, url: str, ids: dict[str, str]) -> None:
         ("dashboard-handler", "/handler?name=charge_card&type=order.placed", "light", (1200, 660)),
         ("dashboard-handlers", "/handlers", "light", (1200, 480)),
         ("dashboard-letters", "/dead-letters", "light", (1200, 760)),
-        ("dashboard-dark", "/streams", "dark", (1200, 480)),
+        ("dashboard-dark", "/streams", "dark", (1200, 640)),
         ("dashboard-phone", "/", "dark", (390, 780)),
         ("dashboard-outbox", "/outbox?state=parked", "light", (1200, 480)),
         ("dashboard-letter", letter, "dark", (1200, 860)),
