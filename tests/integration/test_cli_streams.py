@@ -14,6 +14,7 @@ from tests.waiting import eventually
 from conquiet import Message, Router, Worker
 from conquiet.cli import main
 from conquiet.operations import history
+from conquiet.operations.streams import describe
 from conquiet.redis import StreamSink, StreamSource
 
 
@@ -207,3 +208,24 @@ def test_top_without_a_store_or_with_one_that_is_away(
     said = capsys.readouterr()
     assert "0 processes alive" in said.out  # the other store is shown all the same
     assert "outbox_history" in said.err
+
+
+def test_a_group_of_a_stream_is_removed_after_a_question_that_says_what_is_lost(
+    client: Any, redis_url: str, capsys: Any
+) -> None:
+    StreamSink(client, "orders").publish(
+        [Message(b"{}", {"id": f"o-{n}", "type": "place", "source": "/w"}) for n in range(3)]
+    )
+    source = StreamSource(client, "orders", "billing", "box-7", lease=0.1)
+    assert len(source.read(2, 5.0)) == 2
+    remove = ["streams", "remove-group", "orders", "billing", "--broker", redis_url]
+    assert main(remove) == 2
+    assert "2 entries in flight and 1 unread; --yes" in capsys.readouterr().err
+    source.close()
+    eventually(lambda: describe(client, "orders").groups[0].alive == 0, timeout=30)
+    assert main([*remove, "--yes"]) == 0
+    assert "group billing of stream orders removed" in capsys.readouterr().out
+    assert client.xinfo_groups("orders") == []
+    assert client.xlen("orders") == 3
+    assert main([*remove, "--yes"]) == 1
+    assert "has no group 'billing'" in capsys.readouterr().err

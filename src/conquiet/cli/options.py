@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from functools import partial
+from textwrap import fill
 from typing import Any, NamedTuple
 
 from conquiet.cli.progress import Waiting
@@ -57,11 +58,12 @@ def add_verb(verbs: Any, common: ArgumentParser, verb: Verb) -> ArgumentParser:
     title = "example" if len(verb.examples) == 1 else "examples"
     lines = "\n".join(f"  {example}" for example in verb.examples)
     more = f"\n{verb.more.strip()}\n" if verb.more else ""
+    codes = fill(f"exit codes: {verb.codes}", 100, break_long_words=False, break_on_hyphens=False)
     parser: ArgumentParser = verbs.add_parser(
         verb.name,
         help=verb.what.partition(";")[0].partition(":")[0],
         description=f"{verb.what[0].upper()}{verb.what[1:]}.",
-        epilog=f"{title}:\n{lines}\n{more}\nexit codes: {verb.codes}\n",
+        epilog=f"{title}:\n{lines}\n{more}\n{codes}\n",
         parents=[common],
     )
     parser.set_defaults(run=verb.run)

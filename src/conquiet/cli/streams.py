@@ -18,6 +18,8 @@ from conquiet.cli.options import (
     add_verb,
     age,
     database_at,
+    is_broker_given,
+    is_database_given,
     redis_at,
     span,
     whole,
@@ -34,8 +36,8 @@ from conquiet.cli.terminal import (
     watch,
     yellow,
 )
-from conquiet.config import DATABASES
-from conquiet.errors import ConfigError, NotFound
+from conquiet.config import BROKER_VARIABLE, DATABASES
+from conquiet.errors import ConfigError, ConquietError, NotFound
 
 if TYPE_CHECKING:
     from conquiet.operations.streams import StreamInfo
@@ -56,9 +58,10 @@ def register(commands: Any, common: ArgumentParser) -> None:
     for parser in (listed, lag, trim, prune):
         add_broker(parser)
     add_database(lag, "the database whose outbox is read as a log, in place of a Redis")
-    removal.add_argument("topic", metavar="TOPIC", help="of the outbox")
+    removal.add_argument("topic", metavar="TOPIC", help="of the outbox, or the stream in Redis")
     removal.add_argument("group", metavar="GROUP", help="its name")
     add_database(removal)
+    add_broker(removal, f"the Redis with the stream; else {BROKER_VARIABLE}, without a database")
     add_yes(removal)
     for parser in (listed, lag):
         parser.add_argument(
@@ -297,6 +300,9 @@ def _prune(options: Namespace) -> int:
 
 
 def _remove_group(options: Namespace) -> int:
+    has_broker_alone = not is_database_given(options.database) and is_broker_given(None)
+    if options.broker or (has_broker_alone and not options.database):
+        return _remove_group_of_stream(options)
     from conquiet.operations import log_groups
 
     what = f"remove group {options.group!r} of topic {options.topic!r}, with its dead letters"
@@ -304,10 +310,37 @@ def _remove_group(options: Namespace) -> int:
         return FAILED
     with database_at(options.database) as engine:
         log_groups.remove(engine, options.topic, options.group)
+    return _report_removed(options, "topic")
+
+
+def _remove_group_of_stream(options: Namespace) -> int:
+    from conquiet.operations.retries import open_retries
+    from conquiet.operations.streams import describe, remove_group
+
+    stream, group = options.topic, options.group
+    with redis_at(options.broker) as client:
+        found = next((one for one in describe(client, stream).groups if one.name == group), None)
+        if found is None:
+            raise NotFound(
+                f"stream {stream!r} has no group {group!r}; conquiet streams lag shows them"
+            )
+        if open_retries(stream, client, group).list(1):
+            raise ConquietError(
+                f"messages wait for a later try in group {group!r} of stream {stream!r}: conquiet"
+                " retries now tries them, conquiet retries never gives them up"
+            )
+        lost = f"{found.pending:,} entries in flight and {found.lag:,} unread"
+        if not confirm(f"remove group {group!r} of stream {stream!r}, with {lost}", options.yes):
+            return FAILED
+        remove_group(client, stream, group, pending=found.pending, position=found.last_delivered)
+    return _report_removed(options, "stream")
+
+
+def _report_removed(options: Namespace, kind: str) -> int:
     if options.json:
         print_json({"removed": options.group})
     else:
-        print(in_one_row(f"group {options.group} of topic {options.topic} removed"))
+        print(in_one_row(f"group {options.group} of {kind} {options.topic} removed"))
     return OK
 
 
@@ -368,14 +401,18 @@ themselves; a consumer that holds entries is never removed.
     ),
     Verb(
         "remove-group",
-        "remove a group that reads an outbox as a log, with its positions and dead letters",
-        ("conquiet streams remove-group orders billing --database postgresql://db/shop --yes",),
-        "0 done; 1 it was not confirmed, there is no such group, or the database is out of reach; 2"
-        " wrong usage",
+        "remove a group of a stream, or of an outbox that is read as a log",
+        (
+            "conquiet streams remove-group orders billing --broker redis://localhost/0",
+            "conquiet streams remove-group orders billing --database postgresql://db/shop --yes",
+        ),
+        "0 done; 1 it was not confirmed, there is no such group, it has live consumers, or the"
+        " store is out of reach; 2 wrong usage",
         _remove_group,
         more="""
-Rows that a group has not read are kept for it. Remove one whose workers are gone for good; a
-running worker creates its group again, at the beginning.
+Remove one whose workers are gone for good: what it has not read is kept for it, in an outbox and,
+by streams trim, in a stream. What is in flight is forgotten; of an outbox, its dead letters too. A
+worker that starts later creates the group again, at the beginning.
 """,
     ),
 )
