@@ -1,9 +1,9 @@
 """The reference consumer as a Celery task.
 
 With `acks_late`, a worker that dies gives its task back, so a task may run twice: the guard makes
-its effects happen once. While another worker is at the event, or when the handler fails, the task
-is tried again later: Celery acks what returns and what fails for good alike. Only what can never
-be handled fails at once.
+its effects happen once. If another worker handles the event, or the handler fails, the task is
+retried later, since Celery acks a task that returns and one that fails. An event that can never be
+handled fails at once.
 
     REDIS_URL=redis://localhost:6379/0 celery -A examples.idempotent_celery worker
 """

@@ -1,8 +1,8 @@
 """The reference consumer of domain events: reads what a relay published, handles each event once.
 
 Duplicates are possible; consumers must be idempotent. The guard claims the event before the side
-effects and remembers it after them. What another process is at, or what failed, is not acked and
-comes again; what was seen before is acked and does nothing.
+effects and remembers it after them. An event that has failed, or that another process handles, is
+not acked and is delivered again; a duplicate is acked and has no effect.
 
     REDIS_URL=redis://localhost:6379/0 python examples/idempotent_consumer.py
 """
