@@ -63,9 +63,7 @@ def _list(options: Namespace) -> int:
         print_json([asdict(item) for item in found])
         return OK if is_there else FAILED
     for item in found:
-        until = "due now" if item.due else "behind another"
-        if item.due > "1971":  # `now` has made it the first moment of 1970
-            until = f"until {item.due}"
+        until = f"until {item.due}" if item.due else "behind another"
         print_row(*(item.id, until, item.event_type, item.event_id, f"{item.attempts} attempts"))
         why = one_line(item.reason) or "waits for an earlier message of its key"
         print(dim(f"    {hang(f'{why:.{_SHOWN}}', 4)}", sys.stdout))

@@ -129,7 +129,7 @@ class LogRetries:
                 row.event_id,
                 row.event_type,
                 row.attempts,
-                _moment(row.next_try) if row.attempts or not row.next_try else "",
+                "" if row.last_error is None else _moment(row.next_try),  # it waits for another
                 row.last_error or "",
                 attempts.read(row.errors),
             )
@@ -174,10 +174,11 @@ def find_retries(engine: Engine, table: str) -> list[LogRetries]:
 
 # KEYS: when entries are due. ARGV: ids. Returns those that waited.
 _NOW = b"""
-local done = {}
+local t = redis.call('TIME')
+local now, done = t[1] * 1000 + math.floor(t[2] / 1000), {}
 for _, id in ipairs(ARGV) do
     if redis.call('ZSCORE', KEYS[1], id) then
-        redis.call('ZADD', KEYS[1], 0, id)
+        redis.call('ZADD', KEYS[1], now, id)
         done[#done + 1] = id
     end
 end

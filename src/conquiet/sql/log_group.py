@@ -872,7 +872,7 @@ SELECT r.xid, r.id, r.attempts, r.next_try, r.last_error, <errors of>, o.event_t
 """
 # Not those that a member has: their time is over already.
 _HURRY = f"""
-UPDATE <retries> SET next_try = 0
+UPDATE <retries> SET next_try = <start>
  WHERE {_OURS} AND dead_at IS NULL AND next_try > <start> <only> RETURNING id
 """
 _GIVE_UP = f"""
@@ -881,7 +881,7 @@ UPDATE <retries> SET dead_at = CURRENT_TIMESTAMP
 """
 # Lets what was not tried follow messages of its key whose time has changed, unless others wait.
 _FREE = f"""
-UPDATE <retries> AS r SET next_try = 0
+UPDATE <retries> AS r SET next_try = <start>
  WHERE {_OURS} AND dead_at IS NULL AND attempts = 0 AND next_try > <start> AND key IN (
     SELECT c.key FROM <retries> AS c WHERE c.consumer_group = :group AND c.id <in ids>)
    AND NOT EXISTS (
@@ -890,7 +890,7 @@ UPDATE <retries> AS r SET next_try = 0
        AND (e.xid, e.id) < (r.xid, r.id))
 """
 _REVIVE = f"""
-UPDATE <retries> SET dead_at = NULL, attempts = 0, next_try = 0<errors forget>
+UPDATE <retries> SET dead_at = NULL, attempts = 0, next_try = <start><errors forget>
  WHERE {_OURS} AND id = :id AND dead_at IS NOT NULL
 """
 _REMOVE_RETRIES = f"DELETE FROM <retries> WHERE {_OURS}"
