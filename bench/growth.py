@@ -39,21 +39,20 @@ DAYS = 8
 TIMES = 20
 ORDER = {"type": "order.placed", "source": "/shop"}
 
-# The oldest day is of another time than the others, so that it can expire by itself.
 OUTBOX = f"""
 INSERT INTO outbox (topic, event_type, event_id, key, content_type, data, attributes, published_at,
                     created_at)
 SELECT 'orders', 'order.placed', 'e-' || n, 'k' || mod(n, 1000), 'application/json',
-       convert_to('{{"order_id": "o-' || n || '", "note": "' || repeat('x', 70) || '"}}', 'UTF8'),
-       jsonb_build_object('id', 'e-' || n, 'type', 'order.placed', 'source', '/shop'),
+       convert_to(repeat('x', 100), 'UTF8'),
+       '{{"id": "e", "type": "order.placed", "source": "/shop", "specversion": "1.0"}}',
        CASE WHEN n <= %(rows)s - {WAITING} THEN at END, at
   FROM (SELECT n, now() - interval '{DAYS} days' * (1 - n::float8 / %(rows)s) AS at
-          FROM generate_series(1, %(rows)s::bigint) AS n) AS made ORDER BY n
+          FROM generate_series(1, %(rows)s::bigint) AS n) AS made
 """
 INBOX = """
 INSERT INTO processed_messages (subscriber, message_id, created_at)
 SELECT 'billing', '/web ' || md5(n::text), now() - interval '6 days' * (1 - n::float8 / %(rows)s)
-  FROM generate_series(1, %(rows)s::bigint) AS n ORDER BY n
+  FROM generate_series(1, %(rows)s::bigint) AS n
 """
 EXPIRE = """
 UPDATE {table} SET {column} = now() - interval '30 days' WHERE ctid IN (
@@ -223,18 +222,22 @@ def add_past(direct: psycopg.Connection[Any]) -> None:
 
 @contextmanager
 def without_indexes(direct: psycopg.Connection[Any]) -> Iterator[None]:
-    """Create the indexes of the outbox again when it is filled, which is quicker."""
+    """Create the indexes again when the tables are filled, which is quicker."""
     found = direct.execute(
-        "SELECT indexrelid::regclass::text,"
-        " replace(pg_get_indexdef(indexrelid), ' ON ONLY ', ' ON ')"
-        " FROM pg_index WHERE indrelid = 'outbox'::regclass AND NOT indisprimary"
+        "SELECT indexrelid::regclass::text, indrelid::regclass::text, indisprimary,"
+        " replace(pg_get_indexdef(indexrelid), ' ON ONLY ', ' ON '),"
+        " pg_get_constraintdef((SELECT oid FROM pg_constraint WHERE conindid = indexrelid"
+        " AND contype = 'p')) FROM pg_index WHERE indrelid IN ('outbox'::regclass,"
+        " 'processed_messages'::regclass)"
     ).fetchall()
-    for name, _ in found:
-        direct.execute(f"DROP INDEX {name}")
+    for name, table, is_key, *_ in found:
+        direct.execute(
+            f"ALTER TABLE {table} DROP CONSTRAINT {name}" if is_key else f"DROP INDEX {name}"
+        )
     yield
     direct.execute("SET maintenance_work_mem = '512MB'")
-    for _, definition in found:
-        direct.execute(definition)
+    for name, table, is_key, definition, key in found:
+        direct.execute(f"ALTER TABLE {table} ADD CONSTRAINT {name} {key}" if is_key else definition)
 
 
 if __name__ == "__main__":
