@@ -147,6 +147,8 @@ class Definition:
     structs: dict[tuple[str, int], type[msgspec.Struct]] = field(default_factory=dict)
     streams: dict[str, str] = field(default_factory=dict)
     """Patterns of streams by event type, for types that come from some streams only."""
+    plain: set[str] = field(default_factory=set)
+    """Event types whose entries have their data alone, without an envelope."""
     moments: dict[str, str] = field(default_factory=dict)
     """The field of an event type's data that says when it happened."""
     rules: list[Rule] = field(default_factory=list)
@@ -193,6 +195,15 @@ def snake_case(name: str) -> str:
     'fact_order_line'
     """
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+
+
+def table_of_type(event_type: str) -> str:
+    """Return the name of an event type's table.
+
+    >>> table_of_type("order.placed")
+    'order_placed'
+    """
+    return event_type.replace(".", "_")
 
 
 class Definitions:
@@ -250,20 +261,30 @@ class Definitions:
         *,
         version: int = 1,
         streams: str | None = None,
+        envelope: bool = True,
     ) -> None:
         """Declare a type outside the catalog, and the struct of its `data` in one `version`.
 
-        With `streams`, a pattern, it is taken from streams with such names only.
+        With `streams`, a pattern, it is taken from streams with such names only. Without an
+        `envelope` an entry has the data alone, as handlers and `app.emit` write it; the event has
+        the version 1, and occurred at the attribute `time`.
         """
         if (event_type, version) in self.definition.structs:
             raise ConfigError(f"{event_type} version {version} is declared twice")
+        is_known = event_type in self.definition.types
+        if (not envelope and (version != 1 or is_known)) or event_type in self.definition.plain:
+            raise ConfigError(f"{event_type} has one version alone, 1, without an envelope")
         self._add_type(event_type, version, data)
+        if not envelope:
+            self.definition.plain.add(event_type)
         if streams is not None:
             self.definition.streams[event_type] = streams
 
     def _add_type(self, event_type: str, version: int, data: type[msgspec.Struct]) -> None:
-        _check_name(event_type)
-        if self.definition.typed and event_type in self._taken_names():
+        table = table_of_type(event_type)
+        _check_name(table)
+        others = {table_of_type(one) for one in self.definition.types if one != event_type}
+        if self.definition.typed and table in self._taken_names() | others:
             raise ConfigError(
                 f"the event type {event_type} has the name of another table: leave out the tables"
                 " of event types by typed=False, or give it another name"
@@ -383,7 +404,7 @@ class Definitions:
         _check_name(name)
         taken = self._taken_names()
         if self.definition.typed:
-            taken |= set(self.definition.types)
+            taken |= set(map(table_of_type, self.definition.types))
         if name in taken:
             raise ConfigError(f"the table {name} is declared twice, or its name is reserved")
         return name

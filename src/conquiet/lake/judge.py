@@ -32,6 +32,7 @@ from conquiet.lake.definition import (
     Fact,
     FactFailed,
     Rule,
+    table_of_type,
 )
 from conquiet.lake.schema import TIME, Encoder, arrange, arrow_schema, without_none
 
@@ -210,7 +211,7 @@ class Judge:
         """Judge first deliveries; `with_silver=False` for the feed alone."""
         counts = Counts()
         good, bad = _Good(), _Bad()
-        look = _Look(entries)
+        look = _Look(entries, with_times=bool(self.definition.plain))
         for kind, read in self._read(look, bad).items():
             self._keep(kind, read, look, good, bad, counts)
         return self._judged(entries, good, bad, counts, with_silver)
@@ -222,9 +223,11 @@ class Judge:
         for kind, rows in self._by_kind(look, bad, doubtful).items():
             found[kind] = kind.read(rows, look, doubtful)
         for row in doubtful:
-            reason, version, again = self._reason(
-                look.streams[row], look.ids[row], look.types[row], look.data[row]
-            )
+            names = look.streams[row], look.ids[row], look.types[row]
+            if names[2] in self.definition.plain:
+                bad.add(row, 1, self._reason_of_plain(names[0], names[2], look, row))
+                continue
+            reason, version, again = self._reason(*names, look.data[row])
             if again is None:
                 bad.add(row, version, reason)
             else:
@@ -314,6 +317,21 @@ class Judge:
             return "invalid_data", shown, None
         return "", shown, (_Envelope(version, event_id, occurred, value), kind)
 
+    def _reason_of_plain(self, stream: str, event_type: str, look: _Look, row: int) -> str:
+        """Find the first check that an entry without an envelope fails."""
+        if not self.definition.accepts(stream, event_type):
+            return "unknown_type"
+        data = look.data[row] or b""
+        if data.strip() in (b"", b"null"):
+            return "null_data"
+        if look.times[row] is None:
+            return "malformed_entry"
+        try:
+            _objects.decode(data)
+        except _fault:
+            return "broken_json"
+        return "invalid_data"
+
     # --- columns --------------------------------------------------------------------------------
 
     def _judged(
@@ -373,10 +391,9 @@ class Judge:
             rows = base.slice(start, end - start)
             columns = [*rows.columns, *data.columns]
             names = [*rows.column_names, *map(_column, data.column_names)]
-            schema = self._typed[kind.event_type]
-            found.setdefault(kind.event_type, []).append(
-                _fit(pa.table(columns, names=names), schema)
-            )
+            table = table_of_type(kind.event_type)
+            schema = self._typed[table]
+            found.setdefault(table, []).append(_fit(pa.table(columns, names=names), schema))
         return {name: pa.concat_tables(parts) for name, parts in found.items()}
 
     def _feed(
@@ -475,7 +492,7 @@ class Judge:
 class _Look:
     """The columns of entries that are looked at one by one."""
 
-    def __init__(self, entries: pa.Table) -> None:
+    def __init__(self, entries: pa.Table, *, with_times: bool = False) -> None:
         names = ("stream", "event_id", "type", "data", "_malformed")
         columns = [entries[name].to_pylist() for name in names]
         self.streams, self.ids, self.types, data, self.malformed = columns
@@ -483,6 +500,9 @@ class _Look:
             replace_nul(one) if one is not None and b"\\u0000" in one else one for one in data
         ]
         self.days = entries["_day"].to_pylist()
+        self.times: list[datetime | None] = (
+            pc.coalesce(entries["time"], entries["entry_time"]).to_pylist() if with_times else []
+        )
         self.no_text = _rows_without_text(entries["data"])
 
 
@@ -545,6 +565,7 @@ class _Kind:
         self.values_are_plausible = _plausible(inspect.type_info(struct)) or (lambda values: True)
         self.rules = [one for one in definition.rules if one.of is struct]
         self.moment = definition.moments.get(event_type)
+        self._is_plain = event_type in definition.plain
         self.fields = [
             (number, fact.key)
             for number, fact in enumerate(definition.facts.values())
@@ -556,6 +577,19 @@ class _Kind:
 
     def read(self, rows: list[int], look: _Look, doubtful: list[int]) -> _Read:
         """Read entries of this kind; those that are not as they should be become doubtful."""
+        found = (self._read_plain if self._is_plain else self._open_all)(rows, look, doubtful)
+        if self._are_plausible(found.envelopes):
+            return found
+        plausible = _Read()
+        for row, envelope in zip(found.rows, found.envelopes, strict=True):
+            if self._are_plausible([envelope]):
+                plausible.add(row, envelope)
+            else:
+                doubtful.append(row)
+        return plausible
+
+    def _open_all(self, rows: list[int], look: _Look, doubtful: list[int]) -> _Read:
+        """Read entries that have an envelope."""
         found = _Read()
         data, ids, read, version = look.data, look.ids, self._open, self.version
         for row in rows:
@@ -569,15 +603,23 @@ class _Kind:
                 found.envelopes.append(envelope)
             else:
                 doubtful.append(row)
-        if self._are_plausible(found.envelopes):
-            return found
-        plausible = _Read()
-        for row, envelope in zip(found.rows, found.envelopes, strict=True):
-            if self._are_plausible([envelope]):
-                plausible.add(row, envelope)
-            else:
+        return found
+
+    def _read_plain(self, rows: list[int], look: _Look, doubtful: list[int]) -> _Read:
+        """Read entries that have their data alone."""
+        found = _Read()
+        for row in rows:
+            occurred = look.times[row]
+            try:
+                value = self.decode(look.data[row] or b"")
+            except _fault:
                 doubtful.append(row)
-        return plausible
+                continue
+            if occurred is None:
+                doubtful.append(row)
+            else:
+                found.add(row, _Envelope(self.version, look.ids[row], occurred, value))
+        return found
 
     def _are_plausible(self, envelopes: list[_Envelope[Any]]) -> bool:
         return _plausible_times(
@@ -588,6 +630,8 @@ class _Kind:
         """Read the data of an event that was judged before."""
         if b"\\u0000" in data:
             data = replace_nul(data)
+        if self._is_plain:
+            return self.decode(data)
         try:
             return self._open(data).data
         except _fault:  # its actor is not as expected
@@ -644,14 +688,15 @@ def typed_schemas(definition: Definition) -> dict[str, pa.Schema]:
     """Return the schema of each event type's table: the fields of all its versions."""
     found: dict[str, pa.Schema] = {}
     for (event_type, _), struct in sorted(definition.structs.items(), key=lambda one: one[0]):
-        schema = found.get(event_type, TYPED)
+        table = table_of_type(event_type)
+        schema = found.get(table, TYPED)
         for column in arrow_schema(struct):
             name = _column(column.name)
             if name not in schema.names:
                 schema = schema.append(pa.field(name, column.type))
             elif schema.field(name).type != column.type:
                 schema = schema.set(schema.get_field_index(name), pa.field(name, pa.string()))
-        found[event_type] = schema
+        found[table] = schema
     return found
 
 

@@ -22,6 +22,7 @@ from conquiet.events.catalog import Catalog
 from conquiet.lake import facts, silver
 from conquiet.lake.definition import Definitions
 from conquiet.lake.journal import FOLDER, Batch, Folded, Journal, Lease, Lock, Refresh
+from conquiet.lake.judge import typed_schemas
 from conquiet.lake.query import ROWS_PER_FILE as QUERY_ROWS_PER_FILE
 from conquiet.lake.query import (
     Database,
@@ -102,7 +103,10 @@ class Driver:
         self._lock.acquire()
         try:
             self.store.check_types(
-                [*(self.definition.types if self.definition.typed else ()), *self.definition.tables]
+                [
+                    *(typed_schemas(self.definition) if self.definition.typed else ()),
+                    *self.definition.tables,
+                ]
             )
             self.journal.load()
             for batch in self.journal.pending:

@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.ipc
 
-from conquiet.lake.definition import Definition
+from conquiet.lake.definition import Definition, table_of_type
 from conquiet.lake.journal import FOLDER, Batch, Feed
 from conquiet.lake.judge import ENTRIES, EVENTS, FEED, QUARANTINE, Judge, Judged, typed_schemas
 from conquiet.lake.schema import TIME, arrange
@@ -160,7 +160,8 @@ def schemas(definition: Definition) -> dict[str, pa.Schema]:
 
 def id_tables(definition: Definition) -> list[str]:
     """Return the tables that together have every event id once."""
-    return ["events", "events_quarantine", *(definition.streams if definition.typed else ())]
+    bound = map(table_of_type, definition.streams) if definition.typed else ()
+    return ["events", "events_quarantine", *bound]
 
 
 # --- look ---------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from tests.unit.lake.payments import (
     pipeline,
 )
 
+from conquiet import App
 from conquiet.errors import ConfigError
 from conquiet.lake import ExpectationFailed, Pipeline, facts, journal, silver
 from conquiet.lake.definition import FactFailed
@@ -267,7 +268,91 @@ def test_a_row_that_breaks_a_rule_waits_in_quarantine_for_its_correction(tmp_pat
     assert made.read("rows_quarantine").num_rows == made.read("paid").num_rows == 1
 
 
-@pytest.mark.parametrize("name", ["events", "outbox_delivery", "mine", "com.shop.Paid", "../paid"])
+class PlaceOrder(msgspec.Struct):
+    id: str
+    cents: int
+
+
+class OrderPlaced(msgspec.Struct):
+    id: str
+    cents: int
+
+
+class PlacedRow(msgspec.Struct):
+    id: str
+    cents: int
+    at: datetime
+
+
+def events_of_an_app(folder: Path, count: int) -> list[dict]:
+    """Return what a handler wrote to its outbox, as entries of a log."""
+    app = App("shop", database=f"sqlite:///{folder}/shop.db")
+
+    @app.on
+    def place(order: PlaceOrder) -> OrderPlaced:
+        return OrderPlaced(order.id, order.cents)
+
+    with app.test() as client:
+        for number in range(count):
+            client.send(PlaceOrder(f"o{number}", number * 10))
+        messages = list(client.outbox)
+    return [
+        {
+            "stream": "shop",
+            "entry_id": f"{number}-0",
+            "entry_time": START,
+            "event_id": one.id,
+            "type": one.attributes["type"],
+            "time": datetime.fromisoformat(one.attributes["time"]),
+            "data": msgspec.json.encode(one.data),
+        }
+        for number, one in enumerate(messages, 1)
+    ]
+
+
+def test_events_of_handlers_need_no_envelope(tmp_path):
+    log = events_of_an_app(tmp_path, 3)
+    made = Pipeline(lake=tmp_path / "lake", name="shop")
+    made.event("order.placed", OrderPlaced, envelope=False)
+    made.table(key="id")(PlacedRow)
+
+    @made.fact(key="id", events=["order.placed"])
+    class State(msgspec.Struct):
+        key: str = ""
+        said: tuple[datetime, int] | None = None
+
+        def apply(self, event):
+            self.said = min(
+                self.said or (event.moment, event.data.cents), (event.moment, event.data.cents)
+            )
+
+        def rows(self):
+            yield PlacedRow(self.key, self.said[1], self.said[0])
+
+    made.mart("total", of=PlacedRow, by=("at",), sums=("cents",))
+    bad = {"null_data": b"null", "broken_json": b"{", "invalid_data": b'{"id": 4}'}
+    wrong = [{**log[0], "event_id": reason, "data": data} for reason, data in bad.items()]
+    wrong.append({**log[0], "event_id": "malformed_entry", "time": None, "entry_time": None})
+    made.run(as_table([*log, *wrong]))
+    made.run(as_table(log))  # redelivered
+    assert made.read("order_placed")["cents"].to_pylist() == [0, 10, 20]
+    assert sorted(made.read("placed_row")["cents"].to_pylist()) == [0, 10, 20]
+    assert sorted(made.read("placed_row")["at"].to_pylist()) == [one["time"] for one in log]
+    assert sum(made.read("total")["cents"].to_pylist()) == 30
+    refused = made.read("events_quarantine").to_pylist()
+    assert {row["event_id"] for row in refused} == {*bad, "malformed_entry"}
+    assert all(row["reason"] == row["event_id"] for row in refused)
+    assert made.quarantine.retry() == 0
+    before = contents(made)
+    made.replay()
+    assert contents(made) == before
+    with pytest.raises(ConfigError, match=r"order\.placed has one version alone"):
+        made.event("order.placed", OrderPlaced, version=2)
+    with pytest.raises(ConfigError, match="has the name of another table"):
+        made.event("order_placed", OrderPlaced)
+
+
+@pytest.mark.parametrize("name", ["events", "outbox.delivery", "mine", "com.shop.Paid", "../paid"])
 def test_an_event_type_names_a_table_of_its_own(tmp_path, name):
     made = Pipeline(lake=tmp_path / "lake")
     made.table(key="payment_id", name="mine")(Counted)
