@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
+from sqlalchemy import text as text_sql
 
 from conquiet import Router, Worker
 from conquiet.message import Message
@@ -124,6 +126,24 @@ def test_three_processes_are_three_however_many_streams_they_read(make, shop, wo
     assert "name=charge_card&amp;type=order.placed" in client.get("/handlers").text
     workers[0].write("ended")
     workers[1].write("ended")
+
+
+def test_a_process_that_stopped_without_saying_so_needs_attention(client, shop) -> None:
+    now = time.time()
+    with shop.engine.begin() as connection:
+        for name, ago in (("web-1-41", 0), ("web-2-17", 100)):
+            connection.execute(
+                text_sql(
+                    "INSERT INTO outbox_history"
+                    " VALUES (:minute, 'process', :name, 'worker', 'seen', :seen)"
+                ),
+                {"minute": int((now - ago) // 60), "name": name, "seen": now - ago},
+            )
+    text = text_of(client.get("/"))
+    assert "Processes 1 alive 1 silent" in text
+    assert "1 process stopped without saying so" in text
+    assert re.search(r"web-2-17 1 min \d+ s ago", text)
+    assert "1 process alive, 1 silent" in text_of(client.get("/processes"))
 
 
 def test_streams_of_celery_and_of_retries_are_folded_away(client, shop) -> None:

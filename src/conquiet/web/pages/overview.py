@@ -49,6 +49,7 @@ def _part(request: Request) -> str:
     app: Dashboard = request.app
     sample = app.pulse.sample()
     past = app.archive.read(window_of(read_query(request, "window")))
+    processes = list_processes(app, sample)
     groups = sorted(
         list_backlogs(request, sample), key=lambda one: (-one.lag, -(one.in_flight or 0))
     )
@@ -57,10 +58,10 @@ def _part(request: Request) -> str:
         "overview_part.html",
         tiles=[
             *show_flow(request, sample, app.pulse.history),
-            *show_failures(request, sample, list_processes(app, sample)),
+            *show_failures(request, sample, processes),
         ],
         charts=list(list_charts(past)),
-        concerns=find_concerns(request, sample),
+        concerns=find_concerns(request, sample, processes),
         groups=groups[:_MOST_GROUPS],
         more=max(0, len(groups) - _MOST_GROUPS),
         queues=list_queues(app),
@@ -185,13 +186,16 @@ class Concern:
     """Places that are not listed."""
 
 
-def find_concerns(request: HTTPConnection, sample: Sample) -> list[Concern]:
+def find_concerns(
+    request: HTTPConnection, sample: Sample, processes: Sequence[Process]
+) -> list[Concern]:
     """Return the problems, one for each kind."""
     return [
         *_of_stores(sample),
         *_of_outbox(request, sample),
         *_of_groups(request, sample),
         *_of_letters(request, sample),
+        *_of_processes(request, processes),
     ]
 
 
@@ -274,6 +278,20 @@ def _of_letters(request: HTTPConnection, sample: Sample) -> Iterator[Concern]:
             f"{words.plural(sum(letters.values()), 'dead letter')} {where}",
             "See the causes, fix them, then replay.",
             places,
+        )
+
+
+def _of_processes(request: HTTPConnection, processes: Sequence[Process]) -> Iterator[Concern]:
+    silent = [one for one in processes if not one.is_alive]
+    if silent:
+        href = link(request, "/processes")
+        yield _grouped(
+            f"{words.plural(len(silent), 'process', 'processes')} stopped without saying so",
+            "Killed, or frozen? Others of the group take over what it had in flight.",
+            [
+                (one.in_flight, Place(one.name, words.since(one.seen_seconds), href))
+                for one in silent
+            ],
         )
 
 
