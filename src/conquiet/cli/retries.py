@@ -27,7 +27,8 @@ from conquiet.errors import ConfigError
 
 _PLACES = """
 PLACE is the URL of a log with topic and group (worker run --source), or the name of a Redis stream,
-whose group --group names. A message is named by its id there, or by that of its event.
+whose group --group names; each partition of a topic is a stream, as orders:{0}. A message is named
+by its id there, or by that of its event.
 """
 _SHOWN = 160
 
