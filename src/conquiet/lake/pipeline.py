@@ -234,8 +234,8 @@ class Driver:
     def _redefined(self) -> list[str]:
         """Return the marts and queries that are defined otherwise than their tables were made."""
         before = self.journal.refresh
-        if before.through < 0:
-            return []
+        if before.through < 0 or not self.definition.structs:
+            return []  # no table was made yet, or none ever is
         return [
             one.name for one in self.pipeline.queries if before.queries.get(one.name) != digest(one)
         ]

@@ -747,6 +747,10 @@ def test_without_event_types_there_is_bronze_alone(tmp_path):
     bare.run(as_table(entries(3)))
     assert bare.names == ["raw_events"]
     assert len(bare.read("raw_events")) == len(entries(3))
+    bare.mart("streams", of="raw_events", by=("stream",), counts={"entries": None})
+    before = bare.open_store().version("raw_events")
+    assert bare.refresh() == bare.refresh() == 0  # marts need event types
+    assert bare.open_store().version("raw_events") == before
 
 
 def test_types_bound_to_streams_are_refused_elsewhere(tmp_path):
