@@ -282,9 +282,8 @@ def test_prepared_statements_of_asyncpg_that_were_mixed_up_blame_no_message(
     ask = "SELECT count(*) FROM orders WHERE amount = $1"
 
     async def main() -> None:
-        arguments = {}
-        if clash == "already exists":
-            arguments["prepared_statement_name_func"] = lambda: "__asyncpg_1__"
+        names: list[str] = []
+        arguments = {"prepared_statement_name_func": lambda: names[0] if names else None}
         url = postgres.url.set(drivername="postgresql+asyncpg")
         engine = create_async_engine(url, connect_args=arguments)
 
@@ -292,7 +291,9 @@ def test_prepared_statements_of_asyncpg_that_were_mixed_up_blame_no_message(
             with Transaction(engine).scope(()), connection(engine) as found:
                 found.exec_driver_sql(ask, (1,))
                 if clash == "already exists":
+                    names.append("__asyncpg_1__")
                     found.exec_driver_sql("SELECT 1")
+                    found.exec_driver_sql("SELECT 2")
                 found.exec_driver_sql("DO $$ BEGIN EXECUTE 'DEALLOCATE ALL'; END $$")
                 found.exec_driver_sql(ask, (1,))
 
