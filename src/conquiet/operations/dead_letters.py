@@ -108,7 +108,10 @@ class Filter:
 
 
 _particular = re.compile(
-    r"""'[^']*'|"[^"]*"|\b0x[0-9a-f]+\b|\b[0-9a-f]{8}-[0-9a-f-]{27}\b|[\w-]*\d[\w.,:+-]*""", re.I
+    r"""'[^']*'|"[^"]*"|\b0x[0-9a-f]+\b|\b[0-9a-f]{8}-[0-9a-f-]{27}\b"""
+    # From the beginning of a word alone: a long one without digits would be tried at each letter.
+    r"""|(?<![\w-])[\w-]*\d[\w.,:+-]*""",
+    re.I,
 )
 _CAUSE_CHARS = 160
 
