@@ -57,7 +57,7 @@ def test_streams_and_groups_show_who_has_what(client, ids) -> None:
     assert re.search(r"billing-1 alive 5 ", text)
     assert "Delivered, and not acked" in text
     assert re.search(
-        r"order\. ?placed \{&#34;order&#34;:&#34;o-0&#34;,&#34;amount&#34;:4200\}", text
+        r"order\. ?placed \{&#34;order&#34;:&#34;o-0&#34;, &#34;amount&#34;:4200\}", text
     )
 
 
@@ -154,7 +154,7 @@ def test_a_list_of_rows_shows_the_beginning_of_each_payload(client, shop) -> Non
         statement = text("UPDATE outbox SET data = x'ff00' WHERE event_id = :id")
         connection.execute(statement, {"id": binary})
     found = text_of(client.get("/outbox"))
-    assert "{&#34;order&#34;:&#34;o-0&#34;,&#34;amount&#34;:4200" in found
+    assert "{&#34;order&#34;:&#34;o-0&#34;, &#34;amount&#34;:4200" in found
     assert "ééé …" in found
     assert "not text" in found
 

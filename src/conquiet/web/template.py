@@ -6,7 +6,7 @@ Every value is escaped and cut to a length that a page can take, whatever a prod
 from __future__ import annotations
 
 import re
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,7 +62,8 @@ def environment() -> Environment:
         ),
     ):
         made.filters[filter_.__name__] = filter_
-    made.filters["breaks"] = _breaks
+    made.filters["breaks"] = partial(_break_at, _parts)
+    made.filters["fields"] = partial(_break_at, _commas)
     made.filters["place"] = show_place
     made.filters["payload"] = lambda text: escape(words.payload(text))
     made.filters["exact"] = lambda text: escape(text[: words.FIELD_CHARS])
@@ -77,11 +78,12 @@ def _finalize(value: object) -> object:
 
 
 _parts = re.compile(r"(?<=[_.:/-])(?=[^_.:/-])")
+_commas = re.compile(r"(?<=,)(?=\S)")
 
 
-def _breaks(name: str) -> Markup:
-    """Let a long name be broken after its parts, not anywhere."""
-    return Markup("<wbr>").join(map(escape, _parts.split(words.field(name))))
+def _break_at(places: re.Pattern[str], text: str) -> Markup:
+    """Let a text be broken after parts of a name, or fields of a payload, rather than anywhere."""
+    return Markup("<wbr>").join(map(escape, places.split(words.field(text))))
 
 
 @cache
