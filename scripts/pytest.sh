@@ -26,7 +26,9 @@ status=$?
 
 paths=()
 for argument in "$@"; do
-    [ -e "${argument%%::*}" ] && paths+=("$argument") # what else there is may lack its packages
+    # Whole files, since a test that is named and has passed would not be found; and no more than
+    # what was asked for, since other files may lack their packages.
+    [ -e "${argument%%::*}" ] && paths+=("${argument%%::*}")
 done
 printf '\n==> failed tests, once more and alone\n'
 env -u LEFT_OUT "$python" -m pytest -q -n 0 --last-failed --last-failed-no-failures none \

@@ -122,11 +122,13 @@ def fail_at_first(message: Message[Any]) -> None:
 HOUR = 3_600
 
 
+JOB = Schedule("job", seconds=HOUR, missed="all")
+
+
 def _hourly(url: str) -> tuple[App, Schedules]:
     app = App("shop", url)
-    job = Schedule("job", seconds=HOUR, missed="all")
     states = app.store.schedules()
-    return app, Schedules({"job": job}, states, "shop", "/shop", app.store.publish)
+    return app, Schedules({"job": JOB}, states, "shop", "/shop", app.store.publish)
 
 
 def prepare_schedule(url: str, place: Place) -> None:
@@ -134,7 +136,7 @@ def prepare_schedule(url: str, place: Place) -> None:
     app, _ = _hourly(url)
     states = app.store.schedules()
     first = states.read()[0] // HOUR * HOUR - 2 * HOUR
-    assert states.replace(None, State("job", f"every {HOUR} s", first))
+    assert states.replace(None, State("job", JOB.definition, first))
     (place.folder / "first").write_text(str(first))
     app.close()
 
