@@ -204,12 +204,12 @@ def test_leases_are_renewed_on_the_loop_while_a_handler_waits(run, redis_client,
 
         async def handle(item: Message[bytes]) -> list[Message[bytes]]:
             inside.append(item.id)
-            await asyncio.sleep(0.7)
+            await asyncio.sleep(2.5)
             return await count(item)
 
-        router = chain(client, handle, lease=0.3)
-        other = chain(client, counts(client, inside), lease=0.3)
-        settings = {"lease": 0.3, "claim_interval": 0.02, "block": 0.05}
+        router = chain(client, handle, lease=1.0)
+        other = chain(client, counts(client, inside), lease=1.0)
+        settings = {"lease": 1.0, "claim_interval": 0.02, "block": 0.05}
         source = StreamSource(client, "orders", "billing", **settings)
         async with working(client, router, source):
             await until(lambda: inside)
