@@ -248,10 +248,10 @@ def test_a_lost_slot_is_replaced_and_no_row_is_lost(outbox: Engine, how: str, ca
     slot = source.slot()
     assert slot is not None
     assert not slot.is_lost
-    with outbox.begin() as connection:
-        if how == "dropped":
-            connection.execute(text("SELECT pg_drop_replication_slot(:name)"), {"name": slot.name})
-        else:
+    if how == "dropped":
+        eventually(lambda: drop_free_slot(outbox), timeout=30)  # once its reader has left
+    else:
+        with outbox.begin() as connection:
             connection.execute(text("UPDATE outbox_wal SET system = 'another'"))
     fill(outbox, 10, first=21)
     with caplog.at_level("ERROR", "conquiet.relay"):
@@ -645,19 +645,23 @@ def test_without_a_slot_events_without_rows_are_refused_and_not_lost(
     if state == "changed back":
         leave(outbox)
     elif state == "slot dropped":
-        with outbox.begin() as connection:
-            connection.execute(
-                text(
-                    "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots"
-                    " WHERE database = current_database()"
-                )
-            )
+        eventually(lambda: drop_free_slot(outbox), timeout=30)  # once its reader has left
     for write in (
         lambda: emit_events(outbox, 1),
         lambda: store_in_scope(outbox),
     ):
         with pytest.raises(StoreError, match=r"outbox is not published from.*--from wal"):
             write()
+
+
+def drop_free_slot(engine: Engine) -> bool:
+    """Drop the slot of this database, and return whether it could be."""
+    drop = text(
+        "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots"
+        " WHERE database = current_database() AND NOT active"
+    )
+    with engine.begin() as connection:
+        return len(connection.execute(drop).all()) == 1
 
 
 def store_in_scope(engine: Engine) -> None:
