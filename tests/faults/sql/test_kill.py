@@ -160,7 +160,7 @@ def test_kills_with_100_in_flight_repeat_no_effect_and_lose_no_event(
     store, spawn, database_url, redis_client: redis.Redis, redis_url, tmp_path
 ):
     stored = (InRedis if store == "redis" else InDatabase)(database_url, redis_client)
-    expected = send(redis_client, 2_000)
+    expected = send(redis_client, 4_000)
     moments = random.Random(store)
     count = tmp_path / "in_chain"
     count.write_bytes(b"\0")
@@ -193,7 +193,7 @@ def test_kills_with_100_in_flight_repeat_no_effect_and_lose_no_event(
     assert service.wait(60) == 0, "it finished what was in flight"
 
     service = start()
-    eventually(lambda: len(stored.effects()) == len(expected) and not pending(), timeout=60)
+    eventually(lambda: len(stored.effects()) == len(expected) and not pending(), timeout=120)
     service.terminate()
     assert service.wait(60) == 0
     assert stored.effects() == expected
